@@ -85,15 +85,17 @@ def calls_needed(span: Callable[[int], float], least: float = SAMPLE) -> int:
 
 
 def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
-              clock: Clock, least: float = SAMPLE) -> Callable[[], float]:
+              clock: Clock, least: float = SAMPLE, calls: int | None = None
+              ) -> Callable[[], float]:
     """Return a function that takes a sample of `step` on all ranks at once: the makespan of many
-    calls, which take `least` seconds, over their number; the same on every rank."""
+    calls over their number; the same on every rank.  There are as many `calls` as given, or as
+    take `least` seconds."""
     def span(calls: int) -> float:
         times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
         return float(times.max())
 
-    calls = calls_needed(span, least)
-    return lambda: span(calls) / calls
+    many = calls or calls_needed(span, least)
+    return lambda: span(many) / many
 
 
 def pad_samples(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:

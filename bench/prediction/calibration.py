@@ -28,6 +28,7 @@ DTYPES = ("float32", "float64")
 MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
 # Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone.
 GRIDS, GRIDS_OF_MANY = 10, 4
+LINK_STEPS = 2    # of each model in a round, where the links of a cluster make them long
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -38,8 +39,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
     Models that do not fit in memory together are measured in batches, each in all rounds.  On an
-    emulated cluster, whose links make them long, a round has one step of each model, and models
-    are smaller where links are slow.
+    emulated cluster, whose links make them long, a round has one or two steps of each model, and
+    models are smaller where links are slow.
 
     Parameters
     ----------
@@ -83,11 +84,13 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         raise UsageError(f"{comm.size} ranks: calibrate needs about "
                          f"{comm.size * needed / 1e9:.1f} GB for them, and this machine has "
                          f"{memory / 1e9:.1f}: {int(memory // needed)} ranks at most would do")
-    works = work_list.list_works(comm.size, [], work_list.list_models(cluster),
+    works = work_list.list_works(comm.size, [], work_list.list_models(cluster, comm.size > MANY),
                                  most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
     batches = work_list.works_in_batches(works, comm.size, DTYPES[0])
-    rounds = operations_alone.ROUNDS if comm.size <= MANY else 1
-    steps_of_each = 1 if cluster else whole_steps.ROUNDS
+    rounds = (operations_alone.LINK_ROUNDS if cluster else
+              operations_alone.ROUNDS if comm.size <= MANY else 1)
+    steps_of_each = ((LINK_STEPS if comm.size <= MANY else 1) if cluster
+                     else whole_steps.ROUNDS)
     steps, products, passes, collectives = [], [], [], []
     for number, batch in enumerate(batches, start=1):
         networks = whole_steps.make_transformers(batch, comm, progress)
@@ -101,7 +104,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
                 products.append([operations_alone.measure_products(dtype, comm)
                                  for dtype in DTYPES])
                 passes.append(operations_alone.measure_passes(comm))
-                collectives.append(operations_alone.measure_collectives(comm, cluster))
+                collectives.append(operations_alone.measure_collectives(
+                    comm, cluster, collectives[-1] if collectives else None))
                 progress(f"round {turn + 1} of {rounds}: products, elementwise passes and "
                          "collectives")
         steps.append(np.concatenate(of_batch))
@@ -206,7 +210,7 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
                        f"at most in {d}" for d, e in off.items()))
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
-    whole = (f"measured {when}: what the makespans of two models' steps on {grids} grids, medians "
+    whole = (f"measured {when}: what the makespans of whole steps on {grids} grids, medians "
              f"of {steps} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",

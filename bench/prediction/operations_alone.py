@@ -32,17 +32,20 @@ from mm3d.grid.axis import COLLECTIVES
 
 SAMPLES, ROUNDS = 3, 3    # samples of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
-# A rank of a cluster begins up to some ms after the others: a sample is much longer than that.
-LONG_SAMPLE = 0.05    # seconds
 EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 MEMORY = 1 / 32    # of the machine, that one array of each rank may take
 DIVIDING = ("all_gather", "reduce_scatter")
-LINK_SECONDS = 0.4   # that a collective may keep the links of an emulated cluster busy
+# On an emulated cluster, whose links make collectives long:
+LINK_SECONDS = 0.25    # that a collective may keep the links busy
+LINK_ROUNDS, LINK_LIMITS = 2, timing.Limits(2, 2)    # rounds, and samples in each
+# Its ranks begin up to some ms one after the other, the more the later: a sample is longer.
+LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK = 0.05, 0.0015    # seconds, the greater
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
+CollectivePoint = tuple[str, int, int, bool, int]    # kind, size, stride, pieces, bytes
 
 
 def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
@@ -204,12 +207,14 @@ def bytes_within(seconds: float, kind: str, size: int, stride: int, cluster: Clu
     return short + [short[-1] * 2 ** doubled] * (doubled > 0)
 
 
-def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
-        tuple[str, int, int, bool, int], float]:
+def measure_collectives(comm, cluster: Cluster | None = None,
+                        earlier: dict[CollectivePoint, float] | None = None
+                        ) -> dict[CollectivePoint, float]:
     """Measure the seconds of every collective along all lines.
 
     On several nodes these are makespans, since ranks wait for links, of calls that take
-    `LONG_SAMPLE`; arrays are left out that keep the links busy for longer than `LINK_SECONDS`.
+    `LONG_SAMPLE` or longer.  Arrays are left out that keep the links busy for longer than
+    `LINK_SECONDS`, and columns between nodes: links take longer than to make them contiguous.
 
     Parameters
     ----------
@@ -217,6 +222,8 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         All ranks; each of them calls this.
     cluster : Cluster, optional
         The emulated cluster, if the ranks are on several of its nodes.
+    earlier : dict of tuple to float, optional
+        The seconds of an earlier round in the cluster, by which as many calls are made at once.
 
     Returns
     -------
@@ -225,26 +232,33 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         the whole array.  Collectives that divide the array are measured for columns as well.
     """
     clock, found = Clock(comm), {}
+    least = max(LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK * comm.size)
     fitting = bytes_that_fit(comm.size)
 
-    def sampler(step: Callable[[], object]) -> Callable[[], float]:
-        if cluster is not None:
-            return sampling.makespans(step, comm, lambda: None, clock, LONG_SAMPLE)
-        return make_sampler(step, comm, clock=clock)
+    def take(step: Callable[[], object], point: CollectivePoint) -> tuple[list[float], str]:
+        if cluster is None:
+            return sampling.take_samples(make_sampler(step, comm, clock=clock), LIMITS, comm)
+        calls = math.ceil(least / earlier[point]) if earlier else None
+        sample = sampling.makespans(step, comm, lambda: None, clock, least, calls)
+        return sampling.take_samples(sample, LINK_LIMITS, comm)
+
     ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
     for size, stride in list_placements(comm.size):
         grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
+        between = cluster is not None and link_level(size, stride, cluster.ranks)[0] == "network"
         for kind, pieces in ways:
+            if pieces and between:
+                continue
             for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster, fitting):
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
-                    lambda step: sampling.take_samples(sampler(step), LIMITS, comm))
+                    lambda step: take(step, (kind, size, stride, pieces, length)))
                 found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found
 
 
-def make_lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[machine_model.Line]:
+def make_lines(times: dict[CollectivePoint, float]) -> list[machine_model.Line]:
     """Make lines of the seconds of `measure_collectives`."""
     found: dict[tuple, dict[int, float]] = {}
     for (*key, length), taken in times.items():

@@ -25,8 +25,11 @@ BYTES_OF_A_RANK, BYTES_OF_A_WORK = 160e6, 10e6
 USED = 0.8    # of the machine's memory
 
 
-def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:
+def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int, ...], ...]:
     """List the sizes of the models whose steps are measured: smaller ones where links are slow.
+
+    Of `many` ranks in a cluster the short model is left out: its steps are work of the shared
+    cores alone, which longer ones hide behind the links.
 
     Parameters
     ----------
@@ -39,7 +42,7 @@ def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:
     matrices = 3 * 12 * 4    # bytes of float32 over the square of the features, W twice and dW
     hidden = next((hidden for hidden in SMALLER
                    if matrices * hidden ** 2 * 8 <= LINK_SECONDS * cluster.link), SMALLER[-1])
-    return short, (hidden, *others)
+    return ((hidden, *others),) if many else (short, (hidden, *others))
 
 
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],

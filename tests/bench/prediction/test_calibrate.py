@@ -174,6 +174,9 @@ def test_models_are_smaller_where_links_are_slow():
     assert [features(f"4x2:{link}") for link in ("unlimited", "200Mbit", "100Mbit", "50Mbit")] \
         == [448, 448, 320, 224]
     assert features("4x2:1Mbit") == 160    # the smallest
+    slow = Cluster.parse("16x4:50Mbit")
+    assert work_list.list_models(slow, many=True) == work_list.list_models(slow)[1:]
+    assert work_list.list_models(None, many=True) == work_list.MODELS
     assert 3 * 12 * 224 ** 2 * 4 / (50e6 / 8) < 1.2 < 3 * 12 * 320 ** 2 * 4 / (50e6 / 8)
 
 
@@ -315,8 +318,8 @@ def test_a_machine_measures_itself(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 3, 3)])
-def test_links_make_steps_long_so_a_round_has_one(comm, monkeypatch, cluster, rounds, steps):
+@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 2, 4)])
+def test_links_make_steps_long_so_a_round_has_few(comm, monkeypatch, cluster, rounds, steps):
     """The file states how many there were."""
     monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, int(cluster is not None)])
     monkeypatch.setattr(Cluster, "from_environment",
@@ -334,6 +337,28 @@ def test_links_make_steps_long_so_a_round_has_one(comm, monkeypatch, cluster, ro
     if comm.rank == 0:
         alone, _, times, *_ = found[0]
         assert (alone.rounds, times.shape) == (rounds, (steps, 1))
+
+
+@pytest.mark.ranks(4)
+def test_a_later_round_makes_as_many_calls_as_the_earlier_took(comm, monkeypatch):
+    """On two nodes with links; columns are measured inside a node alone."""
+    asked = []
+
+    def makespans(step, comm, synchronize, clock, least, calls):
+        asked.append((least, calls))
+        return lambda: 0.02
+
+    monkeypatch.setattr(operations_alone.sampling, "makespans", makespans)
+    monkeypatch.setattr(operations_alone, "LINK_SECONDS", 1e-9)
+    monkeypatch.setattr(operations_alone, "bytes_that_fit", lambda ranks: [512])
+    cluster = Cluster.parse("2x2:100Mbit")
+    first = operations_alone.measure_collectives(comm, cluster)
+    assert set(asked) == {(operations_alone.LONG_SAMPLE, None)}
+    assert {(size, stride) for _, size, stride, pieces, _ in first if pieces} == {(2, 1)}
+    assert {(size, stride) for _, size, stride, *_ in first} == {(2, 1), (2, 2), (4, 1)}
+    asked.clear()
+    assert operations_alone.measure_collectives(comm, cluster, first) == first
+    assert set(asked) == {(operations_alone.LONG_SAMPLE, 3)}    # 3 x 20 ms is 50 ms or more
 
 
 @pytest.mark.ranks(4)
