@@ -15,7 +15,8 @@ from bench.prediction.work import NAMES, Work
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 
-# A short step and a long one, to separate the costs of barriers from those of work.
+# A short step and a long one, to separate the costs of barriers from those of work.  In a cluster
+# the short one is half as wide as the other: ranks wait less between operations that are shorter.
 MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
 SMALLER = (448, 320, 224, 160)    # features of the second model, for ever slower links
 LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice and dW once
@@ -28,8 +29,8 @@ USED = 0.8    # of the machine's memory
 def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int, ...], ...]:
     """List the sizes of the models whose steps are measured: smaller ones where links are slow.
 
-    Of `many` ranks in a cluster the short model is left out: its steps are work of the shared
-    cores alone, which longer ones hide behind the links.
+    The short model then has half the features and half the tokens.  Of `many` ranks it is left
+    out: its steps are work of the shared cores alone, which longer ones hide behind the links.
 
     Parameters
     ----------
@@ -38,11 +39,12 @@ def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int,
     """
     if cluster is None or cluster.link is None:
         return MODELS
-    short, (_, *others) = MODELS
+    *_, (_, heads, batch, seq, layers) = MODELS
     matrices = 3 * 12 * 4    # bytes of float32 over the square of the features, W twice and dW
     hidden = next((hidden for hidden in SMALLER
                    if matrices * hidden ** 2 * 8 <= LINK_SECONDS * cluster.link), SMALLER[-1])
-    return ((hidden, *others),) if many else (short, (hidden, *others))
+    long = (hidden, heads, batch, seq, layers)
+    return (long,) if many else ((hidden // 2, heads, batch, seq // 2, layers), long)
 
 
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],
