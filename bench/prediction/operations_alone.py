@@ -214,7 +214,7 @@ def measure_collectives(comm, cluster: Cluster | None = None,
 
     On several nodes these are makespans, since ranks wait for links, of calls that take
     `LONG_SAMPLE` or longer.  Arrays are left out that keep the links busy for longer than
-    `LINK_SECONDS`, and columns between nodes: links take longer than to make them contiguous.
+    `LINK_SECONDS`, and columns over such links, which take longer than to make them contiguous.
 
     Parameters
     ----------
@@ -245,9 +245,10 @@ def measure_collectives(comm, cluster: Cluster | None = None,
     ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
     for size, stride in list_placements(comm.size):
         grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
-        between = cluster is not None and link_level(size, stride, cluster.ranks)[0] == "network"
+        linked = (cluster is not None and cluster.link is not None
+                  and link_level(size, stride, cluster.ranks)[0] == "network")
         for kind, pieces in ways:
-            if pieces and between:
+            if pieces and linked:
                 continue
             for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster, fitting):
                 measured = measure_collective(
