@@ -36,10 +36,12 @@ def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int,
     ----------
     cluster : Cluster or None
         The emulated cluster, if the ranks are on several of its nodes.
+    many : bool, optional
+        Whether there are far more ranks than cores.
     """
     if cluster is None or cluster.link is None:
         return MODELS
-    *_, (_, heads, batch, seq, layers) = MODELS
+    _, heads, batch, seq, layers = MODELS[-1]
     matrices = 3 * 12 * 4    # bytes of float32 over the square of the features, W twice and dW
     hidden = next((hidden for hidden in SMALLER
                    if matrices * hidden ** 2 * 8 <= LINK_SECONDS * cluster.link), SMALLER[-1])
