@@ -25,12 +25,8 @@ from mm3d.grid.grid import Grid
 from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
-# Ranks, beyond which less is measured, as all takes long on shared cores, and the medians of
-# collectives between nodes count: samples differ by how the system schedules the ranks, and so do
-# steps, of which the least would be too short.
-MANY = 16
-# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone.  In a
-# cluster, where few steps are measured, there are as many of many ranks.
+MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone.
 GRIDS, GRIDS_OF_MANY = 10, 4
 LINK_STEPS = 2    # of each model in a round, where the links of a cluster make them long
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
@@ -68,7 +64,6 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         When a result is wrong; the same on every rank.
     """
     transport, memory = operands.default_transport(comm), total_memory()
-    many = comm.size > MANY
     nodes, cluster = node_numbers(comm), Cluster.from_environment()
     per_node = nodes.count(0)
     if per_node < comm.size:
@@ -89,12 +84,13 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         raise UsageError(f"{comm.size} ranks: calibrate needs about "
                          f"{comm.size * needed / 1e9:.1f} GB for them, and this machine has "
                          f"{memory / 1e9:.1f}: {int(memory // needed)} ranks at most would do")
-    works = work_list.list_works(comm.size, [], work_list.list_models(cluster, many),
-                                 most=GRIDS_OF_MANY if many and not cluster else GRIDS)
+    works = work_list.list_works(comm.size, [], work_list.list_models(cluster, comm.size > MANY),
+                                 most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
     batches = work_list.works_in_batches(works, comm.size, DTYPES[0])
     rounds = (operations_alone.LINK_ROUNDS if cluster else
-              1 if many else operations_alone.ROUNDS)
-    steps_of_each = (1 if many else LINK_STEPS) if cluster else whole_steps.ROUNDS
+              operations_alone.ROUNDS if comm.size <= MANY else 1)
+    steps_of_each = ((LINK_STEPS if comm.size <= MANY else 1) if cluster
+                     else whole_steps.ROUNDS)
     steps, products, passes, collectives = [], [], [], []
     for number, batch in enumerate(batches, start=1):
         networks = whole_steps.make_transformers(batch, comm, progress)
@@ -118,10 +114,10 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         whole_steps.free_grids(grids)
     if comm.rank:
         return None
-    of_rounds, medians = operations_alone.seconds_of_rounds, many and cluster is not None
-    alone = OperationSeconds(
-        {dtype: of_rounds(some) for dtype, some in zip(DTYPES, zip(*products))},
-        of_rounds(passes), of_rounds(collectives, np.median if medians else min), rounds, medians)
+    by_dtype = {dtype: operations_alone.least_seconds(of_rounds)
+                for dtype, of_rounds in zip(DTYPES, zip(*products))}
+    alone = OperationSeconds(by_dtype, operations_alone.least_seconds(passes),
+                             operations_alone.least_seconds(collectives), rounds)
     return fit_machine(alone, works, np.concatenate(steps, axis=1), comm.size, transport, memory,
                        per_node)
 
@@ -139,13 +135,12 @@ def transports_of_lines(comm) -> str:
 @dataclass(frozen=True)
 class OperationSeconds:
     """Seconds of operations repeated alone, as measured by `bench.prediction.operations_alone`:
-    the least of `rounds`, or of collectives the medians."""
+    the least of `rounds`."""
 
     products: dict[str, dict[fits.Shape, float]]    # by dtype
     passes: dict[tuple[str, int], float]
     collectives: dict[tuple[str, int, int, bool, int], float]
     rounds: int
-    medians: bool = False    # of collectives
 
 
 def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarray, ranks: int,
@@ -193,25 +188,22 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = whole_steps.fit_step_losses(machine, works, np.median(steps, axis=0))
     return msgspec.structs.replace(machine, sources=state_sources(
-        machine, products, environs, alone, steps=len(steps),
+        machine, products, environs, rounds=alone.rounds, steps=len(steps),
         grids=len({(work.scheme, work.grid) for work in works})))
 
 
 def state_sources(machine: machine_model.Machine, products: dict[str, fits.ProductFit],
-                  environs: dict, alone: OperationSeconds, steps: int, grids: int
-                  ) -> dict[str, str]:
+                  environs: dict, rounds: int, steps: int, grids: int) -> dict[str, str]:
     """Return the source of each figure of the model, as its file states it.
 
-    There are `steps` steps of each model on each of `grids` grids.
+    `rounds` are those of operations alone, `steps` the steps of each model on each of `grids`.
     """
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     what = ("processor time of all ranks over cores" if launcher.oversubscribed()
             else "makespans")
-    how, together = (
-        f"measured {when}, all ranks at once, {way}, "
-        + (f"the {figure} of {alone.rounds} rounds" if alone.rounds > 1 else "one round")
-        for way, figure in ((what, "least"), ("makespans" if machine.ranks else what,
-                                              "medians" if alone.medians else "least")))
+    least = f"the least of {rounds} rounds" if rounds > 1 else "one round"
+    how, together = (f"measured {when}, all ranks at once, {way}, {least}"
+                     for way in (what, "makespans" if machine.ranks else what))
     off = {d: np.abs(fit.errors) for d, fit in products.items()}
     fit = (f"{how}: products of {len(products[DTYPES[0]].errors)} shapes; the fit is "
            + ", ".join(f"{100 * np.median(e):.0f} % off in the median and {100 * e.max():.0f} % "

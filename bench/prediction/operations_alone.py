@@ -72,27 +72,26 @@ def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], Non
     return lambda: span(calls) / calls
 
 
-def measure_seconds(step: Callable[[], object], comm) -> list[float]:
-    """Measure a few samples of the seconds of `step`."""
+def measure_seconds(step: Callable[[], object], comm) -> float:
+    """Measure the seconds of `step`: the least of a few samples."""
     sample = make_sampler(step, comm)
-    return [sample() for _ in range(SAMPLES)]
+    return min(sample() for _ in range(SAMPLES))
 
 
-def seconds_of_rounds(rounds: Iterable[dict], figure: Callable[[list[float]], float] = min
-                      ) -> dict:
-    """Return a figure of the samples of each point in all rounds.
+def least_seconds(rounds: Iterable[dict]) -> dict:
+    """Return the least seconds of each point over all rounds.
 
-    By default it is the least: a disturbance by other programs for a while then affects none.
+    A disturbance by other programs for a while then affects no figure.
     """
     found: dict = {}
-    for samples in rounds:
-        for point, taken in samples.items():
-            found.setdefault(point, []).extend(taken)
-    return {point: float(figure(taken)) for point, taken in found.items()}
+    for times in rounds:
+        for point, taken in times.items():
+            found[point] = min(found.get(point, math.inf), taken)
+    return found
 
 
-def measure_products(dtype: str, comm) -> dict[Shape, list[float]]:
-    """Measure samples of the seconds of products m x n by n x k, by (m, n, k).
+def measure_products(dtype: str, comm) -> dict[Shape, float]:
+    """Measure the seconds of products m x n by n x k, by (m, n, k).
 
     The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
     that the ranks share hold it only once.
@@ -105,7 +104,7 @@ def measure_products(dtype: str, comm) -> dict[Shape, list[float]]:
                           name, comm.rank)
         return layout.split(grid, shape, "x").all_gather(a) if gathered else a
 
-    def measure(shape: Shape) -> list[float]:
+    def measure(shape: Shape) -> float:
         m, n, k = shape
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
         operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, matmul(a, b)), 0, comm)
@@ -140,8 +139,8 @@ def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def measure_passes(comm) -> dict[tuple[str, int], list[float]]:
-    """Measure samples of the seconds of float32 passes, by operation and bytes read and written.
+def measure_passes(comm) -> dict[tuple[str, int], float]:
+    """Measure the seconds of float32 passes, by operation and bytes read and written.
 
     Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
     large ones do not.
@@ -159,7 +158,7 @@ def measure_passes(comm) -> dict[tuple[str, int], list[float]]:
 
 
 def make_curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
-    """Make curves of seconds at the points of `measure_passes`, "other" for other operations."""
+    """Make curves of the seconds of `measure_passes`; "other" is for all other operations."""
     found: dict[str, machine_model.Curve] = {}
     for (name, size), taken in times.items():
         curve = found.setdefault(name, machine_model.Curve([], []))
@@ -209,9 +208,9 @@ def bytes_within(seconds: float, kind: str, size: int, stride: int, cluster: Clu
 
 
 def measure_collectives(comm, cluster: Cluster | None = None,
-                        earlier: dict[CollectivePoint, list[float]] | None = None
-                        ) -> dict[CollectivePoint, list[float]]:
-    """Measure samples of the seconds of every collective along all lines.
+                        earlier: dict[CollectivePoint, float] | None = None
+                        ) -> dict[CollectivePoint, float]:
+    """Measure the seconds of every collective along all lines.
 
     On several nodes these are makespans, since ranks wait for links, of calls that take
     `LONG_SAMPLE` or longer.  Arrays are left out that keep the links busy for longer than
@@ -223,12 +222,12 @@ def measure_collectives(comm, cluster: Cluster | None = None,
         All ranks; each of them calls this.
     cluster : Cluster, optional
         The emulated cluster, if the ranks are on several of its nodes.
-    earlier : dict of tuple to list of float, optional
-        The samples of an earlier round in the cluster, by which as many calls are made at once.
+    earlier : dict of tuple to float, optional
+        The seconds of an earlier round in the cluster, by which as many calls are made at once.
 
     Returns
     -------
-    dict of tuple to list of float
+    dict of tuple to float
         By kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and bytes of
         the whole array.  Collectives that divide the array are measured for columns as well.
     """
@@ -239,7 +238,7 @@ def measure_collectives(comm, cluster: Cluster | None = None,
     def take(step: Callable[[], object], point: CollectivePoint) -> tuple[list[float], str]:
         if cluster is None:
             return sampling.take_samples(make_sampler(step, comm, clock=clock), LIMITS, comm)
-        calls = math.ceil(least / min(earlier[point])) if earlier else None
+        calls = math.ceil(least / earlier[point]) if earlier else None
         sample = sampling.makespans(step, comm, lambda: None, clock, least, calls)
         return sampling.take_samples(sample, LINK_LIMITS, comm)
 
@@ -255,13 +254,13 @@ def measure_collectives(comm, cluster: Cluster | None = None,
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
                     lambda step: take(step, (kind, size, stride, pieces, length)))
-                found[kind, size, stride, pieces, length] = comm.bcast(measured.seconds)
+                found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found
 
 
 def make_lines(times: dict[CollectivePoint, float]) -> list[machine_model.Line]:
-    """Make lines of seconds at the points of `measure_collectives`."""
+    """Make lines of the seconds of `measure_collectives`."""
     found: dict[tuple, dict[int, float]] = {}
     for (*key, length), taken in times.items():
         found.setdefault(tuple(key), {})[length] = taken
