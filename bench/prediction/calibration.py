@@ -26,8 +26,11 @@ from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
 MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
-# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone.
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three or four figures.
 GRIDS, GRIDS_OF_MANY = 10, 4
+# Schemes that are fitted to many ranks of a cluster.  SUMMA's roots take turns, so in a step its
+# broadcasts overlap as they do not alone; such steps would hide how long ranks wait.
+CLUSTER_SCHEMES_OF_MANY = ("1d", "1d-sp", "3d")
 LINK_STEPS = 2    # of each model in a round, where the links of a cluster make them long
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
@@ -84,13 +87,14 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         raise UsageError(f"{comm.size} ranks: calibrate needs about "
                          f"{comm.size * needed / 1e9:.1f} GB for them, and this machine has "
                          f"{memory / 1e9:.1f}: {int(memory // needed)} ranks at most would do")
-    works = work_list.list_works(comm.size, [], work_list.list_models(cluster, comm.size > MANY),
-                                 most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
+    many = comm.size > MANY
+    works = work_list.list_works(comm.size, [], work_list.list_models(cluster, many),
+                                 schemes=CLUSTER_SCHEMES_OF_MANY if many and cluster else (),
+                                 most=GRIDS_OF_MANY if many and not cluster else GRIDS)
     batches = work_list.works_in_batches(works, comm.size, DTYPES[0])
     rounds = (operations_alone.LINK_ROUNDS if cluster else
-              operations_alone.ROUNDS if comm.size <= MANY else 1)
-    steps_of_each = ((LINK_STEPS if comm.size <= MANY else 1) if cluster
-                     else whole_steps.ROUNDS)
+              1 if many else operations_alone.ROUNDS)
+    steps_of_each = (1 if many else LINK_STEPS) if cluster else whole_steps.ROUNDS
     steps, products, passes, collectives = [], [], [], []
     for number, batch in enumerate(batches, start=1):
         networks = whole_steps.make_transformers(batch, comm, progress)
@@ -232,4 +236,4 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
             "collectives": f"{together}: {environs['mpi']}; "
                            f"{environs['tuning_variables'] or 'no tuning variables'}",
             "transport": "how the bytes of collectives travelled",
-            "waiting": whole}
+            "waiting": whole, "node_waiting": whole}

@@ -138,6 +138,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
         between other work than repeated alone: ranks arrive at different times, and other work
         has used the caches.
+    node_waiting : dict of int to float
+        The same of barriers inside a node, if `waiting` is of those between nodes alone.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_seconds: float = 0.0
     cores: int = 0
     waiting: dict[int, float] = {}
+    node_waiting: dict[int, float] = {}
 
     @property
     def measured_ranks(self) -> int:

@@ -78,8 +78,8 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     for pieces in (event.pieces, False):    # columns that were not measured count as rows
         curve = measured.get((event.kind, event.size, event.stride, pieces))
         if curve is not None:
-            waiting = barriers(event) * machine.waiting.get(event.size, 0.0)
-            return {"node": curve.at(event.bytes), "latency": waiting}
+            return {"node": curve.at(event.bytes),
+                    "latency": barriers(event) * waiting_seconds(machine, event)}
     g = event.size
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
              "all_reduce": 2 * (g - 1) / g, "all_to_all": (g - 1) / g}.get(event.kind, 1.0)
@@ -104,6 +104,13 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     return {level: max(within, crossing),
             "latency": (steps * machine.network.seconds_per_message
                         + others * barriers(event) * machine.peer_seconds)}
+
+
+def waiting_seconds(machine: Machine, event: Collective) -> float:
+    """Return the seconds that a barrier of the collective's ranks takes longer in a step."""
+    level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
+    waits = machine.node_waiting if machine.node_waiting and level == "node" else machine.waiting
+    return waits.get(event.size, 0.0)
 
 
 def uncopied_collectives(transport: str) -> frozenset[str]:

@@ -94,7 +94,7 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
         gemm_seconds=shrunk.gemm_seconds * scale, launch_seconds=shrunk.launch_seconds * scale,
         passes={name: Curve(curve.bytes, [scale * seconds for seconds in curve.seconds])
                 for name, curve in shrunk.passes.items()},
-        collectives=[], waiting={}, transport="shared",
+        collectives=[], waiting={}, node_waiting={}, transport="shared",
         call_seconds=CALL_SECONDS * ranks_per_core, peer_seconds=PEER_SECONDS * ranks_per_core,
         achieved=Achieved(achieved.gemm, achieved.memory, 1.0, 1.0))
 

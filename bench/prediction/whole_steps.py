@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections import Counter
 from typing import Callable, Iterable, Sequence
 
 import msgspec
@@ -18,13 +19,14 @@ from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.least_squares import solve_nonnegative
 from bench.instruments.placement import reorder_ranks
 from bench.prediction import machine_model
-from bench.prediction.seconds import barriers, step_seconds
+from bench.prediction.seconds import barriers, link_level, step_seconds
 from bench.prediction.work import NAMES, Work, trace_work
 from bench.prediction.work_list import works_in_batches
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from mm3d.tracing.trace import Trace
 
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
 WORKS_OF_A_LINE = 8    # verified, before a line of progress
@@ -212,24 +214,39 @@ def measure_steps(networks: Sequence[mm3d.Transformer], comm, seed: int,
 
 def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],
                     took: np.ndarray) -> machine_model.Machine:
-    """Fit three figures of `machine` to whole steps; its others are of operations alone.
+    """Fit a few figures of `machine` to whole steps; its others are of operations alone.
 
     In a step operations follow others and not themselves: their data and code are in no cache,
-    and ranks wait for each other.  The three figures are the fraction of their rates that all
-    operations achieve, the seconds of Python around each, and the seconds that a barrier of g
-    ranks takes longer, over (g-1)/g.  They are fitted by relative least squares to `took`, the
+    and ranks wait for each other.  The figures are the fraction of their rates that all operations
+    achieve, the seconds of Python around each, and the seconds that a barrier of g ranks takes
+    longer over (g-1)/g, the fraction of them that one waits for: one figure for barriers between
+    nodes and one for those inside.  They are fitted by relative least squares to `took`, the
     seconds of a step of each of `works`.
     """
     traces = [trace_work(work, "float32", machine) for work in works]
-    sizes = sorted({event.size for one in traces for event in one.count(Collective)})
-    others = {size: (size - 1) / size for size in sizes}    # the fraction of ranks to wait for
+    waits = [barriers_by_line(machine, one) for one in traces]
+    sizes = {level: sorted({size for one in waits for found, size in one if found == level})
+             for level in ("network", "node")}
+    levels = [level for level in sizes if sizes[level]]
+    others = {size: (size - 1) / size for level in levels for size in sizes[level]}
     rows = [[sum(step_seconds(machine, one).values()),
              (one.count(Gemm) + one.count(Pass)).total(),
-             math.fsum(times * barriers(event) * others[event.size]
-                       for event, times in one.count(Collective).items())]
-            for one in traces]
+             *(math.fsum(some[level, size] * others[size] for size in sizes[level])
+               for level in levels)]
+            for one, some in zip(traces, waits)]
     terms = np.array(rows) / took[:, None]
-    more, launch, waiting = solve_nonnegative(terms, 1 - terms[:, 0]).tolist()
+    more, launch, *fitted = solve_nonnegative(terms, 1 - terms[:, 0]).tolist()
+    waiting, node_waiting = [*({size: seconds * others[size] for size in sizes[level]}
+                               for level, seconds in zip(levels, fitted)), {}, {}][:2]
     return msgspec.structs.replace(
         machine, achieved=machine_model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
-        launch_seconds=launch, waiting={size: waiting * others[size] for size in sizes})
+        launch_seconds=launch, waiting=waiting, node_waiting=node_waiting)
+
+
+def barriers_by_line(machine: machine_model.Machine, trace: Trace) -> Counter:
+    """Count the barriers of a step by the level of their line and its number of ranks."""
+    found: Counter = Counter()
+    for event, times in trace.count(Collective).items():
+        level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
+        found[level, event.size] += times * barriers(event)
+    return found

@@ -55,10 +55,11 @@ def figures(machine: machine_model.Machine) -> str:
                  f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
                  for name, curve in machine.passes.items() if name != "other"),
              f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
-    waiting = ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
-                        for size, seconds in machine.waiting.items())
-    lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
-                 + f"; waiting {waiting}" * bool(waiting))
+    lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates" + "".join(
+        f"; waiting{where} " + ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
+                                         for size, seconds in waits.items())
+        for waits, where in ((machine.waiting, ""), (machine.node_waiting, " inside nodes"))
+        if waits))
     placed = in_place_collectives(machine.transport)
     lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
               f"apart: {1e6 * line.alpha:.0f} us, "

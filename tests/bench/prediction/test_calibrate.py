@@ -203,20 +203,22 @@ def test_the_largest_array_keeps_links_busy_for_as_long_as_it_may():
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_what_steps_lose_is_found(ranks):
+@pytest.mark.parametrize("ranks, per_node", [(1, 1), (2, 2), (8, 8), (8, 2)])
+def test_what_steps_lose_is_found(ranks, per_node):
     """From the seconds of works on a machine that loses just that, exactly; noise changes little,
-    and steps as fast as their parts lose nothing."""
+    and steps as fast as their parts lose nothing.  On several nodes barriers inside them wait
+    otherwise."""
     works = work_list.list_works(ranks, [], work_list.MODELS)
     sizes = [size for size in (2, 4, 8) if size <= ranks]
     alone = machine_model.msgspec.structs.replace(
-        machine_model.load_machine("cpu"), ranks_per_node=ranks,
+        machine_model.load_machine("cpu"), ranks_per_node=per_node,
         collectives=[machine_model.Line(kind, size, stride, 0, 0, CURVE)
                      for size, stride in operations_alone.list_placements(ranks)
                      for kind in operations_alone.COLLECTIVES])
     truth = machine_model.msgspec.structs.replace(
         alone, achieved=machine_model.Achieved(0.6, 0.6, 0.6, 0.6, 1.0), launch_seconds=2e-5,
-        waiting={size: 3e-5 * (size - 1) / size for size in sizes})
+        waiting={size: 3e-5 * (size - 1) / size for size in sizes},
+        node_waiting={2: 7e-5 / 2} if per_node < ranks else {})
     alone = machine_model.msgspec.structs.replace(
         alone, achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0), launch_seconds=0.0)
 
@@ -229,11 +231,13 @@ def test_what_steps_lose_is_found(ranks):
         assert getattr(found.achieved, name) == pytest.approx(getattr(truth.achieved, name))
     assert found.launch_seconds == pytest.approx(truth.launch_seconds)
     assert found.waiting == pytest.approx(truth.waiting)
+    assert found.node_waiting == pytest.approx(truth.node_waiting)
     noise = 1 + 0.02 * np.random.default_rng(1).standard_normal(len(works))
     noisy = whole_steps.fit_step_losses(alone, works, seconds(truth) * noise)
     assert seconds(noisy) == pytest.approx(seconds(truth), rel=0.03)
     same = whole_steps.fit_step_losses(alone, works, 0.9 * seconds(alone))
-    assert set(same.waiting.values()) <= {0.0} and same.achieved == alone.achieved
+    assert {*same.waiting.values(), *same.node_waiting.values()} <= {0.0}
+    assert same.achieved == alone.achieved
 
 
 def test_squares_do_not_tell_edges_apart():
@@ -339,6 +343,24 @@ def test_links_make_steps_long_so_a_round_has_few(comm, monkeypatch, cluster, ro
     if comm.rank == 0:
         alone, _, times, *_ = found[0]
         assert (alone.rounds, times.shape) == (rounds, (steps, 1))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("most, fitted", [(2, {"2.5d", "faces"}), (1, set())])
+def test_steps_of_summa_are_not_fitted_to_many_ranks_of_a_cluster(comm, monkeypatch, most, fitted):
+    monkeypatch.setattr(calibration, "MANY", most)
+    monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, 1])
+    monkeypatch.setattr(Cluster, "from_environment", lambda: Cluster.parse("2x1:500Mbit"))
+    monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: [])
+    monkeypatch.setattr(whole_steps, "measure_rounds",
+                        lambda trials, count, seed, *_: np.ones((count, 1, 2)))
+    for part in ("products", "passes", "collectives"):
+        monkeypatch.setattr(operations_alone, f"measure_{part}", lambda *_: {})
+    found = []
+    monkeypatch.setattr(calibration, "fit_machine", lambda *given: found.append(given[1]))
+    calibration.measure_machine(comm)
+    if comm.rank == 0:
+        assert {work.scheme for work in found[0]} == {"1d", "1d-sp", "3d"} | fitted
 
 
 @pytest.mark.ranks(4)
