@@ -225,7 +225,9 @@ def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],
     """
     traces = [trace_work(work, "float32", machine) for work in works]
     waits = [barriers_by_line(machine, one) for one in traces]
-    sizes = {level: sorted({size for one in waits for found, size in one if found == level})
+    lines = {(link_level(line.size, line.stride, machine.ranks_per_node)[0], line.size)
+             for line in machine.collectives}
+    sizes = {level: sorted(size for found, size in lines if found == level)
              for level in ("network", "node")}
     levels = [level for level in sizes if sizes[level]]
     others = {size: (size - 1) / size for level in levels for size in sizes[level]}
