@@ -52,9 +52,14 @@ def processor_flags() -> frozenset[str]:
 
 def machine_slug() -> str:
     """Return a folder name for results of this machine, such as ``amd-epyc-7763-8-cores``."""
-    model = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", cpu_model(), flags=re.IGNORECASE)
-    words = re.findall(r"[a-z0-9]+", model.lower())
-    return "-".join([*words, str(launcher.cores()), "cores"])
+    return slug_of(cpu_model(), launcher.cores())
+
+
+def slug_of(model: str, cores: int) -> str:
+    """Return a folder name for a machine with this `cpu_model` and so many cores."""
+    short = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", model, flags=re.IGNORECASE)
+    words = re.findall(r"[a-z0-9]+", short.lower())
+    return "-".join([*words, str(cores), "cores"])
 
 
 def mpi_name(library: str) -> str:

@@ -186,10 +186,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not self.transport or set(transport.split()) <= set(self.transport.split())
 
 
-def cluster_suffix() -> str:
-    """Return the end of `Machine.about` of a machine measured here: the emulated cluster, if any.
+def cluster_suffix(cluster: Cluster | None) -> str:
+    """Return the end of `Machine.about` of a machine measured in an emulated cluster, or in none.
     """
-    cluster = Cluster.from_environment()
     return f"; {cluster.describe()}" if cluster else ""
 
 
@@ -210,7 +209,7 @@ def check_cluster(machine: Machine, name: str) -> None:
     """
     mark = "; emulated cluster, "
     there = "".join(machine.about.rpartition(mark)[1:] if mark in machine.about else ())
-    here = cluster_suffix()
+    here = cluster_suffix(Cluster.from_environment())
     if (machine.passes or machine.collectives) and there != here:
         names = [text.removeprefix("; ") or "no emulated cluster" for text in (there, here)]
         raise UsageError(f"--machine {name} was measured in {names[0]}, and this is {names[1]}: "

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.instruments import host
 from bench.prediction import fits, machine_file, machine_model
@@ -66,8 +67,9 @@ def adopt_machine(base: machine_model.Machine) -> machine_model.Machine:
     """Return a copy of `base` for this machine, with no figure measured yet."""
     sources = {name: f"{machine_file.ADOPTED}{base.name}: {source}"
                for name, source in base.sources.items()}
+    cluster = machine_model.cluster_suffix(Cluster.from_environment())
     return msgspec.structs.replace(base, name=host.machine_slug(), sources=sources,
-                                   about=host.cpu_model() + machine_model.cluster_suffix())
+                                   about=host.cpu_model() + cluster)
 
 
 def update_products(machine: machine_model.Machine,

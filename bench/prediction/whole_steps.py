@@ -175,15 +175,17 @@ def make_transformer(work: Work, comm, dtype: str,
                      for done in against_serial.compare(network, y, dx, sizes, seed, dtype)]
 
 
-def make_transformers(works: Sequence[Work], comm,
+def make_transformers(works: Sequence[Work], comm, checks: list[Check],
                       progress: Callable[[str], None] = lambda line: None
                       ) -> list[mm3d.Transformer]:
-    """Build the Transformers of `works`.
+    """Build the Transformers of `works`, and check a step of each, adding to `checks`.
 
     Parameters
     ----------
     works : sequence of Work
         Transformers on grids of all ranks.
+    checks : list of Check
+        The outputs and gradients that were compared with the serial scheme's.
     progress : callable, optional
         Is given a line on what was done, on every rank.
 
@@ -194,8 +196,9 @@ def make_transformers(works: Sequence[Work], comm,
     """
     found = []
     for work in works:
-        network, checks = make_transformer(work, comm, "float32", 0)
-        wrong = [done for done in checks if not done.passed]
+        network, of_step = make_transformer(work, comm, "float32", 0)
+        checks += of_step
+        wrong = [done for done in of_step if not done.passed]
         agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "", comm,
               WrongResult)
         found.append(network)

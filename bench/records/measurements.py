@@ -79,7 +79,8 @@ class Measurements:
     ----------
     kind : str
         "gemm", "collectives", "matmul", "products", "layer", "sweep", "pipeline", "checkpoint",
-        "experts", "training", "training-meshes" or "check"; or one that begins with "gpu-".
+        "experts", "training", "training-meshes", "training-step", "calibration" or "check"; or
+        one that begins with "gpu-".
     configuration, environment : dict of str to str, int, float or bool
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence

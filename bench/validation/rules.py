@@ -33,7 +33,7 @@ PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustr
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 # Kinds of run whose results are verified.
 VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "checkpoint",
-            "experts", "training", "training-meshes", "training-step")
+            "experts", "training", "training-meshes", "training-step", "calibration")
 
 
 def check_samples(run: Run) -> Iterator[str]:

@@ -1,13 +1,16 @@
-"""Measure this machine, with as many ranks as mpirun starts, and write its model."""
+"""Measure this machine, with as many ranks as mpirun starts; write all samples and its model."""
 
 import argparse
 from pathlib import Path
 
+from bench.agreement import make_on_rank_0
 from bench.console import say
-from bench.errors import WrongResult
-from bench.prediction import calibration, machine_file, machine_model
+from bench.errors import StoreError, WrongResult
+from bench.prediction import machine_file, machine_model
+from bench.prediction.calibration import fit, measure
+from bench.prediction.calibration.record import read_calibration
 from bench.command_line import options
-from bench.command_line.publish import publish_machine, report_failure
+from bench.command_line.publish import publish, publish_machine, report_failure
 from mm3d.transport.choice import in_place_collectives
 
 GROUP = "Plan and predict"
@@ -17,21 +20,37 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``calibrate``."""
     parser.add_argument("--out", required=True, metavar="FILE",
-                        help="the machine's model, a .toml file for --machine")
+                        help="the machine's model, a .toml file for --machine; all samples are "
+                             "written beside it")
+    parser.add_argument("--samples", metavar="FILE",
+                        help="measure nothing, and fit the model to the samples in this file, "
+                             "which calibrate wrote")
     options.add_stall(parser)
     options.add_cluster(parser)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write the file; 0 when it was written."""
-    path = Path(arguments.out)
+    """Measure or read samples, and write the file of a model fitted to them; 0 when written.
+
+    Raises
+    ------
+    StoreError
+        When the file of samples cannot be read, or has others.
+    """
+    path, status = Path(arguments.out), 0
     machine_file.check_writable("--out", path, comm)
-    try:
-        machine = calibration.measure_machine(
-            comm, lambda line: say(line) if comm.rank == 0 else None)
-    except WrongResult as wrong:
-        return report_failure("calibrate", f"{wrong}; no file was written", comm)
-    status = publish_machine(machine, path, comm)
+    if arguments.samples:
+        record = make_on_rank_0(lambda: read_calibration(arguments.samples), comm, StoreError,
+                                StoreError)
+    else:
+        try:
+            record = measure.measure_samples(
+                comm, lambda line: say(line) if comm.rank == 0 else None)
+        except WrongResult as wrong:
+            return report_failure("calibrate", f"{wrong}; no file was written", comm)
+        status = publish(record, path.parent, f"{path.stem}-samples", comm)
+    machine = fit.fit_machine(record) if comm.rank == 0 else None
+    status = max(status, publish_machine(machine, path, comm))
     if machine:
         say(figures(machine))
     return status

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError, WrongResult
+from bench.errors import StoreError, UsageError, WrongResult
 from bench.instruments import sampling
-from bench.prediction import (calibration, fits, machine_file, machine_model, operations_alone,
-                              whole_steps, work_list)
+from bench.prediction import fits, machine_file, machine_model, whole_steps, work_list
+from bench.prediction.calibration import fit, measure, operations_alone, record as samples_record
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
-from bench.prediction.work import predict_seconds
+from bench.prediction.work import Work, predict_seconds
+from bench.records import run_file
+from bench.records.measurements import Check, Measurements
+from bench.validation.files import check_file
 from bench.verbs import calibrate as verb
 from mm3d.arrays.products import matmul
 from mm3d.grid.grid import Grid
@@ -31,7 +34,8 @@ LINE = machine_model.Line("all_gather", 2, 4, 1e-6, 1e-9, CURVE)
 ONE_ROUND = """
 import sys
 from bench.__main__ import main
-from bench.prediction import operations_alone, whole_steps
+from bench.prediction import whole_steps
+from bench.prediction.calibration import operations_alone
 operations_alone.ROUNDS, whole_steps.ROUNDS = 1, 2
 sys.exit(main(sys.argv[1:]))
 """
@@ -321,13 +325,19 @@ def test_a_machine_measures_itself(tmp_path):
     trace = dry_run.trace_step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
                                block=machine.elementwise_block)
     assert sum(step_seconds(machine, trace).values()) > 1e-5
+    [samples] = tmp_path.glob("here-samples-*.h5")
+    assert check_file(samples)[0] == []
+    again = run_ranks(1, "-m", "bench", "calibrate", "--samples", str(samples), "--out",
+                      str(tmp_path / "again.toml"))
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again.toml").read_text() == path.read_text()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 2, 4)])
 def test_links_make_steps_long_so_a_round_has_few(comm, monkeypatch, cluster, rounds, steps):
     """The file states how many there were."""
-    monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, int(cluster is not None)])
+    monkeypatch.setattr(measure, "node_numbers", lambda comm: [0, int(cluster is not None)])
     monkeypatch.setattr(Cluster, "from_environment",
                         lambda: cluster and Cluster.parse(cluster))
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: [])
@@ -335,32 +345,30 @@ def test_links_make_steps_long_so_a_round_has_few(comm, monkeypatch, cluster, ro
                         lambda trials, count, seed, *_: np.ones((count, 1, 2)))
     for part in ("products", "passes", "collectives"):
         monkeypatch.setattr(operations_alone, f"measure_{part}", lambda *_: {})
-    found = []
-    monkeypatch.setattr(calibration, "fit_machine", lambda *given: found.append(given))
     lines = []
-    calibration.measure_machine(comm, lines.append)
+    record = measure.measure_samples(comm, lines.append)
     assert lines[-1].startswith(f"round {rounds} of {rounds}: ")
-    if comm.rank == 0:
-        alone, _, times, *_ = found[0]
-        assert (alone.rounds, times.shape) == (rounds, (steps, 1))
+    assert (record is None) == (comm.rank > 0)
+    if record:
+        assert record.configuration["rounds"] == rounds
+        assert record.variables["step_seconds"].values.shape == (1, steps)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("most, fitted", [(2, {"2.5d", "faces"}), (1, set())])
 def test_steps_of_summa_are_not_fitted_to_many_ranks_of_a_cluster(comm, monkeypatch, most, fitted):
-    monkeypatch.setattr(calibration, "MANY", most)
-    monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, 1])
+    monkeypatch.setattr(measure, "MANY", most)
+    monkeypatch.setattr(measure, "node_numbers", lambda comm: [0, 1])
     monkeypatch.setattr(Cluster, "from_environment", lambda: Cluster.parse("2x1:500Mbit"))
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: [])
     monkeypatch.setattr(whole_steps, "measure_rounds",
                         lambda trials, count, seed, *_: np.ones((count, 1, 2)))
     for part in ("products", "passes", "collectives"):
         monkeypatch.setattr(operations_alone, f"measure_{part}", lambda *_: {})
-    found = []
-    monkeypatch.setattr(calibration, "fit_machine", lambda *given: found.append(given[1]))
-    calibration.measure_machine(comm)
-    if comm.rank == 0:
-        assert {work.scheme for work in found[0]} == {"1d", "1d-sp", "3d"} | fitted
+    record = measure.measure_samples(comm)
+    if record:
+        assert ({Work.parse(label).scheme for label in record.scales["work"]}
+                == {"1d", "1d-sp", "3d"} | fitted)
 
 
 @pytest.mark.ranks(4)
@@ -388,24 +396,89 @@ def test_a_later_round_makes_as_many_calls_as_the_earlier_took(comm, monkeypatch
     assert set(asked) == {(operations_alone.LONG_SAMPLE, 3)}    # 3 x 20 ms is 50 ms or more
 
 
+def calibrated(comm, **environment) -> Measurements:
+    """The record of a calibration with 2 nodes of 2 ranks: times of a machine of 1 Gflop/s."""
+    operations = {samples_record.label_product(dtype, (m, n, k)):
+                  [2e-9 * m * n * k, 4e-9 * m * n * k, 3e-9 * m * n * k]
+                  for dtype in measure.DTYPES
+                  for m, n, k in [(8, 8, 8), (16, 8, 32), (64, 32, 16), (8, 64, 64)]}
+    operations |= {samples_record.label_pass(name, size): [2e-9 * size, 1e-9 * size]
+                   for name in ("copy", "multiply") for size in (64, 4096)}
+    operations |= {samples_record.label_collective(kind, size, stride, pieces, length):
+                   [5e-5, 1e-5 + 1e-9 * length * stride]
+                   for kind, pieces in (("all_gather", False), ("all_gather", True),
+                                        ("all_reduce", False), ("reduce_scatter", False))
+                   for size, stride in operations_alone.list_placements(4)
+                   for length in (512, 4096)}
+    works = work_list.list_works(4, [], work_list.MODELS[:1], schemes=("1d", "3d"))
+    return samples_record.make_record(
+        operations, works, np.full((4, len(works)), 0.1), [Check("output", 0.0, 1e-6)],
+        {"transport": "chain mpi", "rounds": 2},
+        {**sampling.measured_environment("numpy", comm), "ranks": 4, "ranks_per_core": 2.0,
+         "cores": 2, "oversubscribed": True, "node_of_rank": "0 0 1 1",
+         "emulated_cluster": "2x2:50Mbit", "memory_bytes": 4_000_000_000,
+         "elementwise_block": 1234} | environment)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_is_fitted_again_to_the_samples_in_a_file(comm, tmp_path, capsys):
+    """All that the model says of the machine is in the file, wherever it is read."""
+    record = calibrated(comm)
+    path = run_file.write_run(record, tmp_path, "mine-samples")
+    again = samples_record.read_calibration(path)
+    alone = samples_record.least_seconds(again)
+    assert alone == samples_record.least_seconds(record)
+    assert alone.products["float64"][16, 8, 32] == 2e-9 * 16 * 8 * 32
+    assert alone.passes["multiply", 4096] == 4096e-9
+    assert alone.collectives["all_gather", 2, 2, True, 512] == 1e-5 + 1e-9 * 512 * 2
+    assert alone.collectives["all_reduce", 4, 1, False, 4096] == 1e-5 + 1e-9 * 4096
+    assert verb.run(Namespace(out=str(tmp_path / "mine.toml"), samples=str(path)), comm) == 0
+    machine = machine_model.load_machine(str(tmp_path / "mine.toml"))
+    assert machine.about.endswith("; emulated cluster, 2 nodes x 2 ranks, 50 Mbit/s")
+    assert (machine.ranks, machine.ranks_per_node, machine.cores) == (4, 2, 2)
+    assert (machine.memory_bytes, machine.block) == (1e9, 1234)
+    assert machine.gemm_rate["float32"] == pytest.approx(1e9)
+    assert "medians of 4 rounds" in machine.sources["waiting"]
+    assert "the least of 2 rounds" in machine.sources["collectives"]
+    assert_sourced(machine)
+    first = machine_file.format_machine(fit.fit_machine(record))
+    assert (tmp_path / "mine.toml").read_text() == first
+    assert f"machine file: {tmp_path / 'mine.toml'}" in capsys.readouterr().out
+    assert check_file(path)[0] == []
+
+
+@pytest.mark.ranks(1, 2)
+def test_other_files_than_samples_are_refused(comm, shared_tmp_path):
+    path = shared_tmp_path / "other.h5"
+    if comm.rank == 0:
+        other = Measurements("gemm", {}, {"ranks": 1}, {}, {}, [])
+        run_file.write_run(other, shared_tmp_path, "other").rename(path)
+    comm.Barrier()
+    for file, said in ((path, "is of gemm: the samples that calibrate wrote would do"),
+                       (shared_tmp_path / "none.h5", "does not exist")):
+        with pytest.raises(StoreError, match=said):
+            verb.run(Namespace(out=str(shared_tmp_path / "new.toml"), samples=str(file)), comm)
+    assert not (shared_tmp_path / "new.toml").exists()
+
+
 @pytest.mark.ranks(4)
 def test_a_machine_without_the_memory_is_refused(comm, monkeypatch):
     """Before anything is built: a rank that the system kills says nothing."""
-    monkeypatch.setattr(calibration, "total_memory", lambda: 500_000_000)
+    monkeypatch.setattr(measure, "total_memory", lambda: 500_000_000)
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: pytest.fail("it measures"))
     refused = "4 ranks: .* 0.8 GB .* has 0.5: 2 ranks at most would do"
     with pytest.raises(UsageError, match=refused):
-        calibration.measure_machine(comm)
+        measure.measure_samples(comm)
 
 
 @pytest.mark.ranks(4)
 def test_ranks_on_several_nodes_are_refused(comm, monkeypatch):
     """Also one on each, as with ``mpirun -ppn 1``, where each is all that its node has."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
-    monkeypatch.setattr(calibration, "node_numbers", lambda comm: list(range(comm.size)))
+    monkeypatch.setattr(measure, "node_numbers", lambda comm: list(range(comm.size)))
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(UsageError, match="on 4 nodes: .* start all ranks on one"):
-        calibration.measure_machine(comm)
+        measure.measure_samples(comm)
 
 
 @pytest.mark.ranks(1, 2)
@@ -413,7 +486,7 @@ def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypa
     monkeypatch.setenv("MM3D_TRANSPORT", "foo")
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(UsageError, match="MM3D_TRANSPORT='foo' is unknown"):
-        calibration.measure_machine(comm)
+        measure.measure_samples(comm)
 
 
 @pytest.mark.ranks(2, first=(2,))
@@ -439,7 +512,7 @@ def test_what_is_wrong_is_not_timed(comm, monkeypatch, part, line):
     monkeypatch.setattr(*where.get(part, (Split, "reduce_scatter")), wrong)
     works = work_list.list_works(comm.size, [], work_list.MODELS[:1])
     with pytest.raises(WrongResult, match=re.escape(line)):
-        {"steps": lambda: whole_steps.make_transformers(works, comm),
+        {"steps": lambda: whole_steps.make_transformers(works, comm, []),
          "products": lambda: operations_alone.measure_products("float32", comm),
          "passes": lambda: operations_alone.measure_passes(comm),
          "collectives": lambda: operations_alone.measure_collectives(comm)}[part]()
@@ -450,9 +523,9 @@ def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, monkeypatch, caps
     def wrong(comm, progress):
         raise WrongResult("exp of 16 elements is not 1.64872")
 
-    monkeypatch.setattr(calibration, "measure_machine", wrong)
+    monkeypatch.setattr(measure, "measure_samples", wrong)
     path = shared_tmp_path / "here.toml"
-    assert verb.run(Namespace(out=str(path)), comm) == 1 and not path.exists()
+    assert verb.run(Namespace(out=str(path), samples=None), comm) == 1 and not path.exists()
     assert capsys.readouterr().out == (comm.rank == 0) * (
         "failed: calibrate: exp of 16 elements is not 1.64872; no file was written\n")
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import time
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
@@ -72,26 +72,14 @@ def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], Non
     return lambda: span(calls) / calls
 
 
-def measure_seconds(step: Callable[[], object], comm) -> float:
-    """Measure the seconds of `step`: the least of a few samples."""
+def measure_seconds(step: Callable[[], object], comm) -> list[float]:
+    """Measure the seconds of `step`: a few samples."""
     sample = make_sampler(step, comm)
-    return min(sample() for _ in range(SAMPLES))
+    return [sample() for _ in range(SAMPLES)]
 
 
-def least_seconds(rounds: Iterable[dict]) -> dict:
-    """Return the least seconds of each point over all rounds.
-
-    A disturbance by other programs for a while then affects no figure.
-    """
-    found: dict = {}
-    for times in rounds:
-        for point, taken in times.items():
-            found[point] = min(found.get(point, math.inf), taken)
-    return found
-
-
-def measure_products(dtype: str, comm) -> dict[Shape, float]:
-    """Measure the seconds of products m x n by n x k, by (m, n, k).
+def measure_products(dtype: str, comm) -> dict[Shape, list[float]]:
+    """Measure the seconds of products m x n by n x k: samples by (m, n, k).
 
     The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
     that the ranks share hold it only once.
@@ -104,7 +92,7 @@ def measure_products(dtype: str, comm) -> dict[Shape, float]:
                           name, comm.rank)
         return layout.split(grid, shape, "x").all_gather(a) if gathered else a
 
-    def measure(shape: Shape) -> float:
+    def measure(shape: Shape) -> list[float]:
         m, n, k = shape
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
         operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, matmul(a, b)), 0, comm)
@@ -139,8 +127,8 @@ def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def measure_passes(comm) -> dict[tuple[str, int], float]:
-    """Measure the seconds of float32 passes, by operation and bytes read and written.
+def measure_passes(comm) -> dict[tuple[str, int], list[float]]:
+    """Measure the seconds of float32 passes: samples by operation and bytes read and written.
 
     Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
     large ones do not.
@@ -158,7 +146,10 @@ def measure_passes(comm) -> dict[tuple[str, int], float]:
 
 
 def make_curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
-    """Make curves of the seconds of `measure_passes`; "other" is for all other operations."""
+    """Make curves of seconds by the points of `measure_passes`.
+
+    "other" is for all other operations.
+    """
     found: dict[str, machine_model.Curve] = {}
     for (name, size), taken in times.items():
         curve = found.setdefault(name, machine_model.Curve([], []))
@@ -208,8 +199,8 @@ def bytes_within(seconds: float, kind: str, size: int, stride: int, cluster: Clu
 
 
 def measure_collectives(comm, cluster: Cluster | None = None,
-                        earlier: dict[CollectivePoint, float] | None = None
-                        ) -> dict[CollectivePoint, float]:
+                        earlier: dict[CollectivePoint, list[float]] | None = None
+                        ) -> dict[CollectivePoint, list[float]]:
     """Measure the seconds of every collective along all lines.
 
     On several nodes these are makespans, since ranks wait for links, of calls that take
@@ -222,14 +213,15 @@ def measure_collectives(comm, cluster: Cluster | None = None,
         All ranks; each of them calls this.
     cluster : Cluster, optional
         The emulated cluster, if the ranks are on several of its nodes.
-    earlier : dict of tuple to float, optional
-        The seconds of an earlier round in the cluster, by which as many calls are made at once.
+    earlier : dict of tuple to list of float, optional
+        Samples of an earlier round in the cluster, by which as many calls are made at once.
 
     Returns
     -------
-    dict of tuple to float
-        By kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and bytes of
-        the whole array.  Collectives that divide the array are measured for columns as well.
+    dict of tuple to list of float
+        Samples by kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and
+        bytes of the whole array.  Collectives that divide the array are measured for columns as
+        well.
     """
     clock, found = Clock(comm), {}
     least = max(LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK * comm.size)
@@ -238,7 +230,7 @@ def measure_collectives(comm, cluster: Cluster | None = None,
     def take(step: Callable[[], object], point: CollectivePoint) -> tuple[list[float], str]:
         if cluster is None:
             return sampling.take_samples(make_sampler(step, comm, clock=clock), LIMITS, comm)
-        calls = math.ceil(least / earlier[point]) if earlier else None
+        calls = math.ceil(least / min(earlier[point])) if earlier else None
         sample = sampling.makespans(step, comm, lambda: None, clock, least, calls)
         return sampling.take_samples(sample, LINK_LIMITS, comm)
 
@@ -254,13 +246,13 @@ def measure_collectives(comm, cluster: Cluster | None = None,
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
                     lambda step: take(step, (kind, size, stride, pieces, length)))
-                found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
+                found[kind, size, stride, pieces, length] = comm.bcast(measured.seconds)
         grid.free()
     return found
 
 
 def make_lines(times: dict[CollectivePoint, float]) -> list[machine_model.Line]:
-    """Make lines of the seconds of `measure_collectives`."""
+    """Make lines of seconds by the points of `measure_collectives`."""
     found: dict[tuple, dict[int, float]] = {}
     for (*key, length), taken in times.items():
         found.setdefault(tuple(key), {})[length] = taken

@@ -1,0 +1,1 @@
+"""Measure this machine, and fit a machine model to all samples."""
