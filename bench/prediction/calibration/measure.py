@@ -29,7 +29,7 @@ GRIDS, GRIDS_OF_MANY = 10, 4
 # Schemes that are fitted to many ranks of a cluster.  SUMMA's roots take turns, so in a step its
 # broadcasts overlap as they do not alone; such steps would hide how long ranks wait.
 CLUSTER_SCHEMES_OF_MANY = ("1d", "1d-sp", "3d")
-LINK_STEPS = 2    # of each model in a round, where the links of a cluster make them long
+LINK_STEPS = 3    # of each model in a round, where the links of a cluster make them long
 
 
 def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
@@ -39,8 +39,8 @@ def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
     Models that do not fit in memory together are measured in batches, each in all rounds.  On an
-    emulated cluster, whose links make them long, a round has one or two steps of each model, and
-    models are smaller where links are slow.
+    emulated cluster, whose links make them long, a round has few steps of each model, and models
+    are smaller where links are slow.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
     batches = work_list.works_in_batches(works, comm.size, DTYPES[0])
     rounds = (operations_alone.LINK_ROUNDS if cluster else
               1 if many else operations_alone.ROUNDS)
-    steps_of_each = (1 if many else LINK_STEPS) if cluster else whole_steps.ROUNDS
+    steps_of_each = LINK_STEPS if cluster else whole_steps.ROUNDS
     steps, collectives = [], None
     checks: list[Check] = []
     operations: dict[str, list[float]] = defaultdict(list)
@@ -85,8 +85,8 @@ def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
         of_batch = []
         for turn in range(rounds):
             of_batch.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))
-            progress(f"round {turn + 1} of {rounds}: {len(batch)} models{which}, "
-                     + ("a step" if steps_of_each == 1 else f"{steps_of_each} steps") + " of each")
+            progress(f"round {turn + 1} of {rounds}: {len(batch)} models{which}, {steps_of_each} "
+                     f"steps of each")
             if batch is batches[-1]:
                 measure_operations(comm, operations)
                 collectives = operations_alone.measure_collectives(comm, cluster, collectives)

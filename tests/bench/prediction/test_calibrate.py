@@ -334,7 +334,7 @@ def test_a_machine_measures_itself(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 2, 4)])
+@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 2, 6)])
 def test_links_make_steps_long_so_a_round_has_few(comm, monkeypatch, cluster, rounds, steps):
     """The file states how many there were."""
     monkeypatch.setattr(measure, "node_numbers", lambda comm: [0, int(cluster is not None)])
