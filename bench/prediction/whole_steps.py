@@ -1,6 +1,7 @@
 """Verify and time whole steps on all grids, and fit the time that they take beyond their parts."""
 
 import gc
+import itertools
 import math
 from collections import Counter
 from typing import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from bench.instruments.placement import reorder_ranks
 from bench.prediction import machine_model
 from bench.prediction.seconds import barriers, link_level, step_seconds
 from bench.prediction.work import NAMES, Work, trace_work
-from bench.prediction.work_list import works_in_batches
+from bench.prediction.work_list import contenders_in_batches
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
@@ -33,9 +34,9 @@ WORKS_OF_A_LINE = 8    # verified, before a line of progress
 ROUNDS = 8
 
 
-def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int,
-                  transport: str, progress: Callable[[str], None] = lambda line: None
-                  ) -> Measurements:
+def measure_works(works: Sequence[Work], expected: Sequence[float], comm, dtype: str, seed: int,
+                  count: int, transport: str,
+                  progress: Callable[[str], None] = lambda line: None) -> Measurements:
     """Verify and measure forward and backward of `works` on all ranks of `comm`.
 
     Works that do not fit in memory together are measured in batches, each in all rounds.
@@ -44,6 +45,8 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
     ----------
     works : sequence of Work
         Products and Transformers on grids of all ranks.
+    expected : sequence of float
+        Their seconds as predicted, the same on all ranks.
     dtype : str
         The dtype of all arrays.
     seed : int
@@ -69,7 +72,7 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
     """
     checks: list[Check] = []
     verify = {"matmul": verify_product, "layer": verify_layer}
-    batches, done = works_in_batches(works, comm.size, dtype), 0
+    batches, done = contenders_in_batches(works, expected, comm.size, dtype), 0
     if len(batches) > 1:
         progress(f"{len(works)} plans in {len(batches)} batches, as memory holds")
     found = []
@@ -89,7 +92,8 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
         found.append(measure_rounds(trials, count, seed, progress))
         del trial, trials
         free_grids(grids)
-    samples = np.concatenate(found, axis=1)
+    column = {id(work): k for k, work in enumerate(itertools.chain.from_iterable(batches))}
+    samples = np.concatenate(found, axis=1)[:, [column[id(work)] for work in works]]
     return Measurements(
         "check", {"dtype": dtype, "seed": seed, "transport": transport},
         sampling.measured_environment("numpy", comm),

@@ -122,6 +122,24 @@ def works_in_batches(works: Sequence[Work], ranks: int, dtype: str) -> list[list
     return batches
 
 
+def contenders_in_batches(works: Sequence[Work], expected: Sequence[float], ranks: int,
+                          dtype: str) -> list[list[Work]]:
+    """Divide works into as few batches as fit in this machine's memory.
+
+    If they do not fit in one, those of the same sizes are apart, and in the order of their
+    `expected` seconds: which of them is the fastest should be found within a batch, as from one to
+    another the machine may have become slower or faster.
+    """
+    batches = works_in_batches(works, ranks, dtype)
+    if len(batches) == 1:
+        return batches
+    of_sizes: dict[tuple, list[Work]] = {}
+    for k in sorted(range(len(works)), key=lambda k: expected[k]):
+        work = works[k]
+        of_sizes.setdefault((work.kind, work.sizes, work.form), []).append(work)
+    return [batch for some in of_sizes.values() for batch in works_in_batches(some, ranks, dtype)]
+
+
 def estimate_bytes(work: Work, dtype: str) -> float:
     """Estimate the bytes of a rank's arrays, with those of a step."""
     if work.kind == "layer":

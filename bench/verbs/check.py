@@ -2,11 +2,13 @@
 
 import argparse
 
+from bench.agreement import make_on_rank_0
 from bench.console import say
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.prediction import machine_model, whole_steps, work_list
 from bench.prediction.beside_measured import read_measured
+from bench.prediction.work import predict_seconds
 from bench.records.journal import claim_folder
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
@@ -74,7 +76,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
             comm.size, arguments.matmul or (),
             [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
             arguments.inside, arguments.scheme)
-        record = whole_steps.measure_works(works, comm, arguments.dtype, arguments.seed,
+        expected = comm.bcast(make_on_rank_0(
+            lambda: [sum(predict_seconds(machine, work, arguments.dtype).values())
+                     for work in works], comm))
+        record = whole_steps.measure_works(works, expected, comm, arguments.dtype, arguments.seed,
                                            arguments.rounds, transport,
                                            lambda line: say(line) if comm.rank == 0 else None)
     except WrongResult as wrong:

@@ -16,6 +16,7 @@ from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
+from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
@@ -101,19 +102,55 @@ def test_works_that_do_not_fit_together_are_measured_in_batches(comm, monkeypatc
     """Every work is verified and measured once a round, in whatever batches."""
     works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
     of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
-    shapes = []
+    shapes, expected = [], [float(5 * k % len(works)) for k in range(len(works))]
     for memory, most in ((None, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
         monkeypatch.setattr(work_list, "total_memory", lambda: memory)
         batches = work_list.works_in_batches(works, 4, "float32")
         assert sum(batches, []) == works and max(map(len, batches)) == most
         lines = []
-        found = whole_steps.measure_works(works, comm, "float32", 0, 2, "", lines.append)
+        batches = work_list.contenders_in_batches(works, expected, 4, "float32")
+        found = whole_steps.measure_works(works, expected, comm, "float32", 0, 2, "",
+                                          lines.append)
         assert f"checked the results of {len(works)} of {len(works)} plans" in lines
         assert f"{len(works)} plans in {len(batches)} batches, as memory holds" in lines or (
             len(batches) == 1)
         assert found.scales["work"] == [work.label for work in works]
         shapes.append(found.variables["samples"].values.shape)
     assert shapes == [(len(works), 2, 2)] * 3
+
+
+def test_contenders_for_the_fastest_are_in_one_batch(monkeypatch):
+    """Products and layers apart, each in the order of their expected seconds."""
+    works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
+    expected = [float(5 * k % len(works)) for k in range(len(works))]
+    assert len(set(expected)) == len(works)
+    of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
+    monkeypatch.setattr(work_list, "total_memory", lambda: 4 * of_one / work_list.USED)
+    batches = work_list.contenders_in_batches(works, expected, 4, "float32")
+    seconds = {work: taken for work, taken in zip(works, expected)}
+    assert sorted(seconds[work] for batch in batches for work in batch) == sorted(expected)
+    for kind in ("matmul", "layer"):
+        mine = [batch for batch in batches if batch[0].kind == kind]
+        in_order = [work for batch in mine for work in batch]
+        assert {work.kind for work in in_order} == {kind}
+        assert len(in_order) == len([work for work in works if work.kind == kind])
+        times = [seconds[work] for work in in_order]
+        assert times == sorted(times) and len(mine) > 1
+    monkeypatch.setattr(work_list, "total_memory", lambda: None)
+    assert work_list.contenders_in_batches(works, expected, 4, "float32") == [works]
+
+
+@pytest.mark.ranks(4)
+def test_samples_of_batches_are_those_of_their_works(comm, monkeypatch):
+    """Whatever the order in which they are measured."""
+    works = work_list.list_works(4, [(8, 8, 8)], [], schemes=["1d", "3d"])
+    monkeypatch.setattr(work_list, "total_memory", lambda: 1)
+    monkeypatch.setattr(whole_steps, "verify_product", lambda work, comm, dtype, seed, checks: (
+        Grid(comm, "numpy", x=4), lambda: [1.0 + works.index(work), 0.0]))
+    expected = [-1.0 * k for k in range(len(works))]
+    found = whole_steps.measure_works(works, expected, comm, "float32", 0, 2, "")
+    assert found.variables["samples"].values[:, 0, 0].tolist() == [
+        1.0 + k for k in range(len(works))]
 
 
 @pytest.mark.ranks(4)
