@@ -21,11 +21,16 @@ class Pair:
     predicted: Seconds
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """Return the phases that were measured, also in one."""
+        took = self.measured.seconds
+        return PHASES if "step" in took else tuple(took)
+
+    @property
     def totals(self) -> tuple[float, float]:
         """Sum predicted and measured seconds of the phases that were measured."""
-        took = self.measured.seconds
-        phases = PHASES if "step" in took else took
-        return sum(self.predicted[phase] for phase in phases), sum(took.values())
+        return (sum(self.predicted[phase] for phase in self.phases),
+                sum(self.measured.seconds.values()))
 
     @property
     def error(self) -> float:
@@ -101,32 +106,35 @@ def choice_table(pairs: Sequence[Pair]) -> Table:
     """Make the table of the planner's grid, with the least predicted seconds, beside the fastest.
 
     There is a line for each size measured on several grids: of all schemes, and of each scheme
-    with several.
+    with several.  Of a plan that was measured in several runs the median of them counts: the
+    fastest run of one would be compared with the slowest of another.
     """
-    groups: dict[tuple, list[Pair]] = {}
+    runs: dict[tuple, list[tuple[float, float]]] = {}
     for pair in pairs:
-        work = pair.measured.work
+        plan = pair.measured.work, pair.measured.dtype, pair.phases
+        runs.setdefault(plan, []).append(pair.totals)
+    groups: dict[tuple, list[tuple[float, float, Work]]] = {}
+    for (work, *how), totals in runs.items():
+        predicted, seconds = np.median(totals, axis=0).tolist()
         for schemes in ("all", work.scheme):
-            key = work.kind, work.sizes, work.form, pair.measured.dtype, work.ranks, schemes
-            groups.setdefault(key, []).append(pair)
+            key = work.kind, work.sizes, work.form, *how, work.ranks, schemes
+            groups.setdefault(key, []).append((predicted, seconds, work))
     rows: list[list[Cell]] = []
     for (*_, ranks, schemes), tried in groups.items():
-        plans = {(work.scheme, work.grid, work.order)
-                 for work in (pair.measured.work for pair in tried)}
-        if len(plans) == 1:
+        if len(tried) == 1:
             continue
-        taken = min(tried, key=lambda pair: pair.totals)    # the faster of equals
-        fastest = min(tried, key=lambda pair: pair.totals[1])
-        least, slowest = fastest.totals[1], max(pair.totals[1] for pair in tried)
+        taken = min(tried, key=lambda plan: plan[:2])    # the faster of equals
+        fastest = min(tried, key=lambda plan: plan[1])
+        least, slowest = fastest[1], max(seconds for _, seconds, _ in tried)
         chosen: list[Cell] = []
-        for pair in (taken, fastest):
-            work = pair.measured.work
+        for _, seconds, work in (taken, fastest):
             chosen += [f"{TITLES.get(work.scheme, work.scheme)} {_plan(work)}",
-                       number_cell(1e3 * pair.totals[1])]
-        rows.append([_sizes(taken.measured.work), ranks, TITLES.get(schemes, schemes), len(tried),
-                     *chosen, number_cell(taken.totals[1] / least - 1, "+.0%"),
+                       number_cell(1e3 * seconds)]
+        rows.append([_sizes(taken[2]), ranks, TITLES.get(schemes, schemes), len(tried),
+                     *chosen, number_cell(taken[1] / least - 1, "+.0%"),
                      number_cell(slowest / least - 1, "+.0%")])
-    return Table("The planner's choices", [
+    several = ", by medians of several runs" if len(pairs) > len(runs) else ""
+    return Table(f"The planner's choices{several}", [
         Column("sizes"), Column("ranks"), Column("of schemes", align="<"), Column("grids"),
         Column("grid", "", "planner's", "<"), Column("ms", "", "planner's", "."),
         Column("grid", "", "fastest", "<"), Column("ms", "", "fastest", "."),

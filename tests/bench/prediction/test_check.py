@@ -202,6 +202,19 @@ def test_the_report_says_how_far_off_predictions_are():
         assert taken < fastest
 
 
+def test_of_several_runs_of_a_plan_the_median_counts():
+    """One run in which the planner's choice was slow, or another fast, does not decide."""
+    found = [one for one in made(slower=1.0) if one.work.grid.sizes != (8, 1, 1)]
+    fast = [dataclasses.replace(one, seconds={p: s * factor for p, s in one.seconds.items()})
+            for one, factor in zip(found, 0.1 * np.arange(1, len(found) + 1))]
+    text = render(compare_predictions(CPU, [*found, *fast, *found]))
+    assert "The planner's choices, by medians of several runs" in text
+    [line] = [line for line in text.splitlines()
+              if line.startswith("layer 64 x 4 x 8 x 16 x 2 ") and " all " in line]
+    assert f" all {len(found)} " in " ".join(line.split()) and "+0%" in line
+    assert "by medians" not in render(compare_predictions(CPU, found))
+
+
 def test_layers_and_products_of_other_verbs_are_read():
     """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
     sizes = dict(zip(NAMES["layer"], (64, 4, 8, 16, 1)))
