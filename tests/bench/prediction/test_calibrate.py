@@ -396,7 +396,7 @@ def test_a_later_round_makes_as_many_calls_as_the_earlier_took(comm, monkeypatch
     assert set(asked) == {(operations_alone.LONG_SAMPLE, 3)}    # 3 x 20 ms is 50 ms or more
 
 
-def calibrated(comm, **environment) -> Measurements:
+def calibrated(comm) -> Measurements:
     """The record of a calibration with 2 nodes of 2 ranks: times of a machine of 1 Gflop/s."""
     operations = {samples_record.label_product(dtype, (m, n, k)):
                   [2e-9 * m * n * k, 4e-9 * m * n * k, 3e-9 * m * n * k]
@@ -417,7 +417,7 @@ def calibrated(comm, **environment) -> Measurements:
         {**sampling.measured_environment("numpy", comm), "ranks": 4, "ranks_per_core": 2.0,
          "cores": 2, "oversubscribed": True, "node_of_rank": "0 0 1 1",
          "emulated_cluster": "2x2:50Mbit", "memory_bytes": 4_000_000_000,
-         "elementwise_block": 1234} | environment)
+         "elementwise_block": 1234})
 
 
 @pytest.mark.ranks(1)

@@ -127,7 +127,7 @@ def test_contenders_for_the_fastest_are_in_one_batch(monkeypatch):
     of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
     monkeypatch.setattr(work_list, "total_memory", lambda: 4 * of_one / work_list.USED)
     batches = work_list.contenders_in_batches(works, expected, 4, "float32")
-    seconds = {work: taken for work, taken in zip(works, expected)}
+    seconds = dict(zip(works, expected))
     assert sorted(seconds[work] for batch in batches for work in batch) == sorted(expected)
     for kind in ("matmul", "layer"):
         mine = [batch for batch in batches if batch[0].kind == kind]
