@@ -7,19 +7,21 @@ import sys
 import textwrap
 from typing import Callable, NoReturn, Sequence
 
-from bench import verbs
-from bench.cluster.spec import Cluster
-from bench.errors import UsageError
-from mm3d import guard, launcher
+from bench import mpi
+
+mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
+
+from bench import verbs  # noqa: E402
+from bench.cluster.spec import Cluster  # noqa: E402
+from bench.errors import UsageError  # noqa: E402
+from mm3d import launcher  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose messages come from one rank only."""
 
     def _print_message(self, message: str, file=None) -> None:
-        import mm3d  # noqa: F401  (before MPI starts)
-        from mpi4py import MPI
-        if MPI.COMM_WORLD.rank == 0:
+        if launcher.launcher_rank() == 0:
             super()._print_message(message, file)
 
 
@@ -59,6 +61,7 @@ def parser(verb: str | None = None) -> argparse.ArgumentParser:
 
 def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> int:
     """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
+    mpi.start()
     from mpi4py import MPI
     from bench.errors import StoreError
     from bench.instruments.stall import watch_stalls
@@ -110,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Run the program."""
-    guard.disarm()    # `run_on_all_ranks` ends the job when one rank fails
+    if launcher.has_launched():
+        mpi.start()    # so that no rank ends before rank 0 has said what is wrong
     sys.exit(main())
 
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
+from bench import mpi
 from bench.doctor.checks import CHECKS, FAILED
 from bench.doctor.child_jobs import Facts
 from bench.errors import UsageError
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                   Path(arguments.seen) if arguments.seen else None, arguments.clean)
     checks = list(CHECKS)
     if arguments.gpu:
+        mpi.start()    # for the model on this GPU
         from bench.doctor.gpu_checks import CHECKS as MORE
         checks += MORE
     findings = [check(facts) for check in checks]

@@ -17,9 +17,9 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["blas_kernels launcher guard child_process", "arrays", "transport", "grid", "schemes",
              "model", "tracing training", "checkpoints", "selftest", "__init__"],
-    "bench": ["errors console", "agreement", "cases cluster", "records", "instruments", "checks",
-              "experiments", "prediction validation doctor", "reports", "command_line", "verbs",
-              "__main__ __init__"],
+    "bench": ["errors console mpi", "agreement", "cases cluster", "records", "instruments",
+              "checks", "experiments", "prediction validation doctor", "reports", "command_line",
+              "verbs", "__main__ __init__"],
     "jobs": ["slurm", "site", "fitting", "scripts", "standings", "single collect",
              "__main__ __init__"]}
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}

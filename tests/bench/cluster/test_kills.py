@@ -61,6 +61,23 @@ def namespaces(processes) -> set[str]:
     return found
 
 
+def temporary_files(processes) -> set[str]:
+    """Files in places for temporary files that processes of this mount namespace have mapped.
+
+    Others in the same places belong to other tests; those of the hosts inside are not seen here.
+    """
+    found, here = set(), os.readlink("/proc/self/ns/mnt")
+    for path in (Path("/proc", str(one)) for one in processes):
+        try:
+            if os.readlink(path / "ns/mnt") == here:
+                found |= {line.split(maxsplit=5)[5] for line in (path / "maps").read_text()
+                          .splitlines() if len(line.split()) > 5}
+        except OSError:
+            continue
+    return {name for name in found if not name.startswith(sys.prefix)
+            and name.startswith(("/dev/shm/", tempfile.gettempdir() + "/"))}
+
+
 def surroundings():
     """Devices, mounts, and files in places for temporary files, of this test's own namespace.
 
@@ -103,6 +120,7 @@ def kill_clusters(starts: int, python: str, **variables: str) -> None:
         time.sleep(moments.uniform(0, LONGEST))
         alive = marked(mark)
         own = namespaces(alive) - mine
+        files = temporary_files(alive)
         if process.poll() is not None and "error: this kernel" in process.stderr.read():
             pytest.skip("this kernel refuses emulated clusters")
         assert process.poll() is None, process.stderr.read()    # it was there to be killed
@@ -129,4 +147,5 @@ def kill_clusters(starts: int, python: str, **variables: str) -> None:
         assert not marked(mark), f"after the death of {what}"
         assert not own & namespaces(processes_before(moment)), f"after the death of {what}"
         assert surroundings() == before
+        assert not [name for name in files if os.path.exists(name)], f"after the death of {what}"
     print(f"killed: {killed}")

@@ -128,6 +128,17 @@ def test_run_is_started_without_what_it_does_not_need():
     assert {name for name in found if name.startswith("bench.verbs.")} == {"bench.verbs.run"}
 
 
+@pytest.mark.parametrize("words, started", [
+    (["predict", "--machine", "longhorn"], False),
+    (["layer", "--hidden", "7", "--scheme", "3d"], True)])
+def test_mpi_starts_only_for_verbs_of_ranks(words, started):
+    """The files of MPI in shared memory stay when their process is killed."""
+    done = run_python("-c", "import sys; from bench.__main__ import main\n"
+                            "try: main(sys.argv[1:])\n"
+                            "finally: from mpi4py import MPI; print(MPI.Is_initialized())", *words)
+    assert done.stdout.splitlines()[-1] == str(started), done.stderr
+
+
 def test_a_wrong_verb_is_refused_in_one_line():
     done = run_python("-m", "bench", "measure")
     assert done.returncode == 2 and done.stdout == ""

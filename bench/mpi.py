@@ -1,0 +1,21 @@
+"""Start MPI in the ranks of a job, and in other processes only where a verb needs it.
+
+MPI libraries keep files in ``/dev/shm``, which stay there when a process is killed.  A process
+that only starts ``mpirun``, or an emulated cluster, must have none.
+"""
+
+import mpi4py
+
+
+def defer_start() -> None:
+    """Let the first import of ``mpi4py.MPI`` not start MPI; `start` does."""
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True    # at the end of the interpreter, if it has been started
+
+
+def start() -> None:
+    """Start MPI as ``mpi4py.MPI`` does by default; nothing if it has been started."""
+    import mm3d  # noqa: F401  (before MPI starts)
+    from mpi4py import MPI
+    if not MPI.Is_initialized():
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
