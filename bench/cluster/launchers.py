@@ -28,6 +28,8 @@ class Launcher:
         other.
     settings : dict
         Variables by which nodes are reached through `SHELL`, and ranks by TCP over their links.
+    defaults : dict
+        Variables that the user may set otherwise.
     taken : tuple of str
         Options by which the cluster itself is described.
     values : dict
@@ -38,6 +40,7 @@ class Launcher:
     mark: str
     placement: Callable[[Cluster], list[str]]
     settings: dict[str, str]
+    defaults: dict[str, str]
     taken: tuple[str, ...]
     values: dict[str, int]
 
@@ -53,6 +56,9 @@ MPICH = Launcher(
                                "-hosts", host_list(cluster)],
     # By libfabric's TCP: UCX finds memory that nodes of one machine share.
     settings={"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"},
+    # Otherwise each daemon writes the machine's topology into /tmp, where the file stays when the
+    # daemon is killed.  Ranks that find no such file look at the machine themselves.
+    defaults={"HWLOC_XMLFILE": f"{FOLDER}/no-topology"},
     taken=("hosts", "host", "f", "hostfile", "machinefile", "launcher", "launcher-exec", "iface",
            "ppn", "bootstrap", "bootstrap-exec"),
     values={"genv": 2, "env": 2} | dict.fromkeys(
@@ -78,6 +84,7 @@ OPEN_MPI = Launcher(
         "OMPI_MCA_plm": "rsh", "OMPI_MCA_plm_rsh_agent": f"sh {SHELL}",
         "OMPI_MCA_plm_rsh_no_tree_spawn": "1", "OMPI_MCA_oob_tcp_if_include": ADDRESSES,
         "OMPI_MCA_orte_tmpdir_base": "/dev/shm"},
+    defaults={},
     taken=("host", "H", "hostfile", "machinefile", "default-hostfile", "map-by", "bind-to",
            "rank-by", "ppr", "npernode", "N", "pernode", "rankfile", "rf", "app", "bynode",
            "byslot", "launch-agent", "dvm"),

@@ -44,8 +44,9 @@ def environment(environ: dict[str, str] | os._Environ[str], launcher: Launcher) 
     """
     for name, value in launcher.settings.items():
         refuse_setting(name, environ.get(name, value), launcher)
-    return {name: value for name, value in environ.items()
-            if name not in (VARIABLE, REAL, LIBRARY)} | launcher.settings
+    kept = {name: value for name, value in environ.items()
+            if name not in (VARIABLE, REAL, LIBRARY)}
+    return launcher.defaults | kept | launcher.settings
 
 
 def refuse_setting(name: str, value: str, launcher: Launcher) -> None:

@@ -81,14 +81,25 @@ def temporary_files(processes) -> set[str]:
 def surroundings():
     """Devices, mounts, and files in places for temporary files, of this test's own namespace.
 
-    Those in the folder of temporary files have names of the hosts inside, as Open MPI gives them.
+    Those in the folder of temporary files name the hosts inside: Open MPI's by their names, those
+    of MPICH's daemons, which are always in /tmp, in their texts.
     """
+    host = re.compile(r"\b(head|node-\d\d)\b")
     devices = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return ({line.split(":")[0] for line in devices}, mounts,
             {path.name for path in Path("/dev/shm").glob("mm3d*")},
             {path.name for path in Path(tempfile.gettempdir()).glob("*mpi.*")
-             if re.search(r"\b(head|node-\d\d)\b", path.name)})
+             if host.search(path.name)},
+            {path.name for path in Path("/tmp").glob("hydra_*") if host.search(read_text(path))})
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; "" if it is another user's, or has just gone."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 @pytest.mark.slow
@@ -113,7 +124,8 @@ def kill_clusters(starts: int, python: str, **variables: str) -> None:
         mark = f"MARK_OF_A_TEST={secrets.token_hex(8)}"
         name, _, value = mark.partition("=")
         command = [python, "-m", "bench", "cluster", "--nodes=3", "--ranks=2", "--link=1Gbit",
-                   "--", "mpirun", sys.executable, "-c", "import time; time.sleep(600)"]
+                   "--", "mpirun", python, "-c",
+                   "import time; from mpi4py import MPI; time.sleep(600)"]
         process = subprocess.Popen(command, env=clean_environment(**variables | {name: value}),
                                    cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                    text=True)

@@ -127,9 +127,14 @@ def test_command_lines_of_open_mpi_that_do_not_fit(words, message):
     (MPICH, "MPIR_CVAR_CH4_NETMOD", "ucx"), (OPEN_MPI, "OMPI_MCA_btl", "self,tcp,uct")])
 def test_networks_that_go_around_the_links_are_refused(launcher, name, value):
     kept = mpirun.environment({"A": "1", VARIABLE: "{}", mpirun.REAL: "/bin/mpirun"}, launcher)
-    assert kept == {"A": "1"} | launcher.settings
+    assert kept == {"A": "1"} | launcher.defaults | launcher.settings
     with pytest.raises(ValueError, match=f"{name}={value}: .* unset it"):
         mpirun.environment({name: value}, launcher)
+
+
+def test_defaults_of_a_launcher_give_way_to_the_user():
+    given = dict.fromkeys(MPICH.defaults, "mine.xml")
+    assert given and mpirun.environment(given, MPICH) == given | MPICH.settings
 
 
 @pytest.mark.parametrize("about, launcher", [
