@@ -12,6 +12,7 @@ import pytest
 from pyroute2.netlink.exceptions import NetlinkError
 
 from bench.cluster import links
+from bench.cluster.run import find_mpirun
 from bench.cluster.spec import parse_rate
 from support import ROOT, clean_environment, run_python
 
@@ -66,8 +67,6 @@ def test_links_take_no_packets_apart(link):
 @pytest.mark.parametrize("words, status, message", [
     (["no-such-program"], 2, "error: no-such-program cannot be started: No such file"),
     (["mpirun", "-n", "5", "true"], 2, "error: 5 ranks on 2 nodes of 2: at most 4 would do"),
-    (["mpirun", "-hosts", "a", "true"], 2, "error: -hosts: the emulated cluster itself says"),
-    (["env", "FI_PROVIDER=shm", "mpirun", "true"], 2, "error: FI_PROVIDER=shm: an emulated"),
     (["sh", "-c", "kill -9 $$"], 137, ""),
     (["sh", "-c", "kill -9 1; sleep 1; exit 5"], 5, ""),    # process 1 is out of reach inside
     ([sys.executable, "-m", "bench", "cluster", "--nodes=1", "--ranks=1", "--", "true"], 2,
@@ -77,6 +76,18 @@ def test_failures_inside(words, status, message):
     done = cluster(*words)
     assert done.returncode == status, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words, message", [
+    (["mpirun", "-hosts", "a", "true"], "error: -hosts: the emulated cluster itself says"),
+    (["env", "FI_PROVIDER=shm", "mpirun", "true"], "error: FI_PROVIDER=shm: an emulated")])
+def test_nodes_and_networks_of_the_users_own_are_refused(words, message):
+    if find_mpirun()[1] != "MPICH":
+        pytest.skip("the options and variables are MPICH's")
+    done = cluster(*words)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert message in done.stderr
 
 
 @pytest.mark.slow
