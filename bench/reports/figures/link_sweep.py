@@ -65,17 +65,19 @@ def _panel(panel, record: Measurements) -> None:
         for place, samples in zip(places, 1e3 * curve.seconds):
             panel.plot([place] * 2, [samples.min(), samples.max()], color=colour, linewidth=4,
                        alpha=0.35, solid_capstyle="butt", label="_samples")
-    named = []
+    named: list[str] = []
+    marks: dict[tuple[float, float], list[int]] = {}    # several crossings may be at one place
     found = sorted(link_sweep.list_crossovers(record, curves), key=lambda one: one[0])
     for number, (rate, slow, fast) in enumerate(found, 1):
         place = math.sqrt(max(limited) * max(places)) if math.isinf(rate) else rate
         height = 1e3 * math.exp(np.interp(math.log(place), np.log(places), np.log(fast.medians)))
-        panel.plot(place, height, marker="o", markersize=11, markerfacecolor="white",
-                   color="black", label="_crossing")
-        panel.text(place, height, str(number), ha="center", va="center", fontsize=7.5)
+        marks.setdefault((place, height), []).append(number)
         where = ("without a limit" if math.isinf(rate) else
                  f"from {link_sweep.rate_name(float(f'{rate:.2g}'))}")
         named.append(f"{number}: {where}, {_short(fast)} overtakes {_short(slow)}")
+    for (place, height), numbers in marks.items():
+        panel.text(place, height, ", ".join(map(str, numbers)), ha="center", va="center",
+                   fontsize=7.5, bbox={"boxstyle": "round", "facecolor": "white"})
     panel.set(xscale="log", yscale="log", ylabel="ms a sequence", xlabel="rate of each link"
               + "".join(f"\n{line}" for line in named))
     panel.set_xticks(places, [link_sweep.rate_name(link).replace(" ", "\n") for link in links])

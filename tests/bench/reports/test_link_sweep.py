@@ -103,6 +103,16 @@ def test_pictures_are_of_tables_that_were_measured_alike(record):
                      "where-each-is-fastest-weak-p004-tiny-2"]
 
 
+def test_crossings_at_one_place_share_a_mark(record):
+    """Without a limit one plan overtakes two others."""
+    values = record.variables["samples"].values.copy()
+    values[0], values[1:] = np.array([4, 3, 0.5])[:, None, None], 1
+    three = record.scales | {"plan": [PLANS[0], PLANS[1], "3d 2x2x1 zxy 24"]}
+    figure = figures.draw_sweeps([replace(record, scales=three, variables=record.variables | {
+        "samples": replace(record.variables["samples"], values=values)})])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1, 2"]
+
+
 def test_plot_draws_the_picture_of_the_run_again(record, tmp_path):
     """From the file, to the byte; and a report has it."""
     run_file.write_run(record, tmp_path, "links-weak")
