@@ -6,6 +6,7 @@ from typing import Callable, Iterator
 
 import numpy as np
 
+from mm3d.arrays.plain_numbers import plain_number
 from mm3d.model.parameters import Parameter
 
 # Mean and 1 / standard deviation of a parameter by its name and shape; infinity for no deviation.
@@ -58,7 +59,7 @@ def gpt2_values(layers: int) -> InitialValues:
 
 def draw_parameter(p: Parameter, seed: int, values: InitialValues) -> None:
     """Draw this rank's block of the initial values of a parameter."""
-    mean, divisor = values(p.name, p.shape)
+    mean, divisor = map(plain_number, values(p.name, p.shape))
     place = p.layout.slices(p.grid, p.shape)
     if math.isinf(divisor):
         p.master[...] = mean

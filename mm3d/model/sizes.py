@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar, Iterator
 
+from mm3d.arrays.plain_numbers import keep_plain_numbers
+
 
 @dataclass(frozen=True)
 class ModelSizes(Mapping[str, int]):
@@ -35,6 +37,9 @@ class ModelSizes(Mapping[str, int]):
     batch: int
     seq: int
     mlp_factor: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        keep_plain_numbers(self)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ModelSizes":

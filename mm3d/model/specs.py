@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
+from mm3d.arrays.plain_numbers import keep_plain_numbers
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
@@ -168,7 +169,10 @@ class Builder:
 
 
 class Spec(ABC):
-    """Describe a layer or a chain of layers, without ranks and arrays."""
+    """Describe a layer or a chain of layers, without ranks and arrays, by a dataclass."""
+
+    def __post_init__(self) -> None:
+        keep_plain_numbers(self)
 
     @abstractmethod
     def forward_passes(self) -> Iterator[LayerPass]:

@@ -6,6 +6,7 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype
+from mm3d.arrays.plain_numbers import plain_number
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.experts.options import Experts, check_experts_given
@@ -121,6 +122,8 @@ class Transformer:
                  like: "Transformer | None" = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
+        _, hidden, _, batch, seq = sizes.values()
+        dropout = plain_number(dropout)
         check_experts_given(experts)
         _check_dtypes(scheme, dtype, master)
         if weights_half not in WEIGHTS_HALVES:

@@ -6,6 +6,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.options import Experts
@@ -22,7 +23,7 @@ from mm3d.training.stage_ends import StageEnds, build_ends
 from mm3d.training.tied import TiedStages
 
 
-class GPT:
+class GPT(PlainNumbers):
     """A causal language model of pre-LN Transformer layers, on any mesh.
 
     x = E[token] + P[position]; then the layers, a last layer norm, logits x W or, tied, x E^T,

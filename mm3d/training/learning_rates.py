@@ -2,6 +2,7 @@
 
 import math
 
+from mm3d.arrays.plain_numbers import plain_number
 from mm3d.training.optimizers import check_range
 
 
@@ -31,6 +32,7 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
         For a step before the first, a rise that is longer than the training, and a `floor` that
         is negative or above `peak`.
     """
+    peak, floor = plain_number(peak), plain_number(floor)
     check_range("step", step, step >= 0, "at least 0")
     check_range("warmup", warmup, 0 <= warmup <= steps, f"0 to {steps}, the number of steps,")
     check_range("floor", floor, 0 <= floor <= peak, f"0 to {peak}, the peak,")

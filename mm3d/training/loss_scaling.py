@@ -2,8 +2,10 @@
 
 import math
 
+from mm3d.arrays.plain_numbers import PlainNumbers
 
-class LossScaling:
+
+class LossScaling(PlainNumbers):
     """Hold the factor of the loss: halved where gradients overflow, doubled after many that fit.
 
     Gradients are computed of the loss times `scale`, and an optimizer divides them by it.  It

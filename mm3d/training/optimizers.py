@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.blocks import pieces
+from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
@@ -28,7 +29,7 @@ def decays(trained: Any) -> bool:
     return trained.name.endswith("weight") and len(trained.public_shape) > 1
 
 
-class Optimizer(ABC):
+class Optimizer(PlainNumbers, ABC):
     """Change the parameters of a model after each computation of its gradients.
 
     Parameters

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mm3d.arrays.plain_numbers import keep_plain_numbers
+
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
 CONVENTIONS = "mm3d", "megatron", "deepspeed", "megablocks", "huggingface"
@@ -71,6 +73,9 @@ class Experts:
     min_capacity: int | None = None
     order: str | None = None
     bias_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        keep_plain_numbers(self)
 
     @property
     def dropping_order(self) -> str:

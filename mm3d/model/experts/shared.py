@@ -8,6 +8,7 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.axis import Axis
 from mm3d.model.experts.balance import utilisation_entropy
 from mm3d.model.experts.dispatch import Plan
@@ -106,7 +107,7 @@ class RoutingTotals:
         return utilisation_entropy(self.chosen)
 
 
-class Routings:
+class Routings(PlainNumbers):
     """Hold the routings of a model's passes, for those who ask for them.
 
     Attributes
