@@ -143,7 +143,8 @@ def overview(work: Work, cases: list[Case]) -> str:
     """Make the table of the resources of each row."""
     site = work.site
     lines = [[one.title, one.row.gpus, scripts.count_nodes(site, one.row.gpus),
-              scripts.gpus_per_node(site, one.row.gpus) or "-", site.slurm.time,
+              scripts.gpus_per_node(site, one.row.gpus) or "-",
+              scripts.time_of(site, one.row.gpus),
               work.inside or site.inside.get(one.row.scheme, "auto"), fits.recompute,
               "-" if fits.peak is None else f"{fits.peak / 2 ** 30:.1f}",
               "-" if fits.peak is None else "yes" if fits.fits else "NO", work.script(one).name]

@@ -6,7 +6,7 @@ import mm3d
 from bench.cases.case import Case
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
-from jobs.site import Site
+from jobs.site_tables import Site
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RowFit:
 def rank_memory(site: Site, ranks: int) -> int | None:
     """Return the bytes of each of `ranks` ranks; None if the site file does not state them."""
     if site.node.gpu_memory:
-        sharing = -(-min(ranks, site.node.ranks) // max(1, site.node.gpus))
+        sharing = -(-min(ranks, site.node.ranks) // max(1, site.node.gpu_count))
         return memory_fit.parse_size(site.node.gpu_memory) // sharing
     if site.node.memory:
         return memory_fit.parse_size(site.node.memory) // min(ranks, site.node.ranks)

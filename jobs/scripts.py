@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Sequence
 
 import jinja2
+import msgspec
 
 from bench.cases.case import Case
 from bench.errors import UsageError
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
-from jobs.site import Site
+from jobs.site_tables import Collect, Site, Slurm
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
 STOPPING = ("run", "train")                   # verbs with a --stop-file
@@ -98,34 +99,59 @@ def count_nodes(site: Site, ranks: int) -> int:
     return math.ceil(ranks / site.node.ranks)
 
 
-def slurm_options(work: Work, name: str, time: str, ranks: int) -> list[str]:
-    """List the options of sbatch for a job on a number of ranks."""
-    site = work.site
-    chosen = [f"--job-name={name}", f"--time={time}",
-              f"--output={check_path(work.folder)}/logs/%x-%A_%a.out" if name.endswith("-array")
-              else f"--output={check_path(work.folder)}/logs/%x-%j.out"]
+def time_of(site: Site, ranks: int) -> str:
+    """Return the time limit of a job on a number of ranks."""
+    return site.slurm.time_by_ranks.get(str(ranks), site.slurm.time)
+
+
+def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> list[str]:
+    """List the options of sbatch for a job on a number of ranks, as a table of the site says."""
+    number, last = "%A_%a" if name.endswith("-array") else "%j", isinstance(of, Collect)
+    chosen = [f"--job-name={name}", f"--time={of.time if last else time_of(work.site, ranks)}",
+              f"--output={check_path(work.folder)}/logs/%x-{number}.out"]
     for key in ("partition", "account", "qos", "constraint"):
-        value = getattr(site.slurm, key)
+        value = getattr(of, key)
         if value is not None:
             chosen.append(f"--{key}={value}")
-    return [*chosen, f"--nodes={count_nodes(site, ranks)}", f"--ntasks={ranks}"]
+    mail = work.site.slurm.mail
+    return [*chosen, *[f"--mail-user={mail}", f"--mail-type={'END,' * last}FAIL"] * bool(mail),
+            f"--nodes={count_nodes(work.site, ranks)}", f"--ntasks={ranks}"]
 
 
 def row_options(work: Work, name: str, ranks: int, stops: bool = True) -> list[str]:
     """List the options of sbatch for a row; with `stops` the time limit is announced to it."""
     site = work.site
-    chosen = [*slurm_options(work, name, site.slurm.time, ranks),
-              f"--ntasks-per-node={min(ranks, site.node.ranks)}",
-              f"--cpus-per-task={site.node.cores_per_rank}",
-              *[f"--signal=B:USR1@{site.slurm.warning}"] * stops]
-    if site.node.gpus:
-        chosen.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
-    return [*chosen, *["--exclusive"] * site.slurm.exclusive, *site.slurm.options]
+    return [*slurm_options(work, name, ranks, site.slurm),
+            f"--ntasks-per-node={min(ranks, site.node.ranks)}",
+            f"--cpus-per-task={site.node.cores_per_rank}",
+            *[f"--signal=B:USR1@{site.slurm.warning}"] * stops,
+            *resource_options(site, ranks),
+            *["--exclusive"] * site.slurm.exclusive, *site.slurm.options]
+
+
+def resource_options(site: Site, ranks: int) -> list[str]:
+    """List the options of sbatch for the GPUs and the other generic resources of each node."""
+    count, others = gpus_per_node(site, ranks), [site.slurm.gres] * bool(site.slurm.gres)
+    gpus = [":".join(filter(None, [site.node.gpu_type, str(count)]))] * bool(count)
+    if site.slurm.gpu_option == "gres":
+        gpus, others = [], [*(f"gpu:{text}" for text in gpus), *others]
+    return [*(f"--gpus-per-node={text}" for text in gpus),
+            *[f"--gres={','.join(others)}"] * bool(others)]
+
+
+def collect_options(work: Work) -> list[str]:
+    """List the options of sbatch for the last job, with those of ``[slurm]`` that hold for it."""
+    mine, rows = work.site.collect, work.site.slurm
+    inherited = ["account"] if mine.partition else [
+        "account", "partition", "qos", "constraint", "options"]
+    of = msgspec.structs.replace(mine, **{key: getattr(rows, key) for key in inherited
+                                          if getattr(mine, key) is None})
+    return [*slurm_options(work, "mm3d-collect", 1, of), *(of.options or [])]
 
 
 def gpus_per_node(site: Site, ranks: int) -> int:
     """Count the GPUs requested of each node."""
-    return min(ranks, site.node.gpus)
+    return min(ranks, site.node.gpu_count)
 
 
 def launch_command(site: Site, ranks: int) -> list[str]:
@@ -211,9 +237,8 @@ def array_script(work: Work, cases: list[Case]) -> str:
 
 def collect_script(work: Work, words: list[str]) -> str:
     """Write the script of the last job, which runs ``python -m jobs collect`` with `words`."""
-    options = slurm_options(work, "mm3d-collect", work.site.slurm.collect_time, 1)
     return TEMPLATES.get_template("collect.sh.j2").render(
-        site=work.site, root=ROOT, options=options, arguments=words)
+        site=work.site, root=ROOT, options=collect_options(work), arguments=words)
 
 
 def job_name(case: Case) -> str:

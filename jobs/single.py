@@ -8,13 +8,12 @@ from pathlib import Path
 from bench.errors import UsageError
 from bench.records import atomic
 from jobs import scripts, site as sites, slurm, standings
+from jobs.own_options import list_overrides
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 
 SCRIPT = 0o755    # permissions of a script
 DIGITS = 8        # that tell the options of pipelines apart in names
-# What the script of a training says itself, or what has no place in a job.
-OWN = ("--out", "--checkpoints", "--stop-file", "--max-seconds", "--backend", "--compare")
 
 
 def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
@@ -41,9 +40,10 @@ def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
     UsageError
         For words that make no job.
     """
-    if "--stages" not in option_names(words):
+    if not any(word.partition("=")[0] == "--stages" for word in words):
         raise UsageError("pipeline: give options of bench pipeline after --, such as -- --stages "
                          "8 --schedule 1f1b,zb-h1")
+    check_words("pipeline", words)
     digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
     name = check_name(name or f"pipeline-p{ranks:03d}-{digest[:DIGITS]}")
     work = make_work(site, out)
@@ -67,10 +67,7 @@ def submit_training(site: str, out: str | None, ranks: int, words: list[str],
     jobs : int
         How many jobs to submit.
     """
-    for option in option_names(words):
-        if option in OWN:
-            raise UsageError(f"train: {option} after --: the job says it, or has no use for it; "
-                             f"leave it out")
+    check_words("train", words)
     name = check_name(name or f"train-p{ranks:03d}")
     work = make_work(site, out)
     script = work.folder / f"{name}.sh"
@@ -121,6 +118,18 @@ def _last_lines(work: Work, job: str) -> list[str]:
     return found
 
 
+def check_words(verb: str, words: list[str]) -> None:
+    """Refuse options of a verb that the job's script says itself.
+
+    Raises
+    ------
+    UsageError
+        When there is one among `words`.
+    """
+    for problem in list_overrides(f"bench {verb}", words):
+        raise UsageError(f"{verb}: after --: {problem}")
+
+
 def check_name(name: str) -> str:
     """Return the name of a job; UsageError for one that is no name of a file and of a job."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
@@ -142,11 +151,6 @@ def progress(work: Work, name: str) -> str:
         return "complete"
     found = checkpoints(work.out / "train" / name)
     return f"step {step_of(found[-1])} is saved" if found else "no checkpoint yet"
-
-
-def option_names(words: list[str]) -> list[str]:
-    """Return the names of the options among `words`."""
-    return [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
 def make_work(site: str, out: str | None) -> Work:

@@ -1,161 +1,28 @@
 """Read and check the site file that describes a cluster."""
 
+import math
 import re
-import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any, Iterator, Literal
+from typing import Any, Iterator
 
 import msgspec
 
 from bench.errors import UsageError
 from bench.prediction import memory_fit
+from jobs.own_options import list_overrides
+from jobs.site_tables import Site
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
-TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class SiteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the site file."""
-
-
-class Slurm(SiteTable):
-    """Options of Slurm's jobs.
-
-    Attributes
-    ----------
-    time : str
-        Time limit of each row's job, in Slurm's notation (``2:00:00``).
-    partition, account, qos, constraint : str or None
-        Options of sbatch; Slurm's defaults if not given.
-    exclusive : bool
-        Whether the nodes are not shared with other jobs.
-    warning : int
-        Seconds before the limit at which a job ends its row with the repetitions so far.
-    collect_time : str
-        Time limit of the last job, which collects the results and draws the figures.
-    options : list of str
-        More options of sbatch, such as ``--mem=0``.
-    """
-
-    time: str
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclusive: bool = True
-    warning: int = 180
-    collect_time: str = "0:20:00"
-    options: list[str] = []
-
-
-class Node(SiteTable):
-    """Ranks, cores and GPUs of a node.
-
-    Attributes
-    ----------
-    ranks : int
-        Number of ranks on the node.
-    cores_per_rank : int
-        Number of cores of each rank.
-    gpus : int
-        Number of GPUs of the node.
-    gpu_memory : str or None
-        Memory of each GPU for arrays, such as ``16 GB`` (of 1000^3 bytes) or ``15 GiB`` (of
-        1024^3), without that of the driver, the libraries and MPI.
-    memory : str or None
-        Memory of the node for the arrays of all of its ranks, if it has no GPUs.
-    """
-
-    ranks: int
-    cores_per_rank: int = 1
-    gpus: int = 0
-    gpu_memory: str | None = None
-    memory: str | None = None
-
-
-class Software(SiteTable):
-    """Modules, container and Python to load.
-
-    Attributes
-    ----------
-    modules : list of str
-        Environment modules, in the order of loading.
-    container : list of str
-        Command that runs a program in the container, such as ``apptainer exec IMAGE``.
-    python : str
-        The interpreter with mm3d's requirements; by default the one that renders the scripts.
-    """
-
-    modules: list[str] = []
-    container: list[str] = []
-    python: str = sys.executable
-
-
-class Launch(SiteTable):
-    """The launcher of ranks and its options.
-
-    Attributes
-    ----------
-    launcher : {"srun", "mpirun"}
-        The program that starts the ranks.
-    mpi : str
-        Value of ``srun --mpi=``: pmix, pmi2, cray_shasta; see ``srun --mpi=list``.
-    options : list of str
-        More options of the launcher, such as ``--cpu-bind=cores``.
-    gpu_binding : {"none", "task", "rank"}
-        "task": Slurm makes one GPU visible to each rank.  "rank": all GPUs of a node are visible
-        and rank i of the node takes the i-th, so that MPI can copy directly between GPUs.
-    """
-
-    launcher: Literal["srun", "mpirun"] = "srun"
-    mpi: str = "pmix"
-    options: list[str] = []
-    gpu_binding: Literal["none", "task", "rank"] = "none"
-
-
-class Run(SiteTable):
-    """Options of the measurement.
-
-    Attributes
-    ----------
-    backend : str
-        The array library.
-    device_buffers : bool
-        Whether MPI must carry device buffers.
-    options : list of str
-        More options of ``bench run``.
-    """
-
-    backend: str = "numpy"
-    device_buffers: bool = False
-    options: list[str] = []
-
-
-class Site(SiteTable):
-    """A site file.
-
-    Attributes
-    ----------
-    about : str
-        A line that describes the cluster.
-    inside : dict of str to str
-        The direction of the grid inside a node, by scheme; "auto" if not given.
-    environment : dict of str to str
-        Environment variables to set, such as those that make MPI CUDA-aware.
-    """
-
-    about: str
-    slurm: Slurm
-    node: Node
-    software: Software = Software()
-    launch: Launch = Launch()
-    run: Run = Run()
-    inside: dict[str, str] = {}
-    environment: dict[str, str] = {}
+# Minutes, or parts of hours, minutes and seconds from the right; after days, from the left.
+TIME = re.compile(r"((?P<days>\d+)-)?\d+(:\d\d?){0,2}", re.ASCII)
+TYPED_GPUS = re.compile(r"[A-Za-z][\w.-]*:[1-9]\d*", re.ASCII)
+NO_LIMIT = ("UNLIMITED", "INFINITE")
+LONGEST_WARNING = 65535    # seconds that sbatch --signal takes
 
 
 def supplied_sites() -> dict[str, Path]:
@@ -191,12 +58,11 @@ def list_problems(site: Site) -> Iterator[str]:
     for place, text in list_strings(msgspec.to_builtins(site), ""):
         if not text.isprintable():
             yield f"{place} = {text!r}: must be one printable line"
-        elif place.startswith("slurm.") and not WORD.fullmatch(text):
+        elif place.startswith(("slurm.", "collect.")) and not WORD.fullmatch(text):
             yield (f"{place} = {text!r}: may have letters, digits and _.,:/@%+=*&|()[]- only, as "
                    "it stands in a line that Slurm reads")
-    for key in ("time", "collect_time"):
-        if not TIME.fullmatch(getattr(site.slurm, key)):
-            yield f"slurm.{key} = {getattr(site.slurm, key)!r}: give it as 2:00:00 or 1-12:00:00"
+    yield from _time_problems(site)
+    yield from _option_problems(site)
     for key in ("gpu_memory", "memory"):
         text = getattr(site.node, key)
         try:
@@ -205,30 +71,88 @@ def list_problems(site: Site) -> Iterator[str]:
             yield f"node.{key} = {error}"
     if site.node.gpu_memory and site.node.memory:
         yield "node.gpu_memory and node.memory: give that of the GPUs, or without any the node's"
-    if any(option.partition("=")[0] == "--recompute" for option in site.run.options):
-        yield ("run.options: --recompute is chosen for each row by node.gpu_memory or "
-               "node.memory, or given to jobs render and submit as --recompute")
-    for option in site.slurm.options:
-        if not option.startswith("--"):
-            yield f"slurm.options: {option!r} is no option of sbatch: give it as --mem=0"
     for key, least in (("ranks", 1), ("cores_per_rank", 1), ("gpus", 0)):
-        if getattr(site.node, key) < least:
-            yield f"node.{key} = {getattr(site.node, key)}: must be at least {least}"
-    if site.slurm.warning < 1:
-        yield f"slurm.warning = {site.slurm.warning}: must be at least 1 second"
+        value = getattr(site.node, key)
+        if isinstance(value, int) and value < least:
+            yield f"node.{key} = {value}: must be at least {least}"
     for name in site.environment:
         if not VARIABLE.fullmatch(name):
             yield f"environment: {name!r} is no name of a variable"
-    yield from _gpu_problems(site)
+    if isinstance(site.node.gpus, str) and not TYPED_GPUS.fullmatch(site.node.gpus):
+        yield (f"node.gpus = {site.node.gpus!r}: give a number, or type and number such as "
+               "'a100:4'")
+    else:
+        yield from _gpu_problems(site)
+
+
+def _time_problems(site: Site) -> Iterator[str]:
+    """List limits of time that Slurm does not know, or that leave a row no time."""
+    warning = site.slurm.warning
+    if not 1 <= warning <= LONGEST_WARNING:
+        yield (f"slurm.warning = {warning}: must be at least 1 second, and at most "
+               f"{LONGEST_WARNING}")
+    by_ranks = {f"slurm.time_by_ranks.{ranks}": text
+                for ranks, text in site.slurm.time_by_ranks.items()}
+    for ranks in site.slurm.time_by_ranks:
+        if not re.fullmatch("[1-9][0-9]*", ranks):
+            yield f"slurm.time_by_ranks: {ranks!r} is no number of ranks"
+    for place, text in {"slurm.time": site.slurm.time, "collect.time": site.collect.time,
+                        **by_ranks}.items():
+        seconds = time_limit(text)
+        if seconds is None:
+            yield f"{place} = {text!r}: give it as 2:00:00 or 1-12:00:00"
+        elif place != "collect.time" and seconds <= 2 * warning:
+            yield (f"{place} = {text!r}: a row is told to end slurm.warning = {warning} seconds "
+                   f"before the limit, and needs as long before; give more than {2 * warning} "
+                   "seconds, or a smaller slurm.warning")
+
+
+def time_limit(text: str) -> float | None:
+    """Return the seconds of a time limit in Slurm's notation; None if it is none.
+
+    ``90`` and ``90:00`` are minutes, ``1:30:00`` is hours, ``1-12`` a day and 12 hours; 0 and
+    ``UNLIMITED`` are no limit.
+    """
+    if text in NO_LIMIT:
+        return math.inf
+    found = TIME.fullmatch(text)
+    if not found:
+        return None
+    parts = [int(part) for part in text.rpartition("-")[2].split(":")]
+    if found["days"]:
+        parts = [int(found["days"]), *parts, 0, 0][:4]
+    else:
+        parts = [0, 0, *parts, 0] if len(parts) == 1 else [0] * (4 - len(parts)) + parts
+    days, hours, minutes, seconds = parts
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+
+
+def _option_problems(site: Site) -> Iterator[str]:
+    """List options that are none, or that override what the job's script sets itself."""
+    for place, program, words in (
+            ("slurm.options", "sbatch", site.slurm.options),
+            ("collect.options", "sbatch", site.collect.options or []),
+            ("launch.options", site.launch.launcher, site.launch.options),
+            ("run.options", "bench run", site.run.options)):
+        for word in words:
+            if program == "sbatch" and not OPTION.fullmatch(word):
+                yield f"{place}: {word!r} is no option of sbatch: give it as --mem=0"
+        for problem in list_overrides(program, words):
+            yield f"{place}: {problem}"
 
 
 def _gpu_problems(site: Site) -> Iterator[str]:
     """List settings of GPUs that contradict each other."""
-    if site.launch.gpu_binding != "none" and site.node.ranks > site.node.gpus:
+    if site.launch.gpu_binding != "none" and site.node.ranks > site.node.gpu_count:
         yield (f"launch.gpu_binding = {site.launch.gpu_binding!r}: {site.node.ranks} ranks a node "
-               f"cannot have one of {site.node.gpus} GPUs each; set node.ranks or node.gpus")
+               f"cannot have one of {site.node.gpu_count} GPUs each; set node.ranks or node.gpus")
     if site.launch.gpu_binding == "task" and site.launch.launcher != "srun":
         yield "launch.gpu_binding = 'task': only srun does that; use 'rank' with mpirun"
+    if site.launch.gpu_binding == "task" and site.slurm.gpu_option == "gres":
+        yield ("launch.gpu_binding = 'task': srun --gpus-per-task does that, which a Slurm with "
+               "slurm.gpu_option = 'gres' does not know; use 'rank'")
+    if re.search(r"(^|,)(gres[:/])?gpu\b", site.slurm.gres or ""):
+        yield f"slurm.gres = {site.slurm.gres!r}: GPUs are asked for by node.gpus"
     if site.run.backend == "cupy" and site.launch.gpu_binding == "none":
         yield "run.backend = 'cupy': set launch.gpu_binding to 'task' or 'rank'"
     if site.run.device_buffers and site.run.backend != "cupy":

@@ -29,7 +29,7 @@ time = "1:00:00"
 ranks = 4
 """
 HOSTILE = ["$(touch hit)", "`touch hit`", "; touch hit;", "' ; touch hit; '", '" ; touch hit; "',
-           "a\\", "&& touch hit", "| tee hit", "${IFS}touch", "#", "*", "-n 1", "!!", "a b"]
+           "a\\", "&& touch hit", "| tee hit", "${IFS}touch", "#", "*", "-w 1", "!!", "a b"]
 
 
 def site_file(tmp_path, text=GOOD, *pairs):
@@ -304,8 +304,9 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--", "--max-seconds=5"], "--max-seconds after --: the job says it, or has no use for it"),
-    (["--", "--checkpoints", "x"], "--checkpoints after --"), (["--", "--compare"], "--compare"),
+    (["--", "--max-seconds=5"],
+     "after --: --max-seconds: the job says it, or has no use for it; leave it out"),
+    (["--", "--checkpoints", "x"], "--checkpoints: "), (["--", "--compare"], "--compare: "),
     (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
 def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):
     with pytest.raises(SystemExit) if words == ["--name", "-x"] else contextlib.nullcontext():

@@ -20,7 +20,7 @@ def limited(cluster, tmp_path_factory):
     python.write_text("#!/bin/bash\ntrap '' TERM USR1\nsleep 100 & wait; wait; wait\n")
     python.chmod(0o755)
     # Warned early, it leaves the cores to the others.
-    heeds = User(cluster, heeding, options=ENDLESS, time="0:01:00", warning=30, gpus=0)
+    heeds = User(cluster, heeding, options=ENDLESS, time="0:01:00", warning=29, gpus=0)
     hangs = User(cluster, hanging, python=python, time="0:01:00", gpus=0)
     for user in (heeds, hangs):
         user.submit()

@@ -1,0 +1,101 @@
+"""Name the options that a job's script sets itself, so that nobody else overrides them."""
+
+import re
+from dataclasses import dataclass
+from typing import Iterator, Sequence
+
+
+@dataclass(frozen=True)
+class Program:
+    """The options of a program that a script sets itself, or that would leave it without a result.
+
+    Attributes
+    ----------
+    own : dict of str to str
+        By long name, without dashes, the key of the site file that says it; "" if none does.
+    short : dict of str to str
+        Long names by their letter.
+    flags : str
+        Letters that take no value, so that others may follow in the same word.
+    one_dash : bool
+        Whether long names may have one dash, and cannot be abbreviated.
+    """
+
+    own: dict[str, str]
+    short: dict[str, str]
+    flags: str = ""
+    one_dash: bool = False
+
+
+def _keys(**names: str) -> dict[str, str]:
+    """Return the key of each option, given the options of each key ("none": of no key)."""
+    return {name: "" if key == "none" else key.replace("__", ".")
+            for key, text in names.items() for name in text.split()}
+
+
+_RANKS = dict(node__ranks="nodes ntasks ntasks-per-node",
+              node__cores_per_rank="cpus-per-task cpus-per-gpu",
+              slurm__time="time time-min")
+PROGRAMS = {
+    "sbatch": Program(_keys(
+        **_RANKS, node__gpus="gpus gpus-per-node gpus-per-task gpus-per-socket tres-per-task",
+        slurm__gres="gres", slurm__warning="signal", slurm__partition="partition",
+        slurm__account="account", slurm__qos="qos", slurm__constraint="constraint",
+        slurm__exclusive="exclusive oversubscribe share", slurm__mail="mail-user mail-type",
+        none="job-name output error array dependency begin wait parsable test-only wrap chdir "
+             "distribution help usage version"), {}),
+    "srun": Program(_keys(
+        **_RANKS, node__gpus="gpus gpus-per-node gpus-per-socket gres tres-per-task",
+        launch__gpu_binding="gpus-per-task", launch__mpi="mpi",
+        none="distribution kill-on-bad-exit output error chdir multi-prog pty jobid het-group "
+             "pack-group no-allocate test-only help usage version"),
+        {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "t": "time", "G": "gpus",
+         "m": "distribution", "K": "kill-on-bad-exit", "o": "output", "e": "error",
+         "D": "chdir", "Z": "no-allocate", "h": "help", "V": "version"}, "EHkKlOQsuvVXZh"),
+    "mpirun": Program(_keys(
+        none="n np c wdir wd outfile-pattern errfile-pattern app configfile help h version V"),
+        {}, one_dash=True),
+    "bench run": Program(_keys(
+        run__backend="backend", inside="inside",
+        none="table scheme rows preset equal-tokens out stop-file grid layers hidden heads batch "
+             "seq dtype keep overlap causal work recompute cluster help"), {"h": "help"}),
+    "bench train": Program(_keys(
+        run__backend="backend", none="out checkpoints stop-file max-seconds compare help"),
+        {"h": "help"}),
+    "bench pipeline": Program(_keys(run__backend="backend", none="out help"), {"h": "help"}),
+}
+
+
+def list_overrides(program: str, words: Sequence[str]) -> Iterator[str]:
+    """List what is wrong with `words`, options of `program`, as ``OPTION: REASON``.
+
+    An abbreviation stands for every option that begins with it.
+    """
+    for word in words:
+        if word == ":":
+            yield "':': it begins another program; leave it out"
+        for name in [_own_name(PROGRAMS[program], word)] * word.startswith("-"):
+            if name is None:
+                continue
+            key = PROGRAMS[program].own[name]
+            given = word.partition("=")[0]
+            full = f" (--{name})" if given.lstrip("-") != name else ""
+            yield (f"{given}{full}: the job says it, or has no use for it; "
+                   f"{'give it as ' + key if key else 'leave it out'}")
+
+
+def _own_name(program: Program, word: str) -> str | None:
+    """Return the own option that `word`, which begins with a dash, stands for."""
+    if program.one_dash:
+        name = word.lstrip("-").partition("=")[0]
+        name = re.sub(r"^(n|np|c)\d+$", r"\1", name)
+        return name if name in program.own else None
+    if word.startswith("--"):
+        name = word.removeprefix("--").partition("=")[0]
+        return next((own for own in sorted(program.own) if name and own.startswith(name)), None)
+    for letter in word.removeprefix("-"):
+        if letter in program.short:
+            return program.short[letter]
+        if letter not in program.flags:
+            break    # what follows is its value
+    return None
