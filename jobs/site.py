@@ -12,7 +12,7 @@ import msgspec
 from bench.errors import UsageError
 from bench.prediction import memory_fit
 from jobs.own_options import list_overrides
-from jobs.site_tables import Site
+from jobs.site_tables import Site, decode_site
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
@@ -41,7 +41,7 @@ def load_site(name: str) -> Site:
     """
     path = supplied_sites().get(name, Path(name))
     try:
-        site = msgspec.convert(tomllib.loads(path.read_text()), Site)
+        site = decode_site(path.read_text())
     except OSError as error:
         raise UsageError(f"--site {name}: there is no such file; supplied are "
                          f"{', '.join(supplied_sites())}") from error

@@ -1,6 +1,7 @@
 """Define the tables and keys of the site file that describes a cluster."""
 
 import sys
+import tomllib
 from typing import Literal
 
 import msgspec
@@ -186,3 +187,14 @@ class Site(SiteTable):
     collect: Collect = Collect()
     inside: dict[str, str] = {}
     environment: dict[str, str] = {}
+
+
+def decode_site(text: str) -> Site:
+    """Decode the text of a site file; its values are not checked.
+
+    Raises
+    ------
+    tomllib.TOMLDecodeError, msgspec.ValidationError
+        When it is no TOML, or has other keys or types.
+    """
+    return msgspec.convert(tomllib.loads(text), Site)
