@@ -6,6 +6,7 @@ library is chosen once, when a grid is made (``--backend`` of the benchmarks, ``
 never in the middle of a computation.
 """
 
+import math
 import os
 import time
 from contextlib import contextmanager
@@ -289,6 +290,11 @@ def backend_of(a: Array) -> Backend:
 def namespace(a: Array) -> ModuleType:
     """Return the array library of `a`, with the functions that work on it."""
     return backend_of(a).xp
+
+
+def as_rows(a: Array) -> Array:
+    """View an array as a matrix, with rows along its last dimension; any length may be 0."""
+    return namespace(a).reshape(a, (math.prod(a.shape[:-1]), a.shape[-1]))
 
 
 def accumulation_dtype(a: Array) -> Any:

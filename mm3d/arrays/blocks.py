@@ -23,12 +23,23 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
     ValueError
         When `extent` is no multiple of `unit`.
     """
+    share, more = divmod(_whole_units(extent, unit), parts)
+    return [(share + (part < more)) * unit for part in range(parts)]
+
+
+def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:
+    """Return start and length of one of the blocks of `block_lengths`, without the others."""
+    share, more = divmod(_whole_units(extent, unit), parts)
+    return (share * part + min(part, more)) * unit, (share + (part < more)) * unit
+
+
+def _whole_units(extent: int, unit: int) -> int:
+    """Return how many units a length has; ValueError where it is no multiple of the unit."""
     units, rest = divmod(extent, unit)
     if rest:
         raise ValueError(f"a length of {extent} cannot be divided into units of {unit}: "
                          f"{unit * max(1, units)} or {unit * (units + 1)} would do")
-    share, more = divmod(units, parts)
-    return [(share + (part < more)) * unit for part in range(parts)]
+    return units
 
 
 def block_starts(lengths: list[int]) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_bounds, block_lengths
 from mm3d.grid.face import FaceSplit
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -94,9 +94,11 @@ class Layout:
         """Return start and length of the block of dimension `dim` at `coords`."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in self.dims[dim]:
-            counts = self._counts(length, sizes, letter, unit)
-            start += sum(counts[:coords[letter]])
-            length, unit = counts[coords[letter]], 1
+            if letter in self.faces:
+                before, length = (length, 0) if coords[letter] else (0, length)
+            else:
+                before, length = block_bounds(length, sizes[letter], coords[letter], unit)
+            start, unit = start + before, 1
         return start, length
 
     def _counts(self, length: int, sizes: GridShape, letter: str, unit: int) -> list[int]:

@@ -1,11 +1,10 @@
 """Look up tokens and positions in tables whose rows are divided over the grid."""
 
-import math
 import re
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.backend import Array, accumulation_dtype, as_rows, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
@@ -57,7 +56,7 @@ class Embedding:
         library, dtype = self.outer.grid.backend, self.weight.dtype
         term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
         table, positions = (one.gather() for one in self._tables)
-        flat = library.xp.reshape(term, (math.prod(term.shape[:2]), term.shape[2]))
+        flat = as_rows(term)
         look_up_rows(table, tokens[self._place].ravel(), self._tables[0].first, flat)
         here, there = self._shared_positions()
         term[:, here, :] += positions[there, :]
@@ -81,8 +80,7 @@ class Embedding:
             dx = split.all_gather(dx)
         xp, (E, P) = namespace(dx), self._tables
         gradient = E.begin_gradient()
-        add_rows_by_id(xp.reshape(dx, (math.prod(dx.shape[:2]), dx.shape[2])),
-                       tokens[self._place].ravel(), E.first, gradient)
+        add_rows_by_id(as_rows(dx), tokens[self._place].ravel(), E.first, gradient)
         E.finish_gradient(gradient, self._copies)
         here, there = self._shared_positions()
         total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))

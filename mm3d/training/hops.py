@@ -58,22 +58,28 @@ def activation_block(scheme: type[Scheme], grid: GridShape, shape: tuple[int, in
     return tuple((one.start, one.stop) for one in slices)
 
 
-def transfers(sources: Sequence[Box], targets: Sequence[Box]) -> list[Transfer]:
+def transfers(sources: Sequence[Box], targets: Sequence[Box], source: int | None = None,
+              target: int | None = None) -> list[Transfer]:
     """List what the ranks of one stage send to those of another, whose blocks are given.
 
     Where several ranks hold copies of a block, each target receives from the one of its own
-    number, or else from one chosen so that all have their share.
+    number, or else from one chosen so that all have their share.  With `source` or `target` only
+    what that rank sends or receives is looked for, in a time linear in the number of blocks.
     """
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(sources):
         holders.setdefault(box, []).append(rank)
+    if source is not None:
+        holders = {sources[source]: holders[sources[source]]}
     found = []
-    for target, wanted in enumerate(targets):
+    for number in range(len(targets)) if target is None else (target,):
         for box, ranks in holders.items():
-            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted))
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, targets[number]))
             if all(start < stop for start, stop in both):
-                source = target if target in ranks else ranks[target % len(ranks)]
-                found.append(Transfer(source, target, both))
+                own = number < len(sources) and sources[number] == box
+                holder = number if own else ranks[number % len(ranks)]
+                if source in (None, holder):
+                    found.append(Transfer(holder, number, both))
     return found
 
 
@@ -142,10 +148,8 @@ class Hops:
         key = source, target, self.sequences[event.micro]
         if key not in self._known:
             mine = "source" if self.mesh.stage == source else "target"
-            self._known[key] = [
-                one for one in transfers(self._blocks(source, key[2]),
-                                         self._blocks(target, key[2]))
-                if getattr(one, mine) == self.mesh.place]
+            self._known[key] = transfers(self._blocks(source, key[2]),
+                                         self._blocks(target, key[2]), **{mine: self.mesh.place})
         return self._known[key]
 
     def tag(self, event: Event) -> int:

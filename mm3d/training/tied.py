@@ -33,17 +33,22 @@ class TiedStages:
     def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
                  asleep: bool = False, divided: bool = False,
                  synchronous: bool = False) -> None:
-        self.mesh, self.stages = mesh, stages
+        self.mesh = mesh
         self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
         layout, grids = Layout(mesh.scheme.down_weight), [mesh.grids[stage] for stage in stages]
         # Shards are exchanged by all ranks that divide a copy, and blocks inside a replica.
-        self._first, self._number = mesh.replica, mesh.place
+        self._first, number = mesh.replica, mesh.place
         if divided:
             place = mesh.data_grid.coords["d"]
-            self._first, self._number = mesh.replica - place, mesh.place + place * mesh.shape["t"]
+            self._first, number = mesh.replica - place, mesh.place + place * mesh.shape["t"]
             layout, sizes = shard_layout(layout), {"d": mesh.data.size}
             grids = [GridShape.from_sizes(sizes | dict(grid)) for grid in grids]
-        self._blocks = [table_blocks(grid, layout, shape) for grid in grids]
+        if mesh.stage in stages:
+            mine = stages.index(mesh.stage)
+            own, others = (table_blocks(grids[n], layout, shape) for n in (mine, 1 - mine))
+            self._other, self._own = stages[1 - mine], own[number]
+            self._sent = transfers(own, others, source=number)
+            self._received = transfers(others, own, target=number)
 
     def _rank(self, stage: int, number: int) -> int:
         """Return the rank in the mesh of the holder of a block of a stage."""
@@ -62,17 +67,12 @@ class TiedStages:
         """
         if parameter is None:
             return
-        mine = self.stages.index(self.mesh.stage)
-        other, own = self.stages[1 - mine], self._blocks[mine][self._number]
+        other, own = self._other, self._own
         receives = [(one, self.messages.begin_receive(
             tuple(stop - start for start, stop in one.box), parameter.grad.dtype,
-            self._rank(other, one.source), 0))
-            for one in transfers(self._blocks[1 - mine], self._blocks[mine])
-            if one.target == self._number]
+            self._rank(other, one.source), 0)) for one in self._received]
         traffic.calls += 1
-        sent = [one for one in transfers(self._blocks[mine], self._blocks[1 - mine])
-                if one.source == self._number]
-        for one in sent:
+        for one in self._sent:
             part = self.mesh.scheme.grid.backend.contiguous(parameter.grad[_slices(one.box, own)])
             self.messages.send(part, self._rank(other, one.target), 0)
             traffic.messages += 1

@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array, as_rows, namespace
 from mm3d.arrays.grouped_products import Segment
 from mm3d.grid.activations import Space
 from mm3d.model.experts.balance import balance_loss, z_loss
@@ -103,7 +103,7 @@ class ExpertsLayer:
         Collectives of experts do not overlap with products: `overlap` is not used.
         """
         library, xp = self.space.grid.backend, namespace(x)
-        tokens = xp.reshape(x, (-1, x.shape[-1]))
+        tokens = as_rows(x)
         routing, weight = self._route(tokens)
         plan = routing.plan
         A = self.dispatch.send(tokens, plan)
@@ -162,7 +162,7 @@ class ExpertsLayer:
         """Compute dx; add to the gradients of router and experts."""
         routing, x, weight, A, U, b, G, R = saved
         library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
-        dR, dgates = self.dispatch.combine_backward(xp.reshape(dy, (-1, dy.shape[-1])), R, plan)
+        dR, dgates = self.dispatch.combine_backward(as_rows(dy), R, plan)
         exact = self.down.bias.has_master
         self.down.accumulate_bias(
             [(one.group, sum_rows(dR[rows, :], exact))
@@ -179,7 +179,7 @@ class ExpertsLayer:
         dA, dW = self.up.product.backward(dU, A, self.up.weight.value, plan.rows)
         self.up.weight.accumulate(dW)
         dx = self.dispatch.send_backward(dA, plan)
-        dx += self._route_backward(routing, dgates, xp.reshape(x, (-1, x.shape[-1])), weight)
+        dx += self._route_backward(routing, dgates, as_rows(x), weight)
         return xp.reshape(xp.astype(dx, dy.dtype, copy=False), dy.shape)
 
     def _route_backward(self, routing: Routing, dgates: Array, tokens: Array,

@@ -101,6 +101,22 @@ def test_words_of_two_stages_with_a_table_on_both_are_the_closed_forms(comm):
     mesh.free()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("options", [{}, {"data": 2}])
+def test_who_exchanges_what_of_a_tied_table_is_computed_before_the_steps(comm, options,
+                                                                         monkeypatch):
+    mesh = mm3d.Mesh(comm, stages=2, scheme="serial" if options else "1d", **options)
+    model = mm3d.GPT(mesh, **SIZES, zero=len(options))
+
+    def refuse(*_):
+        raise AssertionError("computed in a step")
+    monkeypatch.setattr("mm3d.training.tied.transfers", refuse)
+    for step in range(2):
+        model.step(*tokens_and_targets(SIZES, step))
+    model.free()
+    mesh.free()
+
+
 @pytest.mark.parametrize("scheme, sizes, copies", [
     ("3d", [(2, 2, 1), (1, 2, 2)], 1), ("1d", [(4,), (4,)], 1), ("faces", [(2, 2, 1)] * 2, 1),
     ("2.5d", [(1, 1, 4), (2, 2, 1)], 4), ("serial", [(1,), (1,)], 1)])

@@ -55,6 +55,33 @@ def test_holders_of_copies_share_the_sending():
     assert sorted(one.source for one in transfers(sources, targets)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("before, after", [((2, 1, 2), (4, 1, 1)), ((4,), (2, 2)),
+                                           ((1, 2, 2), (1, 2, 2))])
+def test_transfers_of_one_rank_are_its_part_of_all(before, after):
+    names = {1: "1d", 2: "2d", 3: "3d"}
+    sources, targets = (blocks(grid, (4, 4, 8), names[len(grid)]) for grid in (before, after))
+    every = transfers(sources, targets)
+    for rank in range(4):
+        assert transfers(sources, targets, source=rank) == [
+            one for one in every if one.source == rank]
+        assert transfers(sources, targets, target=rank) == [
+            one for one in every if one.target == rank]
+
+
+@pytest.mark.parametrize("rank", ["source", "target"])
+def test_transfers_of_one_rank_take_a_time_linear_in_the_blocks(rank):
+    """Counted: how often a block is compared."""
+    class Counted(tuple):
+        comparisons = 0
+
+        def __iter__(self):
+            Counted.comparisons += 1
+            return super().__iter__()
+    own = [Counted(((n, n + 1), (0, 5))) for n in range(300)]
+    assert len(transfers(own, own, **{rank: 7})) == 1
+    assert Counted.comparisons <= 2 * len(own)
+
+
 @pytest.mark.parametrize("name, scheme, grids", [
     ("1f1b", "3d", [(2, 2, 1)] * 3), ("zb-v", "3d", [(4, 1, 1), (1, 1, 4), (2, 1, 2)]),
     ("interleaved:2", "1d", [(4,)] * 3)])
