@@ -97,6 +97,9 @@ class DryNamespace:
             return self._backend.write_into(name, out, *operands)
         return operate
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DryArray:
+        return self._backend.scratch_array(shape, dtype)
+
     def copyto(self, a: DryArray, value: Any, where: DryArray) -> None:
         self._backend.write_into("copy", a, value, where)
 
@@ -247,6 +250,8 @@ class DryBackend(Backend):
         self.trace.count_event(Pass("put", 2 * values.nbytes + rows.nbytes))
 
     def gemm(self, a: DryArray, b: DryArray, out: DryArray, progress: Any = None) -> DryArray:
+        if a.dtype.itemsize == 2 and self.block < sys.maxsize:    # see `Backend.gemm`
+            [self.scratch_array(one.shape, np.float32) for one in (a, b, out)]
         return out
 
     def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:

@@ -2,7 +2,7 @@
 
 from typing import Iterator
 
-from mm3d.arrays.backend import Array
+from mm3d.arrays.backend import Array, accumulation_dtype
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -31,7 +31,8 @@ class DryCommunicator:
 class SilentTransport(MpiTransport):
     """Do nothing in every collective: the other ranks do not exist.
 
-    Collectives that overlap products hold their buffers as long as those of MPI.
+    Collectives hold their buffers as long as those of MPI, also those in which numbers of 16 bits
+    are summed in float32.
     """
 
     name = "silent"
@@ -50,7 +51,7 @@ class SilentTransport(MpiTransport):
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
         """Hold the buffers of a reduce-scatter in flight; nothing is summed."""
         flat, _, out = self._terms(a, dim, counts)
-        return Pending(out, lambda: None, kept=(flat,))
+        return Pending(out, lambda: None, kept=self._summed(flat, out))
 
     def begin_broadcast(self, a: Array, root: int) -> Pending:
         """Hold the buffer of a broadcast in flight; nothing arrives."""
@@ -59,22 +60,31 @@ class SilentTransport(MpiTransport):
     def begin_reduce(self, a: Array, root: int) -> Pending:
         """Hold the buffers of a reduction in flight; nothing is summed."""
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
-        return Pending(out, lambda: None, kept=(self.backend.contiguous(a),))
+        return Pending(out, lambda: None, kept=self._summed(self.backend.contiguous(a), out))
+
+    def _summed(self, terms: Array, out: Array | None) -> tuple[Array, ...]:
+        """Return the buffers that MPI is given: those of 16 bits are replaced by wider ones."""
+        return tuple(a if (wide := accumulation_dtype(a)) == a.dtype
+                     else self.backend.xp.empty(a.shape, wide)
+                     for a in (terms, out) if a is not None)
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         """Gather nothing."""
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
         """Sum nothing."""
+        self._summed(send, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         """Sum nothing."""
+        self._summed(send, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         """Send nothing."""
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         """Sum nothing."""
+        self._summed(send, recv)
 
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
         """Send nothing."""
