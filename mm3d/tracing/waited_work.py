@@ -1,11 +1,11 @@
 """Wait for the work of each rank instead of computing it, while collectives move real bytes.
 
 The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`).  Each product and
-elementwise operation adds its modelled seconds to a debt, as on a device that computes while the
-host goes on.  Before a collective, and where the host waits for the device, the rank sleeps for
-all of the debt at once and its core is free for other ranks.  A collective then moves arrays of
-the right sizes by the transport of the grid.  So many ranks work at the same time, however few
-cores they share.
+elementwise operation adds its modelled seconds to a queue, which runs on while the host works, as
+on a device.  Before a collective, and where the host waits for the device, the rank sleeps until
+the queue is empty and its core is free for other ranks.  A collective then moves arrays of the
+right sizes by the transport of the grid.  So many ranks work at the same time, however few cores
+they share.
 """
 
 import math
@@ -31,68 +31,93 @@ SHORTEST_SLEEP = 1e-3    # seconds, of those of elementwise work
 
 
 class WorkClock:
-    """Sum the modelled seconds of work, and sleep for them.
+    """Queue the modelled seconds of work, as on a device, and sleep for what is left of them.
 
-    A sleep lasts longer than asked for.  The excess is carried over to the next one, so that over
-    many sleeps the seconds slept are those modelled.
+    The queue runs on while the host works.  A sleep lasts longer than asked for; the excess
+    shortens the next ones, so that over many sleeps the queue takes the seconds modelled.
 
     Parameters
     ----------
     seconds : callable
         Returns the modelled seconds of a product or an elementwise operation.
+    now, sleep : callable, optional
+        Return a time in seconds, and sleep for so many.
 
     Attributes
     ----------
-    counted, slept : float
-        Seconds of the work so far by the model, and seconds that this rank has slept for it.
+    counted : float
+        Seconds of the work so far by the model.
+    slept, overlapped : float
+        Seconds that this rank has slept for it, and those that passed while the host worked.
     times : int
         Number of equal events that each event counted from now on stands for.
     between_sleeps : callable or None
         Called now and then while the clock sleeps.
     """
 
-    def __init__(self, seconds: Seconds) -> None:
+    def __init__(self, seconds: Seconds, now: Callable[[], float] = time.perf_counter,
+                 sleep: Callable[[float], None] = time.sleep) -> None:
         self._seconds, self._known = seconds, {}
-        self.counted = self.slept = self._debt = 0.0
+        self._now, self._pause = now, sleep
         self.times = 1
         self.between_sleeps: Progress = None
+        self.reset()
 
     def count_event(self, event: Gemm | Pass) -> None:
-        """Add the seconds of an event, which occurs `times` times, to the debt."""
+        """Add the seconds of an event, which occurs `times` times, to the queue."""
         seconds = self._known.get(event)
         if seconds is None:
             seconds = self._known[event] = self._seconds(event)
+        self._run_on()
         self.counted += self.times * seconds
-        self._debt += self.times * seconds
+        self._left += self.times * seconds
 
     def settle(self) -> None:
-        """Sleep for the debt."""
-        if self._debt > 0:
-            if self.between_sleeps is not None:
-                parts = min(OVERLAPPED_SLEEPS, math.ceil(self._debt / SHORTEST_SLEEP))
-                self.settle_in_parts(self.between_sleeps, parts)
-            else:
-                self._sleep(self._debt)
+        """Sleep until the queue is empty."""
+        self._run_on()
+        if self.between_sleeps is not None:
+            parts = min(OVERLAPPED_SLEEPS, math.ceil(self._left / SHORTEST_SLEEP))
+            self.settle_in_parts(self.between_sleeps, parts)
+        else:
+            self._sleep_until(0)
 
     def settle_in_parts(self, progress: Callable[[], None],
                         parts: int = OVERLAPPED_SLEEPS) -> None:
-        """Sleep for the debt in parts, and call `progress` after each of them."""
-        part = self._debt / parts
+        """Sleep until the queue is empty, in parts, and call `progress` after each of them."""
+        self._run_on()
+        whole = self._left
         for left in range(parts - 1, -1, -1):
-            if self._debt > left * part:
-                self._sleep(self._debt - left * part)
+            self._sleep_until(whole * left / parts)
             progress()
 
-    def _sleep(self, seconds: float) -> None:
-        start = time.perf_counter()
-        time.sleep(seconds)
-        spent = time.perf_counter() - start
-        self._debt -= spent
+    def _run_on(self) -> None:
+        """Take from the queue what has passed since it was last looked at."""
+        now = self._now()
+        passed = min(self._left, now - self._seen)
+        self._left -= passed
+        self.overlapped += passed
+        self._seen = now
+
+    def _sleep_until(self, left: float) -> None:
+        """Sleep until `left` seconds are left in the queue; earlier sleeps too long are its."""
+        self._run_on()
+        wanted = self._left - left
+        if wanted <= 0:
+            return
+        spent = 0.0
+        if wanted > self._late:
+            self._pause(wanted - self._late)
+            now = self._now()
+            spent, self._seen = now - self._seen, now
+        self._late += spent - wanted
         self.slept += spent
+        self._left = left
 
     def reset(self) -> None:
-        """Forget the debt and both sums."""
-        self.counted = self.slept = self._debt = 0.0
+        """Empty the queue, and forget all sums."""
+        self.counted = self.slept = self.overlapped = 0.0
+        self._left = self._late = 0.0    # in the queue; slept too long, and not yet caught up
+        self._seen = self._now()
 
 
 class WaitingNamespace(DryNamespace):

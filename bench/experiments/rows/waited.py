@@ -69,12 +69,12 @@ def waiting_model(one: Case, scheme, settings: Settings) -> Iterator[TimedModel]
                                            one.variant.causal, settings.recompute)
         x, dy = model.random("input"), model.random("output gradient")
         with settings.watched(scheme.grid, model):
-            counted, slept, moved = count_step(model, x, dy, backend.trace)
+            counted, passed, moved = count_step(model, x, dy, backend.trace)
         problem = describe_difference(moved, [trace.traffic[phase] for phase in PHASES],
                                       counted, modelled)
         if problem := next(filter(None, comm.allgather(problem)), ""):
             raise Failed(problem)
-        yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, slept))
+        yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, passed))
 
 
 def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
@@ -93,14 +93,15 @@ def modelled_seconds(trace: Trace, work: ModelledWork, phase: str) -> float:
 
 
 def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
-        list[float], list[float], list[dict]]:
-    """Do a step; return the seconds counted and slept, and the traffic, of each phase."""
-    counted, slept, moved = [], [], []
+        list[float], list[tuple[float, float]], list[dict]]:
+    """Do a step; return the seconds counted, those slept and overlapped, and the traffic, by phase.
+    """
+    counted, passed, moved = [], [], []
 
     def note() -> None:
         clock.settle()
         counted.append(clock.counted)
-        slept.append(clock.slept)
+        passed.append((clock.slept, clock.overlapped))
         moved.append(model.grid.traffic())
         clock.reset()
         model.grid.reset_traffic()
@@ -112,7 +113,7 @@ def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tu
     note()
     model.backward(dy, saved)
     note()
-    return counted, slept, moved
+    return counted, passed, moved
 
 
 def describe_difference(moved: list[dict], expected: list[dict], counted: list[float],
@@ -128,12 +129,12 @@ def describe_difference(moved: list[dict], expected: list[dict], counted: list[f
 
 
 def waits_group(comm, modelled: list[float], counted: list[float],
-                slept: list[float]) -> Group | None:
+                passed: list[tuple[float, float]]) -> Group | None:
     """Return the group ``waits`` of a run, on rank 0; None on the other ranks."""
-    everyone = comm.gather((modelled, counted, slept))
+    everyone = comm.gather((modelled, counted, *zip(*passed)))
     if everyone is None:
         return None
     columns = np.array(everyone).transpose(1, 2, 0)    # kinds of seconds, phases, ranks
     return Group({"phase": PHASES, "rank": range(comm.size)},
                  {name: Variable(values, "s", ("phase", "rank"))
-                  for name, values in zip(("modelled", "counted", "slept"), columns)})
+                  for name, values in zip(("modelled", "counted", "slept", "overlapped"), columns)})

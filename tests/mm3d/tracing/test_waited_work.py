@@ -1,6 +1,5 @@
 """A rank that waits for its work moves what its dry run counts, and sleeps what the model says."""
 import sys
-import time
 
 import pytest
 
@@ -45,46 +44,113 @@ def test_words_and_seconds_are_those_of_the_dry_run(comm, monkeypatch, transport
                     first = before
             backend.synchronize()
         assert backend.trace.counted - first == pytest.approx(modelled(trace), rel=1e-9)
-        assert backend.trace.slept >= backend.trace.counted
+        clock = backend.trace
+        assert clock.slept + clock.overlapped >= clock.counted * (1 - 1e-9)
         assert grid.backend is own and all(
             axis.backend is own and axis.transport.name in ("mpi", transport)
             and type(axis.transport).__name__ != "WaitingTransport" for axis in grid.axes.values())
         grid.free()
 
 
-def test_an_oversleep_is_carried_over(monkeypatch):
-    """Sleeps that last 3 ms too long make later ones shorter, and the sum right."""
-    now, asked = [0.0], []
+class Host:
+    """A clock that a test moves, whose sleeps may last too long."""
 
-    def sleep(length: float) -> None:
-        asked.append(length)
-        now[0] += length + 0.003
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = WorkClock(lambda event: 0.01)
+    def __init__(self, oversleep: float = 0.0) -> None:
+        self.time, self.oversleep, self.asked = 100.0, oversleep, []
+
+    def sleep(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        self.time += seconds + self.oversleep
+
+    def work(self, seconds: float) -> None:
+        self.time += seconds
+
+    def clock(self, seconds: float = 0.01) -> WorkClock:
+        return WorkClock(lambda event: seconds, lambda: self.time, self.sleep)
+
+
+EVENT = Pass("add", 1)
+
+
+@pytest.mark.parametrize("steps, asked, slept, overlapped", [
+    ("queue work:0.05 settle", [], 0, 0.01),
+    ("queue work:0.004 settle", [0.006], 0.006, 0.004),
+    ("work:0.05 queue settle", [0.01], 0.01, 0),    # nothing was queued meanwhile
+    ("queue work:0.004 queue work:0.004 settle", [0.012], 0.012, 0.008),
+    ("queue work:0.05 queue settle", [0.01], 0.01, 0.01),    # an idle device saves nothing up
+    ("queue settle work:0.05 queue settle", [0.01, 0.01], 0.02, 0),
+    ("queue settle queue work:0.05 settle", [0.01], 0.01, 0.01),
+    ("queue settle settle", [0.01], 0.01, 0)])
+def test_the_queue_runs_on_while_the_host_works(steps, asked, slept, overlapped):
+    host = Host()
+    clock = host.clock()
+    for step in steps.split():
+        name, _, seconds = step.partition(":")
+        if name == "work":
+            host.work(float(seconds))
+        else:
+            clock.count_event(EVENT) if name == "queue" else clock.settle()
+    assert host.asked == pytest.approx(asked)
+    assert (clock.slept, clock.overlapped) == pytest.approx((slept, overlapped))
+    assert clock.slept + clock.overlapped == pytest.approx(clock.counted)
+
+
+def test_queues_are_each_their_own():
+    """As of two devices: what is queued on one runs on while the host sleeps for the other."""
+    host = Host()
+    first, second = host.clock(), host.clock(0.004)
+    first.count_event(EVENT)
+    second.count_event(EVENT)
+    second.settle()
+    first.settle()
+    assert host.asked == pytest.approx([0.004, 0.006])
+
+
+def test_an_oversleep_is_carried_over():
+    """Sleeps that last 3 ms too long make later ones shorter, and the sum right."""
+    host = Host(oversleep=0.003)
+    clock = host.clock()
     for _ in range(5):
-        clock.count_event(Pass("add", 1))
+        clock.count_event(EVENT)
         clock.settle()
-    assert asked == pytest.approx([0.01, 0.007, 0.007, 0.007, 0.007])
+    assert host.asked == pytest.approx([0.01, 0.007, 0.007, 0.007, 0.007])
     assert clock.counted == pytest.approx(0.05) and clock.slept == pytest.approx(0.053)
 
 
+def test_an_oversleep_waits_for_the_next_sleep_while_the_host_works():
+    host = Host(oversleep=0.003)
+    clock = host.clock()
+    for host_works in (0.0, 0.05, 0.004):
+        clock.count_event(EVENT)
+        host.work(host_works)
+        clock.settle()
+    assert host.asked == pytest.approx([0.01, 0.003])
+
+
 def test_a_product_in_parts_lets_collectives_go_on():
-    clock, calls = WorkClock(lambda event: 0.002), []
-    clock.count_event(Pass("add", 1))
-    clock.settle_in_parts(lambda: calls.append(clock.slept))
-    assert len(calls) == 8 and calls == sorted(calls) and clock.slept >= 0.002
+    """What the host does in between is not slept again."""
+    host, calls = Host(), []
+    clock = host.clock(0.016)
+    clock.count_event(EVENT)
+
+    def progress() -> None:
+        calls.append(host.time)
+        host.work(0.001)
+    clock.settle_in_parts(progress)
+    assert len(calls) == 8 and host.asked == pytest.approx([0.002] + 7 * [0.001])
+    assert host.time == pytest.approx(100.017)
 
 
-def test_collectives_go_on_while_other_work_is_waited_for():
+@pytest.mark.parametrize("seconds, sleeps", [(0.0004, 1), (0.0035, 4), (0.02, 8)])
+def test_collectives_go_on_while_other_work_is_waited_for(seconds, sleeps):
     """In as many sleeps as have a millisecond, up to 8; only within a pass with overlap."""
-    for seconds, sleeps in ((0.0004, 1), (0.0035, 4), (0.02, 8)):
-        clock, calls = WorkClock(lambda event: seconds), []
-        clock.between_sleeps = lambda: calls.append(clock.slept)
-        clock.count_event(Pass("add", 1))
-        clock.settle()
-        assert len(calls) in range(1, sleeps + 1) and clock.slept >= seconds
-        clock.between_sleeps = None
-        clock.count_event(Pass("add", 1))
-        clock.settle()
-        assert len(calls) in range(1, sleeps + 1)
+    host, calls = Host(), []
+    clock = host.clock(seconds)
+    clock.between_sleeps = lambda: calls.append(host.time)
+    clock.count_event(EVENT)
+    clock.settle()
+    assert len(calls) == len(host.asked) == sleeps
+    clock.between_sleeps = None
+    clock.count_event(EVENT)
+    clock.settle()
+    assert len(calls) == sleeps and len(host.asked) == sleeps + 1
