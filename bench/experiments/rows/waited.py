@@ -94,8 +94,7 @@ def modelled_seconds(trace: Trace, work: ModelledWork, phase: str) -> float:
 
 def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
         list[float], list[tuple[float, float]], list[dict]]:
-    """Do a step; return the seconds counted, those slept and overlapped, and the traffic, by phase.
-    """
+    """Do a step; return the seconds counted, those slept and overlapped, and traffic, by phase."""
     counted, passed, moved = [], [], []
 
     def note() -> None:
@@ -135,6 +134,7 @@ def waits_group(comm, modelled: list[float], counted: list[float],
     if everyone is None:
         return None
     columns = np.array(everyone).transpose(1, 2, 0)    # kinds of seconds, phases, ranks
+    names = ("modelled", "counted", "slept", "overlapped")
     return Group({"phase": PHASES, "rank": range(comm.size)},
                  {name: Variable(values, "s", ("phase", "rank"))
-                  for name, values in zip(("modelled", "counted", "slept", "overlapped"), columns)})
+                  for name, values in zip(names, columns)})
