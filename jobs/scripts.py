@@ -17,10 +17,12 @@ from bench.cases.case import Case
 from bench.errors import UsageError
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site_tables import Collect, Site, Slurm
+from mm3d import launcher
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
 STOPPING = ("run", "train")                   # verbs with a --stop-file
 LIMIT = 120                                   # seconds for each step of the pre-flight checks
+EVEN = "block:block,NoPack"                   # srun's distribution of equally many ranks a node
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,13 @@ def launch_command(site: Site, ranks: int) -> list[str]:
     if site.launch.launcher == "mpirun":
         words = ["mpirun", "-n", str(ranks), *site.launch.options]
     else:
-        # Consecutive ranks fill one node after the other: placement relies on it.
+        # Consecutive ranks fill one node after the other: placement relies on it.  Blocks with
+        # Pack would fill all cores of a node, without it they are of equal sizes; planes are of
+        # the size given, and blocks within a node.
+        uneven = ranks > site.node.ranks and ranks % site.node.ranks
         words = ["srun", f"--mpi={site.launch.mpi}", f"--ntasks={ranks}",
-                 "--distribution=block:block,Pack", "--kill-on-bad-exit=1",
+                 f"--distribution={f'plane={site.node.ranks}' if uneven else EVEN}",
+                 "--export=ALL", "--kill-on-bad-exit=1",
                  *["--gpus-per-task=1"] * (site.launch.gpu_binding == "task"),
                  *site.launch.options]
     return words
@@ -212,7 +218,7 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
     site, stops = work.site, verb in STOPPING
     doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",
               f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
-              f"--ranks-per-node={site.node.ranks}",
+              f"--ranks-per-node={site.node.ranks}", f"--backend={site.run.backend}",
               *[f"--module={name}" for name in site.software.modules]]
     if site.launch.gpu_binding != "none":
         doctor.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
@@ -222,7 +228,7 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
         verb=verb, stops=stops, title=title, site=site, root=ROOT, folder=folder,
         options=[*row_options(work, name, ranks, stops), *more],
         launch=launch_command(site, ranks),
-        questions=["census", "exchange"] if site.run.device_buffers else ["census"],
+        variables=[name for name in site.environment if not launcher.is_launchers(name)],
         limit=LIMIT, doctor=doctor, run=run, memory=memory, **values)
 
 

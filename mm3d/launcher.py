@@ -125,9 +125,13 @@ def environment_without_launcher(environ: Mapping[str, str] = os.environ) -> dic
     The user's settings of MPI stay; variables that make this process a rank, or part of a Slurm
     job, are left out.
     """
-    return {name: value for name, value in environ.items()
-            if not name.startswith(LAUNCHER_PREFIXES + SLURM_PREFIXES) or "_MCA_" in name
-            or name in PERMISSIONS}
+    return {name: value for name, value in environ.items() if not is_launchers(name)}
+
+
+def is_launchers(name: str) -> bool:
+    """Return whether a launcher, or Slurm, sets this variable itself for its ranks."""
+    return (name.startswith(LAUNCHER_PREFIXES + SLURM_PREFIXES) and "_MCA_" not in name
+            and name not in PERMISSIONS)
 
 
 def environment_to_start(command: list[str],

@@ -1,8 +1,9 @@
 """Report the environment of every rank: the program that ``bench doctor`` starts as a child job.
 
-``python -m bench.doctor.census census`` prints a line of JSON for each world of ranks that the
-launcher has made; ``python -m bench.doctor.census exchange`` sends device buffers between the
-ranks and prints whether they arrived.  An MPI that cannot read them may crash, so this is a
+``python -m bench.doctor.census census [VARIABLE ...]`` prints a line of JSON for each world of
+ranks that the launcher has made, with the values of these variables on each rank; ``python -m
+bench.doctor.census exchange`` sends device buffers between the ranks and prints whether they
+arrived.  An MPI that cannot read them may crash, so this is a
 program of its own.
 """
 
@@ -22,18 +23,25 @@ MARK = "mm3d-census "
 WORDS = 1 << 16    # of a message: too long to be sent eagerly, short enough to take no time
 
 
-def find_gpus() -> tuple[list[str], str]:
-    """Return the bus addresses of the GPUs that this process can use, and the source.
+def find_gpus() -> dict[str, Any]:
+    """Find the bus addresses of the GPUs that this process can use.
 
-    Without a CUDA library these are the numbers in CUDA_VISIBLE_DEVICES.
+    Returns
+    -------
+    dict
+        ``gpus``, ``gpu_source``, and in ``cupy`` why CuPy cannot be used, "" if it can.  Without
+        CuPy the GPUs are the numbers in CUDA_VISIBLE_DEVICES.
     """
     try:
         import cupy
         count = cupy.cuda.runtime.getDeviceCount()
-        return [str(cupy.cuda.Device(i).pci_bus_id) for i in range(count)], "CUDA"
-    except (ImportError, RuntimeError):
+        return {"gpus": [str(cupy.cuda.Device(i).pci_bus_id) for i in range(count)],
+                "gpu_source": "CUDA", "cupy": ""}
+    except (ImportError, RuntimeError) as error:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return [name for name in visible.split(",") if name.strip()], "CUDA_VISIBLE_DEVICES"
+        return {"gpus": [name for name in visible.split(",") if name.strip()],
+                "gpu_source": "CUDA_VISIBLE_DEVICES",
+                "cupy": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
 def best_kernels() -> str:
@@ -44,20 +52,23 @@ def best_kernels() -> str:
     return next((name for name in ("avx512f", "avx2") if name in flags), "")
 
 
-def take_census() -> list[dict[str, Any]]:
-    """Gather the environment of each rank of this world, in rank order; every rank calls it."""
+def take_census(*variables: str) -> list[dict[str, Any]]:
+    """Gather the environment of each rank of this world, in rank order; every rank calls it.
+
+    The values of `variables` are in ``variables``, None where one is not set.
+    """
     from mpi4py import MPI
     from bench.instruments.clock import Clock
     from mm3d.transport.nodes import node_numbers
     comm = MPI.COMM_WORLD
     nodes = node_numbers(comm)
     node = nodes[comm.rank]
-    gpus, source = find_gpus()
     clock = Clock(comm)
     mine = {"size": comm.size, "node": nodes.index(node),    # numbered by its first rank
             "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
-            "cores": launcher.cores(), "gpus": gpus,
-            "gpu_source": source, "mpi": host.mpi_name(MPI.Get_library_version()),
+            "cores": launcher.cores(), **find_gpus(),
+            "variables": {name: os.environ.get(name) for name in variables},
+            "mpi": host.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **host.describe_blas(),
             "clock_resolution": clock.resolution(), "clock_offset_error": clock.offset_error}
     return comm.allgather(mine)
@@ -100,9 +111,9 @@ def exchange_buffers() -> str:
     return f"{problems[0]} arrived wrong on {len(problems)} ranks" if problems else ""
 
 
-def main(report: str) -> None:
+def main(report: str, *variables: str) -> None:
     """Make the report "census" or "exchange", and print it on rank 0 of the world."""
-    found = take_census() if report == "census" else exchange_buffers()
+    found = take_census(*variables) if report == "census" else exchange_buffers()
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
         # One write: several worlds may share the output.

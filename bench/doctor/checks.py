@@ -17,6 +17,7 @@ from bench.errors import StoreError
 from bench.instruments import leftover_memory
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
+from mm3d.arrays.cupy_backend import INSTALL_COMMAND
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 PACKAGES = ("mm3d", "numpy", "mpi4py", "h5py")
@@ -157,10 +158,45 @@ def gpus(facts: Facts) -> Finding:
 
 
 @needs_world
+def variables(facts: Facts) -> Finding:
+    """Check that every rank has the environment variables that are wanted."""
+    if not facts.variables:
+        return Finding("variables", SKIPPED, "none wanted")
+    for name, wanted in facts.variables.items():
+        found = [rank["variables"][name] for rank in facts.world]
+        # Launchers and containers add folders of their own to paths.
+        wrong = [number for number, value in enumerate(found) if value is None
+                 or value != wanted and not {*wanted.split(":")} < {*value.split(":")}]
+        if wrong:
+            value = found[wrong[0]]
+            state = "not set" if value is None else repr(value)
+            return Finding("variables", FAILED, (
+                f"{name} is {state} on {len(wrong)} of {facts.ranks} ranks, where {wanted!r} is "
+                "wanted: the launcher or the container does not hand it on (--export of srun, "
+                "--cleanenv), or sets it itself"))
+    return Finding("variables", OK, f"{', '.join(facts.variables)} on all ranks as wanted")
+
+
+@needs_world
+def backend(facts: Facts) -> Finding:
+    """Check that every rank can use the array library that is wanted."""
+    if not facts.needs_cupy:
+        return Finding("backend", SKIPPED, "NumPy is all that is wanted")
+    problems = [rank["cupy"] for rank in facts.world if rank["cupy"]]
+    if problems:
+        return Finding("backend", FAILED, f"CuPy cannot be used on {len(problems)} of "
+                       f"{facts.ranks} ranks: {problems[0]}: {INSTALL_COMMAND}")
+    return Finding("backend", OK, "CuPy on all ranks")
+
+
+@needs_world
 def cuda_aware(facts: Facts) -> Finding:
     """Check that MPI reads and writes device buffers, by doing so in a child job."""
     if not facts.device_buffers and not facts.sees_gpus:
         return Finding("cuda_aware", SKIPPED, "no GPU seen, device buffers not wanted")
+    if any(rank["cupy"] for rank in facts.world):
+        return Finding("cuda_aware", FAILED if facts.device_buffers else SKIPPED,
+                       "not known, as CuPy cannot be used")
     answers, problem = facts.run_child_job("exchange")
     if not problem and answers and not answers[0]:
         return Finding("cuda_aware", OK, f"{facts.ranks} ranks exchanged device buffers")
@@ -237,5 +273,6 @@ def cluster(facts: Facts) -> Finding:
                    "(tbf) and a latency (netem)")
 
 
-CHECKS: list[Callable[[Facts], Finding]] = [software, modules, launcher, nodes, blas, gpus,
-                                            cuda_aware, nccl, hdf5, clock, leftovers, cluster]
+CHECKS: list[Callable[[Facts], Finding]] = [software, modules, launcher, nodes, variables,
+                                            blas, gpus, backend, cuda_aware, nccl, hdf5, clock,
+                                            leftovers, cluster]

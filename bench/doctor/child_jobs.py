@@ -7,6 +7,7 @@ limit.  It may hang or crash without taking the doctor with it.
 import json
 import re
 import shlex
+import signal
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,14 @@ from bench.doctor.census import MARK
 from mm3d import launcher
 from mm3d.child_process import run_child
 
-TIMED_OUT = (124, 137)    # exit statuses of the command timeout
+TIMED_OUT = "timeout"    # the status of a child job that a script has ended at its limit
+
+# An exception of Python's, also behind the number of a rank; what a launcher says of the ranks
+# that it ends itself, after the one that failed; and what else may be an error.
+EXCEPTION = re.compile(r"(^|[:>\]] ?)[\w.]*(Error|Exception): ")
+FOLLOWING = re.compile(r"^\[(proxy|mpiexec)|CANCELLED AT|step aborted|forcing job|got SIGCONT|"
+                       r"Terminat(ing|ed) StepId|Exited with|: (Terminated|Killed)\b")
+TELLING = re.compile("[Ee]rror|[Ss]ignal|[Ss]egmentation")
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,12 @@ class Facts:
         The most ranks on a node; 0 for any number.
     gpus_per_node : int
         The fewest GPUs on a node; 0 for any number.
+    backend : str or None
+        The array library that the ranks must be able to use.
     device_buffers : bool
         Whether MPI must read device memory itself.
+    variables : dict of str to str
+        The variables, with their values, that every rank must have.
     modules : list of str
         Environment modules that must be loaded.
     folder : str or None
@@ -53,7 +65,9 @@ class Facts:
     launcher: list[str]
     ranks_per_node: int = 0
     gpus_per_node: int = 0
+    backend: str | None = None
     device_buffers: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
     folder: str | None = None
     limit: float = 60.0
@@ -63,7 +77,7 @@ class Facts:
     @cached_property
     def census(self) -> tuple[list[list[dict[str, Any]]], str]:
         """The reports of all ranks, a list for each world that was started; and the problem."""
-        return self.run_child_job("census")
+        return self.run_child_job("census", *self.variables)
 
     @property
     def world(self) -> list[dict[str, Any]]:
@@ -76,13 +90,20 @@ class Facts:
         """True if a rank sees a GPU."""
         return any(rank["gpus"] for rank in self.world)
 
-    def run_child_job(self, report: str) -> tuple[list[Any], str]:
+    @property
+    def needs_cupy(self) -> bool:
+        """True if the ranks must be able to use CuPy."""
+        return self.backend == "cupy" or self.device_buffers
+
+    def run_child_job(self, report: str, *words: str) -> tuple[list[Any], str]:
         """Run `bench.doctor.census` under the launcher.
 
         Parameters
         ----------
         report : {"census", "exchange"}
             The report that is asked for.
+        *words : str
+            Its further arguments.
 
         Returns
         -------
@@ -91,7 +112,7 @@ class Facts:
         """
         if self.seen:
             return self.read_child_job(report)
-        command = [*self.launcher, sys.executable, "-m", "bench.doctor.census", report]
+        command = [*self.launcher, sys.executable, "-m", "bench.doctor.census", report, *words]
         try:
             child = run_child(command, self.limit, env=launcher.environment_to_start(command),
                               with_parent=True)
@@ -106,11 +127,11 @@ class Facts:
     def read_child_job(self, report: str) -> tuple[list[Any], str]:
         """Read the output of a child job that a script has run: REPORT.out, .err and .status."""
         try:
-            out, err, text = ((self.seen / f"{report}.{end}").read_text()
+            out, err, text = ((self.seen / f"{report}.{end}").read_text(errors="replace")
                               for end in ("out", "err", "status"))
         except OSError as error:
             return [], f"was not started: {error.filename}: {error.strerror}"
-        status = None if int(text) in TIMED_OUT else int(text)
+        status = None if text.strip() == TIMED_OUT else int(text)
         return parse_reports(out), describe_failure(status, err, self.limit)
 
 
@@ -136,11 +157,21 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
     str
         "" when the job ended with status 0.
     """
-    if status is None:
-        return f"did not end within {limit:g} seconds"
     if status == 0:
         return ""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if re.search("[Ee]rror|[Ss]ignal|[Ss]egmentation", line)]
+    said = last_error(output)
+    if status is None:
+        return f"did not end within {limit:g} seconds{f': {said}' if said else ''}"
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    return f"ended with {how}: {(telling or lines or ['it said nothing'])[-1][:200]}"
+    if status - 128 in set(signal.Signals):    # a shell's, and srun's, number for a signal
+        how += f" ({signal.Signals(status - 128).name})"
+    return f"ended with {how}: {said or 'it said nothing'}"
+
+
+def last_error(output: str) -> str:
+    """Return the line of a child job's output that tells most of its failure; "" for none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line for line in lines if not FOLLOWING.search(line)] or lines
+    found = ([line for line in lines if EXCEPTION.search(line)]
+             or [line for line in lines if TELLING.search(line)] or lines or [""])
+    return found[-1][:200]

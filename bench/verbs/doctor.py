@@ -30,6 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=options.whole(0), default=0, metavar="N",
                         help="fail when a node has fewer GPUs, or ranks share one (default 0: "
                              "none are needed)")
+    parser.add_argument("--backend", choices=("numpy", "cupy"),
+                        help="fail when a rank cannot use this array library")
+    parser.add_argument("--variable", action="append", default=[], type=variable,
+                        metavar="NAME=VALUE", help=(
+        "fail when this environment variable does not reach a rank; may be repeated"))
     parser.add_argument("--gpu", action="store_true", help=(
         "also check that the GPU here computes every dtype right, and which transports move its "
         "arrays"))
@@ -66,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {arguments.ranks} --limit {arguments.limit:g}: give at least "
                          "one rank, and a finite number of seconds above 0")
     facts = Facts(arguments.ranks, launcher_command(arguments), arguments.ranks_per_node,
-                  arguments.gpus_per_node, arguments.device_buffers, arguments.module,
+                  arguments.gpus_per_node, arguments.backend, arguments.device_buffers,
+                  dict(arguments.variable), arguments.module,
                   arguments.out, arguments.limit,
                   Path(arguments.seen) if arguments.seen else None, arguments.clean)
     checks = list(CHECKS)
@@ -82,6 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
         for one in findings:
             print(f"{one.state:8}{one.check:12}{one.text}", flush=True)
     return int(any(one.state == FAILED for one in findings))
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Read NAME=VALUE."""
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"{text!r}: give it as NAME=VALUE")
+    return name, value
 
 
 def launcher_command(arguments: argparse.Namespace) -> list[str]:

@@ -71,7 +71,9 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
         assert "jinja" not in text and "{{" not in text
         # Consecutive ranks on one node, and there on neighbouring cores; NCCL by default where
         # nodes have eight GPUs, which no CUDA-aware MPI is asked of.
-        assert "--distribution=block:block,Pack" in text
+        even = row.gpus <= mine.site.node.ranks or row.gpus % mine.site.node.ranks == 0
+        assert re.search(r"--distribution=([\w:,=]+)", text)[1] == (
+            "block:block,NoPack" if even else f"plane={mine.site.node.ranks}")
         if name == "gpu8":
             assert "export MM3D_TRANSPORT=nccl\n" in text and "--device-buffers" not in text
 
@@ -236,6 +238,17 @@ def test_ranks_that_do_not_answer_are_asked_once_more(tmp_path, falters):
     assert status.read_text() == f"{15 * (falters == 2)}\n"
 
 
+@pytest.mark.parametrize("limit, status", [
+    (0, 124), (0, 137), (120, 124), (120, 137), (120, 139), (0, 3)])
+def test_the_time_tells_whether_ranks_that_are_asked_ran_out_of_it(
+        tmp_path, monkeypatch, limit, status):
+    """Not their status: srun ends with 137 too, when a rank fails at once."""
+    monkeypatch.setattr(scripts, "LIMIT", limit)
+    executed(tmp_path, timeout=f"""if [[ "$*" == *census ]]; then exit {status}; fi""")
+    found, = (tmp_path / "out").rglob("census.status")
+    assert found.read_text() == ("timeout\n" if limit == 0 else f"{status}\n")
+
+
 def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
     env, out = stubs(tmp_path), tmp_path / "out"
     name = site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
@@ -340,7 +353,7 @@ def test_what_was_seen_by_somebody_else(tmp_path):
     assert status == 1 and "launcher    launcher: was not started: " in out
     status, out = doctor(out="", err="srun: error: no such plugin", status="1")
     assert status == 1 and "ended with status 1: srun: error: no such plugin" in out
-    assert "did not end within 60 seconds" in doctor(status="124")[1]
+    assert "did not end within 60 seconds: srun: error: no such" in doctor(status="timeout")[1]
 
 
 def test_how_a_row_stands(tmp_path, monkeypatch):

@@ -17,11 +17,12 @@ SITE = """
 about = "one machine that plays four nodes with four GPUs each"
 [slurm]
 partition = "all"
-exclusive = false
+exclusive = {exclusive}
 time = "{time}"
 warning = {warning}
 [node]
 ranks = {ranks}
+cores_per_rank = {cores}
 gpus = {gpus}
 [software]
 python = "{python}"
@@ -63,11 +64,11 @@ class User:
         self.submitted = []
 
     def write_site(self, options=QUICK, python=sys.executable, time="0:10:00", warning=1,
-                   ranks=2, gpus=2):
+                   ranks=2, gpus=2, cores=1, exclusive=False):
         """By default two ranks a node, so that eight are on all four, and a GPU for each."""
         self.site.write_text(SITE.format(
             options=options, python=python, time=time, warning=warning, ranks=ranks, gpus=gpus,
-            binding="task" if gpus else "none"))
+            cores=cores, exclusive=str(exclusive).lower(), binding="task" if gpus else "none"))
 
     def argv(self, verb, *more):
         return (verb, "--site", str(self.site), "--preset", "tiny", "--out", str(self.out),

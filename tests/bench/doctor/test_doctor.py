@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import main
-from bench.doctor import census
+from bench.doctor import census, checks
 from bench.doctor.checks import CHECKS
-from bench.doctor.child_jobs import Facts
+from bench.doctor.child_jobs import Facts, describe_failure
 from mm3d import launcher
 from support import ROOT, run_python, run_ranks
 
@@ -79,6 +79,12 @@ def worlds_of_one(ranks):
      "ranks 0, 1, 2, 3 all see one and the same GPU: give each its own"),
     ("gpus", ["--ranks", "3", "--gpus-per-node", "2"], {"CUDA_VISIBLE_DEVICES": "0,1"},
      "ranks 0, 2 share a GPU: start at most 2 on a node"),
+    ("variables", ["--ranks", "2", "--variable", "MEANT=so", "--launcher",
+                   f"env -u MEANT {MPIRUN} -n 2"], {"MEANT": "so"},
+     "MEANT is not set on 2 of 2 ranks, where 'so' is wanted: the launcher or the container"),
+    ("variables", ["--ranks", "2", "--variable", "MEANT=so", "--launcher",
+                   f"env MEANT=otherwise {MPIRUN} -n 2"], {"MEANT": "so"},
+     "MEANT is 'otherwise' on 2 of 2 ranks, where 'so' is wanted"),
     ("blas", ["--ranks", "2"], {"OMP_NUM_THREADS": "999", "OPENBLAS_NUM_THREADS": "64"},
      "threads fight for them; set OMP_NUM_THREADS="),
     ("hdf5", ["--out", "/dev/null/results"], {},
@@ -153,14 +159,62 @@ class Losing:
         return lose
 
 
-@pytest.mark.slow
-def test_device_buffers_without_a_device():
-    done, states, _ = doctor("--device-buffers", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1 and states["cuda_aware"] == "failed"
+@pytest.mark.parametrize("options, failed", [
+    (["--backend", "cupy"], ["backend"]), (["--device-buffers"], ["backend", "cuda_aware"])])
+def test_without_the_package_nothing_is_said_of_mpi(tmp_path, options, failed):
+    (tmp_path / "cupy.py").write_text("import no_such_library")
+    done, states, text = doctor(*options, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert [name for name, state in states.items() if state == "failed"] == failed
+    assert text["backend"].startswith("CuPy cannot be used on 2 of 2 ranks: ModuleNotFoundError: "
+                                      "No module named 'no_such_library': pip install")
+    assert failed == ["backend"] or text["cuda_aware"] == "not known, as CuPy cannot be used"
+
+
+def rank(**more):
+    """What a rank says of itself."""
+    return {"variables": {}, "cupy": "", "gpus": []} | more
+
+
+@pytest.mark.parametrize("found, problem", [
+    (["a:b", "a:b"], ""), (["/tool:a:b", "a:b:/tool"], ""), (["a:b", None], "not set on 1 of 2"),
+    (["a:b", "a"], "'a' on 1 of 2"), (["", ""], "'' on 2 of 2"), (["b:a", "a:b"], "'b:a' on 1")])
+def test_variables_reach_every_rank_and_paths_may_grow(found, problem):
+    facts = Facts(2, ["none"], variables={"PATHS": "a:b"})
+    vars(facts)["census"] = [[rank(variables={"PATHS": value}) for value in found]], ""
+    said = checks.variables(facts)
+    assert said.state == ("failed" if problem else "ok") and problem in said.text
+
+
+SRUN = """srun: error: n2: task 7: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=4.8
+slurmstepd-n1: error: *** STEP 4.8 ON n1 CANCELLED AT 2026-11-25T18:06:14 ***
+srun: error: n1: tasks 0-6: Terminated
+"""
+MISSING = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'cupy'\n"
+
+
+@pytest.mark.parametrize("status, output, said", [
+    (0, "ImportError: never mind", ""),
+    (137, MISSING + SRUN, "ended with status 137 (SIGKILL): ModuleNotFoundError: No module named "
+                          "'cupy'"),
+    (143, SRUN.replace("Exited with exit code 1", "Segmentation fault"),
+     "ended with status 143 (SIGTERM): srun: error: n2: task 7: Segmentation fault"),
+    (139, "", "ended with status 139 (SIGSEGV): it said nothing"),
+    (1, "3: mpi4py.MPI.Exception: MPI_ERR_OTHER\nsrun: error: gone", "ended with status 1: 3: "
+     "mpi4py.MPI.Exception: MPI_ERR_OTHER"),
+    (127, "python: error while loading shared libraries: libmpi.so\n" + SRUN,
+     "ended with status 127: python: error while loading shared libraries: libmpi.so"),
+    (255, "", "ended with status 255: it said nothing"), (-9, "a\nb\n", "ended with signal 9: b"),
+    (1, SRUN, "ended with status 1: srun: error: n1: tasks 0-6: Terminated"),
+    (None, "", "did not end within 5 seconds"),
+    (None, MISSING + SRUN, "did not end within 5 seconds: ModuleNotFoundError: No module named "
+                           "'cupy'")])
+def test_a_failure_is_told_by_its_cause_and_not_by_what_follows(status, output, said):
+    assert describe_failure(status, output, 5) == said
 
 
 def test_kernels_that_are_forced(monkeypatch):
-    from bench.doctor import checks
     facts = Facts(1, ["none"])
     rank = {"blas": "openblas", "blas_architecture": "Haswell", "blas_threads": 1, "cores": 2,
             "ranks_on_node": 1, "best_kernels": "avx512f"}
@@ -178,6 +232,7 @@ def test_kernels_that_are_forced(monkeypatch):
     (["--limit", "inf"], "--limit inf: give at least one rank, and a finite number"),
     (["--ranks-per-node", "-3"], "--ranks-per-node: '-3': a whole number of at least 0 would do"),
     (["--gpus-per-node", "-1"], "--gpus-per-node: '-1': a whole number of at least 0 would do"),
+    (["--variable", "MEANT"], "--variable: 'MEANT': give it as NAME=VALUE"),
     (["--launcher", "srun '"], "--launcher: No closing quotation")])
 def test_wrong_arguments(options, message, capsys):
     try:

@@ -1,0 +1,78 @@
+"""Jobs under a real Slurm whose nodes have more cores than the ranks use: who starts where.
+
+The ranks also have the variables of the site file, though the jobs have no environment.
+"""
+import itertools
+import re
+import sys
+
+import pytest
+from mpi4py import MPI
+
+import slurm_cluster
+from slurm_cluster import Cluster
+from slurm_user import PATIENCE, User, check_run
+from support import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
+    MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
+# A Python that only says where it was started, and as which rank.
+WITNESS = """#!/bin/bash
+echo "$SLURM_PROCID $SLURMD_NODENAME-$MEANT" >> "{said}-$2-$3"
+"""
+
+
+@pytest.fixture(scope="module", params=[64, 40])
+def spare(request, tmp_path_factory):
+    """Three nodes, of which four ranks of eight cores leave half, or a fifth, unused."""
+    if slurm_cluster.missing():
+        pytest.skip(slurm_cluster.missing())
+    running = Cluster(tmp_path_factory.mktemp("spare"), nodes=3, cpus=request.param).start()
+    yield running
+    running.stop()
+
+
+def places(said):
+    """By rank its node and variable, as the witnesses of a step have said it."""
+    found = sorted((int(rank), place) for rank, place in map(str.split, said.open()))
+    return [place for _, place in found]
+
+
+def test_no_node_has_more_ranks_than_the_site_says(spare, tmp_path):
+    """Whatever else a node has room for: ranks fill one node after the other."""
+    users, jobs = [], []
+    for ranks, exclusive in itertools.product((3, 6, 8), (True, False)):
+        folder = tmp_path / f"{ranks}-{exclusive}"
+        folder.mkdir()
+        witness = folder / "python"
+        witness.write_text(WITNESS.format(said=folder / "said"))
+        witness.chmod(0o755)
+        user = User(spare, folder, ranks=4, cores=8, gpus=4, exclusive=exclusive, python=witness)
+        user.site.write_text(user.site.read_text().replace(
+            "[node]", 'options = ["--export=NONE"]\n[node]') + 'MEANT = "so"\n')
+        done = spare.command(sys.executable, "-m", "jobs", "pipeline", "--site", str(user.site),
+                             "--out", str(user.out), "--ranks", str(ranks), "--submit", "--",
+                             "--stages", "1", cwd=ROOT)
+        users.append((user, folder, {3: [3], 6: [4, 2], 8: [4, 4]}[ranks]))
+        jobs += re.findall(r"^job (\d+)$", done.stdout, re.M)
+        assert len(jobs) == len(users), done.stdout + done.stderr
+    assert spare.quiet(PATIENCE, jobs), [user.logs() for user, *_ in users]
+    for user, folder, counts in users:
+        for step in ("bench.doctor.census-census", "bench-pipeline"):
+            found = places(folder / f"said-{step}")
+            assert found == sorted(found), user.logs()
+            assert [found.count(place) for place in sorted(set(found))] == counts, user.logs()
+            assert all(re.fullmatch(r"n\d-so", place) for place in found), user.logs()
+
+
+def test_a_row_on_nodes_with_spare_cores(spare, tmp_path):
+    """From submission to the result, with the pre-flight checks."""
+    user = User(spare, tmp_path, ranks=4, cores=8, gpus=4, exclusive=True)
+    job, = user.submit()
+    assert spare.quiet(PATIENCE, [job]), user.logs()
+    assert "2 nodes with 4 ranks" in user.logs()
+    user.cancel()
+    assert user.jobs("collect")[0] == 0, user.logs()
+    run, = user.runs()
+    check_run(run)
+    assert run.configuration["nodes"] == 2
