@@ -15,11 +15,12 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
     step : int
         The step, from 0.
     steps : int
-        Steps of the whole training; after them the rate is `floor`.
+        Steps of the whole training; the last of them has the rate `floor`, and so has any after.
     peak, floor : float
-        The largest rate, and the last one.
+        The largest rate, which one step has, and the last one.
     warmup : int
-        Steps of the rise; the first has the rate ``peak / warmup``, the last `peak`.
+        Steps of the rise; the first has the rate ``peak / warmup``, the last `peak`.  With 0 or 1
+        step 0 has `peak`, also where it is the last.
 
     Returns
     -------
@@ -36,7 +37,10 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
     check_range("step", step, step >= 0, "at least 0")
     check_range("warmup", warmup, 0 <= warmup <= steps, f"0 to {steps}, the number of steps,")
     check_range("floor", floor, 0 <= floor <= peak, f"0 to {peak}, the peak,")
-    if step < warmup:
+    top, last = max(0, warmup - 1), steps - 1
+    if step == top:
+        return peak
+    if step < top:
         return peak * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    share = min(1.0, (step - top) / max(1, last - top))
     return floor + (peak - floor) * (1 + math.cos(math.pi * share)) / 2

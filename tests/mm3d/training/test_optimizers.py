@@ -307,6 +307,20 @@ def test_a_learning_rate_that_makes_no_sense_is_refused(step, options):
 
 def test_the_learning_rate_rises_and_falls():
     rates = [mm3d.warmup_cosine(step, 10, 1.0, warmup=2, floor=0.1) for step in range(12)]
-    assert rates[:3] == [0.5, 1.0, 1.0] and rates[6] == pytest.approx(0.55)
-    assert rates[10:] == pytest.approx([0.1, 0.1]) and rates == sorted(rates[:2]) + sorted(
-        rates[2:], reverse=True)
+    assert rates[:2] == [0.5, 1.0] and rates[5] == pytest.approx(0.55)
+    assert rates[9:] == [0.1] * 3 and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 10, 49])
+@pytest.mark.parametrize("peak, floor", [(1.0, 0.0), (3e-4, 3e-5), (0.3, 0.1)])
+def test_one_step_has_the_peak_and_the_last_the_floor_exactly(steps, peak, floor):
+    for warmup in range(steps):
+        rates = [mm3d.warmup_cosine(step, steps, peak, warmup, floor) for step in range(steps)]
+        assert rates.index(peak) == max(0, warmup - 1) and rates.count(peak) == 1
+        falling = rates[rates.index(peak):]
+        assert falling[-1] == floor and falling.count(floor) == 1 and max(rates) == peak
+
+
+def test_a_rise_of_all_steps_ends_with_the_peak():
+    assert [mm3d.warmup_cosine(step, 4, 1.0, 4) for step in range(6)] == [.25, .5, .75, 1, 0, 0]
+    assert [mm3d.warmup_cosine(step, 1, 0.3, floor=0.1) for step in range(3)] == [.3, .1, .1]
