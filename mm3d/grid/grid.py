@@ -10,6 +10,7 @@ from mm3d.arrays.backend import Backend
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
+from mm3d.transport.communicators import create
 from mm3d.transport.nodes import node_of
 from mm3d.transport.silent import DryCommunicator
 
@@ -45,7 +46,8 @@ class GridAxes:
         if isinstance(self.comm, DryCommunicator):
             return DryCommunicator(self.shape[name], self.coords[name])
         # The first rank of a line identifies it.
-        return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
+        return create(self.comm.Split, self.shape.rank({**self.coords, name: 0}),
+                      self.coords[name])
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank since `reset_traffic`, by (direction, collective)."""
@@ -60,8 +62,8 @@ class GridAxes:
     def free(self) -> None:
         """Free the communicators of the axes, which cannot be used afterwards.
 
-        Every rank must call it.  MPI libraries support a few thousand communicators at most, so a
-        program that creates many grids should free them.
+        Every rank must call it.  MPI libraries have a few thousand communicators at most, and
+        nothing but this gives them back: a program that creates many grids frees them.
         """
         for axis in self.axes.values():
             axis.transport.free()
@@ -77,7 +79,8 @@ class Grid(GridAxes):
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm or DryCommunicator
-        The ranks of the grid; every rank must create it.
+        The ranks of the grid; every rank must create it, and call `free` when it is not used any
+        more.
     backend : str or Backend, optional
         The array library, see `mm3d.arrays.backend.get`.
     **shape : int
@@ -100,6 +103,8 @@ class Grid(GridAxes):
         When the product of the sizes is not the number of ranks, or a name is not one letter.
     OSError
         When ``MM3D_TRANSPORT`` asks for memory that some ranks cannot share.
+    RuntimeError
+        When MPI has no communicators left.
 
     Examples
     --------

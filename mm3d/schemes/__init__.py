@@ -34,6 +34,9 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
            backend: str | Backend | None = None, **options: Any) -> Scheme:
     """Create the scheme called `name` on the ranks of `comm`.
 
+    A program that creates many calls ``scheme.grid.free()`` on every rank when one is not used any
+    more: MPI has a few thousand communicators at most.
+
     Parameters
     ----------
     name : str

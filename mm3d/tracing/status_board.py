@@ -10,6 +10,7 @@ import numpy as np
 
 from mm3d.tracing.events import Collective, Event, Layer, Observer, Recomputation
 from mm3d.tracing.heartbeats import NUMBERS_PER_RANK
+from mm3d.transport.communicators import create
 from mm3d.transport.nodes import node_of
 
 # Fields of a rank's row: its process id; the times when its thread last looked, when it last made
@@ -49,7 +50,7 @@ class StatusBoard:
         self.size, self.rank = comm.size, comm.rank
         node = node_of(comm)
         self.nodes = comm.allgather(node)
-        local = comm.Split(node, comm.rank)
+        local = create(comm.Split, node, comm.rank)
         path = file = None
         if local.rank == 0:
             file, path = tempfile.mkstemp(prefix="mm3d-watchdog-")

@@ -19,6 +19,7 @@ from mm3d.tracing.heartbeats import HeartbeatChannel
 from mm3d.tracing.observe import observed
 from mm3d.tracing.status_board import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, TEXT_BYTES, WORKED,
                                        PositionObserver, StatusBoard)
+from mm3d.transport.communicators import create
 
 MIN_WORKING_SHARE = 0.05    # of the time, in which a rank that computes uses its processor
 
@@ -56,7 +57,7 @@ class Watchdog:
         if not 0 < seconds < float("inf"):
             raise ValueError(f"a watchdog of {seconds} seconds: give a positive number, such as "
                              "120")
-        self.comm, self.seconds = comm.Dup(), seconds
+        self.comm, self.seconds = create(comm.Dup), seconds
         self.period = period or min(5.0, seconds / 10)
         self.board = StatusBoard(self.comm)
         self.heartbeats = HeartbeatChannel(self.comm, self.board.nodes)

@@ -37,7 +37,7 @@ class GPT(PlainNumbers):
     Parameters
     ----------
     mesh : Mesh
-        The ranks, all of which create it.
+        The ranks, all of which create it, and call `free` when it is not used any more.
     layers, hidden, heads : int
         Number of layers, features of the residual stream, attention heads.
     vocab : int
@@ -301,7 +301,10 @@ class GPT(PlainNumbers):
             p.load(np.asarray(state[p.name]))
 
     def free(self) -> None:
-        """Free the communicators of the messages; every rank must call it."""
+        """Free the communicators of messages and experts, not the mesh; every rank must call it.
+
+        MPI has a few thousand communicators at most, and nothing but this gives them back.
+        """
         self.pipeline.free()
         if self._tie is not None:
             self._tie.free()

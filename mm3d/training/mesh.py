@@ -12,6 +12,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
+from mm3d.transport.communicators import create
 
 Sizes = tuple[int, ...] | GridShape
 
@@ -26,7 +27,7 @@ class Mesh:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        All ranks; every one must create it.
+        All ranks; every one must create it, and call `free` when it is not used any more.
     stages : int
         Number of stages, among which the ranks of a replica are divided equally.
     scheme : str
@@ -86,12 +87,12 @@ class Mesh:
         self.comm = comm
         self.shape = GridShape("dst", (data, stages, comm.size // data // stages))
         self.replica, self.stage, self.place = self.shape.coordinates(comm.rank).values()
-        self._group = comm.Split(self.replica * stages + self.stage, self.place)
+        self._group = create(comm.Split, self.replica * stages + self.stage, self.place)
         self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
         self.data_grid = None
         if data > 1:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.
-            self._line = comm.Split(self.stage, comm.rank)
+            self._line = create(comm.Split, self.stage, comm.rank)
             self.data_grid = DataGrid(self._line, self.scheme.grid, shards)
 
     def __repr__(self) -> str:
@@ -113,7 +114,10 @@ class Mesh:
         return self.shape.rank({"d": self.replica, "s": stage, "t": place})
 
     def free(self) -> None:
-        """Free the communicators; every rank must call it."""
+        """Free the communicators of the mesh and of its grids; every rank must call it.
+
+        Models on the mesh have others, and are freed before.
+        """
         if self.data_grid is not None:
             self.data_grid.free()
             self._line.Free()

@@ -27,6 +27,7 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_indices, resized_shape
 from mm3d.transport import call_check, sums
 from mm3d.transport.barrier import OWN_CORE_POLLS, SHARED_CORE_POLLS
+from mm3d.transport.communicators import create
 from mm3d.transport.lanes import Lane, Part, divide
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
@@ -105,10 +106,10 @@ class HierarchicalTransport(MpiTransport):
         self.node = numbers.index(nodes[self.rank])
         self.lanes = min(map(len, self.members))    # ranks of the smallest node
         self.in_order = sum(self.members, []) == list(range(comm.size))
-        self.inside = comm.Split(self.node, self.rank)
+        self.inside = create(comm.Split, self.node, self.rank)
         self.index = self.inside.rank
         carries = self.index < self.lanes
-        self.across = comm.Split(self.index if carries else MPI.UNDEFINED, self.node)
+        self.across = create(comm.Split, self.index if carries else MPI.UNDEFINED, self.node)
         self.lane = Lane(self.across) if carries else None
         self.memory = self._share_memory()
 

@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.blocks import block_lengths
+from mm3d.transport.communicators import create
 
 
 def node_size() -> int | None:
@@ -36,7 +37,7 @@ def physical_node(comm: MPI.Intracomm) -> MPI.Intracomm:
 
     ``MM3D_NODE_SIZE`` does not matter.  All ranks call it; the caller frees the communicator.
     """
-    return comm.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
+    return create(comm.Split_type, MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
 
 
 def node_of(comm: MPI.Intracomm) -> int:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend
 from mm3d.transport.choice import choose_transport
+from mm3d.transport.communicators import create
 from mm3d.transport.pending import Pending
 
 LONGEST_PAUSE = 1e-3    # seconds between two looks at a message, where a rank sleeps meanwhile
@@ -48,7 +49,7 @@ class PointToPoint:
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend, synchronous: bool = False,
                  asleep: bool = False) -> None:
-        self.comm, self.backend, self.asleep = comm.Dup(), backend, asleep
+        self.comm, self.backend, self.asleep = create(comm.Dup), backend, asleep
         self.in_place = backend.host_buffers or choose_transport(comm, backend) == "device"
         self._send = self.comm.Issend if synchronous else self.comm.Isend
         self._sending: list[tuple[MPI.Request, Any, int]] = []

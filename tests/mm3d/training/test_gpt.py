@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
@@ -176,3 +177,21 @@ def test_16_bits_with_and_without_masters(comm, master):
     model.free()
     exact.free()
     mesh.free()
+
+
+def test_a_step_sets_gradients_to_zero_and_a_pipeline_leaves_that_to_the_caller():
+    mesh = mm3d.Mesh(MPI.COMM_SELF, scheme="serial")
+    model, (tokens, targets) = mm3d.GPT(mesh, **SIZES), tokens_and_targets()
+    first = [model.step(tokens, targets), model.gradients()]
+    again = [model.step(tokens, targets), model.gradients()]
+    assert first[0] == again[0]
+    assert all(np.array_equal(a, again[1][name]) for name, a in first[1].items())
+    pipeline = mm3d.Pipeline(mesh, "1f1b", 1, 4, 2, 2, 3, 1)
+    x = pipeline.chunks[0].random("x")
+    found = []
+    for _ in range(2):
+        pipeline.step(lambda micro: x, lambda micro, y: x)
+        found.append(pipeline.gradients()["layers.0.mlp.up.bias"])
+    assert np.array_equal(2 * found[0], found[1]) and found[0].any()
+    for one in (model, pipeline, mesh):
+        one.free()
