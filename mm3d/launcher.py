@@ -12,27 +12,37 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
-# Number of ranks on this node: MPICH's hydra and Intel MPI, Open MPI, MVAPICH.
+# What launchers tell a rank.  One may have been started by another, which its ranks then hear of
+# as well: MPI's own launchers come first, then LSF's jsrun, PALS and other launchers of PMI, and
+# last Flux and Slurm.  Number of ranks on this node: MPICH's hydra and Intel MPI, Open MPI,
+# MVAPICH 2 and 3, jsrun, PALS, PMI.
 LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE",
-                        "MV2_COMM_WORLD_LOCAL_SIZE")
+                        "MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE",
+                        "JSM_NAMESPACE_LOCAL_SIZE", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
 
-# The rank among those of this node: the same launchers, and srun.
+# The rank among those of this node: the same launchers, Flux, and srun.
 LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK",
-                        "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+                        "MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK",
+                        "JSM_NAMESPACE_LOCAL_RANK", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK",
+                        "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID")
 
-# The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix).
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+# The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix), and the others.
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK",
+                  "MVP_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
-# Number of ranks of the job: PMI launchers, Open MPI.
-SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+# Number of ranks of the job: PMI launchers, Open MPI, and the others.
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE",
+                  "MVP_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE")
 
 # Describes the emulated cluster of `bench.cluster` in which a process runs.
 CLUSTER_VARIABLE = "MM3D_CLUSTER"
 
 # Prefixes of variables that a launcher sets for its ranks; another launcher must not see them.
-LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
+LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL",
+                     "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_NAMESPACE_", "PALS_", "FLUX_TASK_",
+                     "FLUX_JOB_")
 
 # Prefixes of variables that Slurm sets for a job.  An mpirun that finds them starts its ranks by
 # srun, which, from within a step, waits for the cores that the step itself holds.
@@ -62,17 +72,20 @@ FLUSH_SECONDS = 2.0    # in which the launcher passes on what was written
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of MPI ranks on this node, by the launcher; 1 without a launcher."""
-    for name in LOCAL_SIZE_VARIABLES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
+    told = _first_number(LOCAL_SIZE_VARIABLES, environ)
+    if told is not None:
+        return told
+    # Some launchers set only the size of the world: exact on one node, an upper bound on several.
+    size = _first_number(SIZE_VARIABLES, environ)
+    nodes = _first_number(["FLUX_JOB_NNODES"], environ)
+    if size is not None and nodes and "FLUX_TASK_LOCAL_ID" in environ:
+        return -(-size // nodes)    # Flux spreads them evenly
     # srun sets this for the tasks of a step; a batch script, which is no rank, does not have it.
     if "SLURM_STEP_TASKS_PER_NODE" in environ:
         counts = _expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
-        node = int(environ.get("SLURM_NODEID", 0))
+        node = _first_number(["SLURM_NODEID"], environ) or 0
         return counts[node] if node < len(counts) else max(counts, default=1)
-    # Some launchers set only the size of the world: exact on one node, an upper bound on several.
-    size = environ.get("PMI_SIZE", "")
-    return int(size) if size.isdigit() else 1
+    return 1 if size is None else size
 
 
 def ranks_on_these_cores(environ: Mapping[str, str] = os.environ) -> int:
@@ -83,22 +96,17 @@ def ranks_on_these_cores(environ: Mapping[str, str] = os.environ) -> int:
     local = local_ranks(environ)
     if CLUSTER_VARIABLE not in environ:
         return local
-    sizes = [environ[name] for name in SIZE_VARIABLES if environ.get(name, "").isdigit()]
-    return max(local, *map(int, sizes)) if sizes else local
+    return max(local, _first_number(SIZE_VARIABLES, environ) or 0)
 
 
-def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process' rank among those of its node; 0 without a launcher."""
-    for name in LOCAL_RANK_VARIABLES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return this process' rank among those of its node; None if no launcher says it."""
+    return _first_number(LOCAL_RANK_VARIABLES, environ)
 
 
 def has_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher has started this process as a rank, alone or among others."""
-    return local_ranks(environ) > 1 or any(environ.get(name, "").isdigit()
-                                           for name in RANK_VARIABLES)
+    return local_ranks(environ) > 1 or _first_number(RANK_VARIABLES, environ) is not None
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -107,10 +115,7 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
     It differs from process to process even where each is alone in its world, because its MPI is
     not the launcher's.
     """
-    for name in RANK_VARIABLES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+    return _first_number(RANK_VARIABLES, environ) or 0
 
 
 def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
@@ -284,6 +289,12 @@ def abort_with_traceback(comm) -> None:
     sys.stderr.flush()
     time.sleep(FLUSH_SECONDS)
     comm.Abort(1)
+
+
+def _first_number(names: Iterable[str], environ: Mapping[str, str]) -> int | None:
+    """Return the value of the first of these variables that is a number; None if none is."""
+    return next((int(environ[name]) for name in names
+                 if re.fullmatch("[0-9]+", environ.get(name, ""))), None)
 
 
 def _allowed_cores(process: int) -> set[int]:

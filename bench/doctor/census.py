@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.instruments import host
 from mm3d import blas_kernels, launcher
+from mm3d.arrays.device_choice import gpu_of_rank
 
 MARK = "mm3d-census "
 WORDS = 1 << 16    # of a message: too long to be sent eagerly, short enough to take no time
@@ -44,6 +45,21 @@ def find_gpus() -> dict[str, Any]:
                 "cupy": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
+def own_gpu(gpus: list[str], comm) -> dict[str, str]:
+    """Return the one of `gpus` that this rank computes on ("gpu"), and what is wrong.
+
+    Every rank of `comm` calls it.
+    """
+    from mm3d.transport.nodes import physical_node
+    node = physical_node(comm)
+    number = node.rank
+    node.Free()
+    try:
+        return {"gpu": gpus[gpu_of_rank(number, len(gpus))] if gpus else "", "gpu_problem": ""}
+    except ValueError as error:
+        return {"gpu": "", "gpu_problem": str(error)}
+
+
 def best_kernels() -> str:
     """Return the vector instructions that BLAS should use on this processor; "" if unknown."""
     if blas_kernels.fastest_kernels(host.CPUINFO):
@@ -63,10 +79,11 @@ def take_census(*variables: str) -> list[dict[str, Any]]:
     comm = MPI.COMM_WORLD
     nodes = node_numbers(comm)
     node = nodes[comm.rank]
+    gpus = find_gpus()
     clock = Clock(comm)
     mine = {"size": comm.size, "node": nodes.index(node),    # numbered by its first rank
             "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
-            "cores": launcher.cores(), **find_gpus(),
+            "cores": launcher.cores(), **gpus, **own_gpu(gpus["gpus"], comm),
             "variables": {name: os.environ.get(name) for name in variables},
             "mpi": host.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **host.describe_blas(),
@@ -83,10 +100,13 @@ def exchange_buffers() -> str:
     import cupy
     # The device's context has to exist when MPI starts, and on this rank's own GPU.
     count = cupy.cuda.runtime.getDeviceCount()
-    cupy.cuda.Device(launcher.local_rank() % count).use()
+    cupy.cuda.Device(gpu_of_rank(launcher.local_rank() or 0, count)).use()
     cupy.zeros(1)
     from mpi4py import MPI
+    from mm3d.transport.nodes import physical_node
     comm = MPI.COMM_WORLD
+    node = physical_node(comm)
+    cupy.cuda.Device(gpu_of_rank(node.rank, count)).use()    # where no launcher has told it
     size, rank = comm.size, comm.rank
     mine, source = cupy.full(WORDS, rank + 1, dtype="float32"), (rank - 1) % size
     gathered, scattered = (cupy.zeros(size * WORDS, dtype="float32") for _ in range(2))

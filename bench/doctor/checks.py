@@ -137,8 +137,9 @@ def gpus(facts: Facts) -> Finding:
         if not rank["gpus"]:
             return Finding("gpus", FAILED, f"rank {number} sees no GPU, where {wanted} a node are "
                            "wanted: ask Slurm for them, or check the driver")
-        own = rank["gpus"][rank["local_rank"] % len(rank["gpus"])]
-        used.setdefault((rank["node"], own), []).append(number)
+        if rank["gpu_problem"]:
+            return Finding("gpus", FAILED, rank["gpu_problem"])
+        used.setdefault((rank["node"], rank["gpu"]), []).append(number)
     for node in {node for node, _ in used}:
         here = [rank for rank in facts.world if rank["node"] == node]
         seen = len({gpu for rank in here for gpu in rank["gpus"]})

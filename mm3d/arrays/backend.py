@@ -43,6 +43,8 @@ class Backend:
         processor, all at once where each operation is a kernel launch.
     host_buffers : bool
         Whether MPI may read and write the arrays in place.
+    has_device : bool
+        Whether the arrays are in the memory of a device, of which a node may have several.
     kernels : object or None
         The library's own versions of functions of `mm3d.model.functional`, under the same names,
         for arrays of the types in its `dtypes`; other arrays use the readable functions.
@@ -59,6 +61,7 @@ class Backend:
     xp: ModuleType = np
     block = 32768
     host_buffers = True
+    has_device = False
     kernels: Any = None
     nccl: Any = None
     between_blocks: Progress = None
@@ -76,6 +79,23 @@ class Backend:
         except ImportError:
             return ()
         return (np.dtype(ml_dtypes.bfloat16),)
+
+    def choose_device(self, number: int, counted: float) -> None:
+        """Use the device of the rank that has this number on its node, if there are devices.
+
+        Parameters
+        ----------
+        number : int
+            The rank among those that share memory with it.
+        counted : float
+            How many ranks that number is of, infinite for all: of fewer than before it is
+            ignored.
+
+        Raises
+        ------
+        ValueError
+            When there are arrays on another device.
+        """
 
     def owns(self, a: Array) -> bool:
         """Return whether `a` is an array of this library."""

@@ -1,10 +1,11 @@
 """Provide CuPy arrays in the memory of an NVIDIA GPU.
 
-A rank drives the GPU of its number on the node; where there are fewer GPUs than ranks, the ranks
-are divided over them in turn.  All computation is in order on one stream of the rank; copies to
-and from the host and NCCL have streams of their own, which events order with it.
+A rank drives the GPU that `mm3d.arrays.device_choice` gives to its number on the node.  All
+computation is in order on one stream of the rank; copies to and from the host and NCCL have
+streams of their own, which events order with it.
 """
 
+import math
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ from mm3d.arrays import backend
 from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.cublas import Cublas
 from mm3d.arrays.cupy_kernels import GpuKernels
+from mm3d.arrays.device_choice import gpu_of_rank
 
 # cupy.astype and bfloat16 came with 14.0; before 14.1 `used_bytes`, which is called at each
 # allocation, took time proportional to the number of blocks.
@@ -44,19 +46,26 @@ class CupyBackend(Backend):
     ------
     ValueError
         When CuPy is missing or too old, comes without cuBLAS or NVRTC, finds no GPU, or is of a
-        CUDA that does not know this one.
+        CUDA that does not know this one; when ``MM3D_GPU_ORDER`` is no order of the GPUs.
     """
 
     name = "cupy"
     block = sys.maxsize
     host_buffers = False
+    has_device = True
 
     def __init__(self) -> None:
-        cupy = self.xp = _import_cupy()
+        self.xp = _import_cupy()
         self.tf32 = os.environ.get("MM3D_TF32", "0") not in ("", "0")
-        self.gpu = launcher.local_rank() % cupy.cuda.runtime.getDeviceCount()
-        cupy.cuda.Device(self.gpu).use()    # before a context exists, else it is on GPU 0
-        capability = int(cupy.cuda.Device(self.gpu).compute_capability)
+        told = launcher.local_rank()
+        self._counted = 0 if told is None else math.inf
+        self._open(gpu_of_rank(told or 0, self.xp.cuda.runtime.getDeviceCount()))
+
+    def _open(self, gpu: int) -> None:
+        """Prepare to compute on a GPU."""
+        self.gpu, cupy = gpu, self.xp
+        cupy.cuda.Device(gpu).use()    # before a context exists, else it is on GPU 0
+        capability = int(cupy.cuda.Device(gpu).compute_capability)
         _check_architecture(capability, cupy.cuda.runtime.runtimeGetVersion())
         self.pool, self._peak = cupy.cuda.MemoryPool(), 0
         cupy.cuda.set_allocator(self._allocate)
@@ -67,6 +76,19 @@ class CupyBackend(Backend):
         self.kernels = GpuKernels(self)
         self.cublas = Cublas(self, _import_cublas(), capability)
         cupy.zeros(1)
+        self._own_bytes = self.pool.used_bytes()
+
+    def choose_device(self, number: int, counted: float) -> None:
+        if counted < self._counted:
+            return
+        self._counted = counted
+        gpu = gpu_of_rank(number, self.xp.cuda.runtime.getDeviceCount())
+        if gpu != self.gpu:
+            if self.pool.used_bytes() > self._own_bytes:
+                raise ValueError(f"this rank is number {number} of its node, so that its GPU is "
+                                 f"{gpu}, and it has arrays on GPU {self.gpu}: make a grid of all "
+                                 "ranks before the first array")
+            self._open(gpu)
 
     def _allocate(self, size: int) -> Any:
         """Allocate device memory, for every array and for CuPy's own temporaries."""

@@ -11,7 +11,7 @@ from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
 from mm3d.transport.communicators import create
-from mm3d.transport.nodes import node_of
+from mm3d.transport.nodes import choose_device, node_of
 from mm3d.transport.silent import DryCommunicator
 
 
@@ -121,6 +121,8 @@ class Grid(GridAxes):
                              f"communicator has {comm.size}: start that many ranks, or give "
                              f"sizes whose product is {comm.size}")
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
+        if not isinstance(comm, DryCommunicator):
+            choose_device(comm, self.backend)
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.shape.coordinates(comm.rank)
         self.axes = self._create_axes(self.shape)

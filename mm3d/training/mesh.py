@@ -6,6 +6,7 @@ from typing import Any, Sequence
 from mpi4py import MPI
 
 from mm3d import launcher
+from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
@@ -13,6 +14,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
 from mm3d.transport.communicators import create
+from mm3d.transport.nodes import choose_device
 
 Sizes = tuple[int, ...] | GridShape
 
@@ -87,6 +89,8 @@ class Mesh:
         self.comm = comm
         self.shape = GridShape("dst", (data, stages, comm.size // data // stages))
         self.replica, self.stage, self.place = self.shape.coordinates(comm.rank).values()
+        # Of all ranks, before a part of them makes a grid.
+        choose_device(comm, backends.get(backend))
         self._group = create(comm.Split, self.replica * stages + self.stage, self.place)
         self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
         self.data_grid = None

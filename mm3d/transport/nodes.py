@@ -5,12 +5,14 @@ ranks of a node, in the order of the world, count as a node of their own, to try
 the behaviour on several.
 """
 
+import math
 import os
 from typing import Sequence
 
 import numpy as np
 from mpi4py import MPI
 
+from mm3d.arrays.backend import Backend
 from mm3d.arrays.blocks import block_lengths
 from mm3d.transport.communicators import create
 
@@ -38,6 +40,23 @@ def physical_node(comm: MPI.Intracomm) -> MPI.Intracomm:
     ``MM3D_NODE_SIZE`` does not matter.  All ranks call it; the caller frees the communicator.
     """
     return create(comm.Split_type, MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
+
+
+def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
+    """Let each rank have the device of its number on its node; all ranks of `comm` call it.
+
+    Before MPI starts only the launcher can tell that number, and not every launcher does.
+
+    Raises
+    ------
+    ValueError
+        When a rank has arrays on another device.
+    """
+    if backend.has_device:
+        node = physical_node(comm)
+        number = node.rank
+        node.Free()
+        backend.choose_device(number, math.inf if comm.size == MPI.COMM_WORLD.size else comm.size)
 
 
 def node_of(comm: MPI.Intracomm) -> int:

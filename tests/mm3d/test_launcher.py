@@ -35,10 +35,42 @@ def node(monkeypatch):
     ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2", "PMI_SIZE": "11"}, 3),
     ({"SLURM_TASKS_PER_NODE": "16", "SLURM_NTASKS": "16"}, 1),    # a batch script is no rank
     ({"SLURM_STEP_TASKS_PER_NODE": "1", "MPI_LOCALNRANKS": "8"}, 8),    # mpirun inside a job
-    ({"MPI_LOCALNRANKS": "", "PMI_SIZE": "what"}, 1),
+    ({"MPI_LOCALNRANKS": "", "PMI_SIZE": "what"}, 1), ({"PMI_SIZE": "\u00b2"}, 1),
+    ({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}, 4),
+    ({"PALS_RANKID": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}, 4),
+    ({"JSM_NAMESPACE_LOCAL_SIZE": "6", "JSM_NAMESPACE_SIZE": "12"}, 6),
+    ({"MVP_COMM_WORLD_LOCAL_SIZE": "2", "MVP_COMM_WORLD_SIZE": "4"}, 2),
+    ({"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}, 4),
+    ({"FLUX_TASK_LOCAL_ID": "1", "PMI_SIZE": "5", "FLUX_JOB_NNODES": "2"}, 3),
+    ({"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8"}, 8),    # no more than all
+    # Flux that srun has started, and hydra under PALS.
+    ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "FLUX_TASK_LOCAL_ID": "3", "FLUX_JOB_SIZE": "8",
+      "FLUX_JOB_NNODES": "2"}, 4),
+    ({"PALS_LOCAL_SIZE": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, 2),
 ])
 def test_ranks_on_this_node(variables, ranks):
     assert environment.local_ranks(variables) == ranks
+
+
+@pytest.mark.parametrize("variables, rank", [
+    ({}, None), ({"PMI_RANK": "5"}, None), ({"SLURM_LOCALID": "2"}, 2),
+    ({"MPI_LOCALRANKID": "3", "PMI_LOCAL_RANK": "1"}, 3), ({"PMI_LOCAL_RANK": "1"}, 1),
+    ({"PALS_LOCAL_RANKID": "2", "PMI_RANK": "6"}, 2), ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+    ({"MV2_COMM_WORLD_LOCAL_RANK": "1"}, 1), ({"MVP_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+    ({"JSM_NAMESPACE_LOCAL_RANK": "4"}, 4), ({"MPI_LOCALRANKID": "", "SLURM_LOCALID": "x"}, None),
+    ({"FLUX_TASK_LOCAL_ID": "3", "SLURM_LOCALID": "0"}, 3)])
+def test_this_rank_among_those_of_its_node(variables, rank):
+    assert environment.local_rank(variables) == rank
+
+
+@pytest.mark.parametrize("name", ["PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK",
+                                  "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"])
+def test_a_rank_of_any_launcher_is_one_and_its_children_are_none(name):
+    assert environment.has_launched({name: "0"}) and environment.launcher_rank({name: "7"}) == 7
+    family = name.rpartition("RANK")[0]
+    told = {name: "1", f"{family}LOCAL_SIZE": "2", "FLUX_JOB_SIZE": "2", "MV2_USE_CUDA": "1"}
+    left = environment.environment_without_launcher(told)
+    assert left == {"MV2_USE_CUDA": "1"} and not environment.has_launched(left)
 
 
 def test_cores_are_those_this_process_may_use(node):

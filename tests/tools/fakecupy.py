@@ -44,7 +44,7 @@ class Memory:
             self.address = pointer.value
             there = self.driver.standin_memory(pointer)
             self.device = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(there))
-        self.told = False
+        self.told, self.pool = False, MemoryPool.last
         self.alive[self.address] = self
         if self.driver is not None:
             self.lent.append(self)
@@ -330,13 +330,16 @@ class MemoryPool:
     """Counts; the memory itself is `Memory`'s."""
 
     asked = 0
+    last: "MemoryPool | None" = None    # that was asked
 
     def malloc(self, size: int) -> int:
         self.asked += 1
+        MemoryPool.last = self
         return size
 
     def used_bytes(self) -> int:
-        return sum(memory.computing.nbytes for memory in Memory.alive.values())
+        return sum(memory.computing.nbytes for memory in Memory.alive.values()
+                   if memory.pool is self)
 
     total_bytes = used_bytes
 

@@ -17,6 +17,7 @@ from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Gemm, Pass
+from mm3d.transport.nodes import choose_device
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def check_verifiable(cases: list[Case]) -> None:
 
 def check_backend(backend: str | None, comm) -> None:
     """Raise UsageError, the same on every rank, when a rank cannot use the array library."""
-    make_on_each_rank(lambda: backends.get(backend), comm)
+    library = make_on_each_rank(lambda: backends.get(backend), comm)
+    make_on_each_rank(lambda: choose_device(comm, library), comm)
 
 
 def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backend,

@@ -85,6 +85,9 @@ def worlds_of_one(ranks):
     ("variables", ["--ranks", "2", "--variable", "MEANT=so", "--launcher",
                    f"env MEANT=otherwise {MPIRUN} -n 2"], {"MEANT": "so"},
      "MEANT is 'otherwise' on 2 of 2 ranks, where 'so' is wanted"),
+    ("gpus", ["--ranks", "2", "--gpus-per-node", "2"],
+     {"CUDA_VISIBLE_DEVICES": "0,1", "MM3D_GPU_ORDER": "1,1"},
+     "MM3D_GPU_ORDER='1,1': give the numbers of the 2 GPUs that a rank sees, 0,1 in the order"),
     ("blas", ["--ranks", "2"], {"OMP_NUM_THREADS": "999", "OPENBLAS_NUM_THREADS": "64"},
      "threads fight for them; set OMP_NUM_THREADS="),
     ("hdf5", ["--out", "/dev/null/results"], {},
@@ -126,6 +129,20 @@ def test_each_rank_makes_one_context_on_its_own_gpu(tmp_path):
     assert states["cuda_aware"] == "ok", done.stdout + done.stderr
     made = {line for line in (tmp_path / "contexts").read_text().splitlines()}
     assert sorted(line.split()[1] for line in made) == ["0", "1", "2"]
+
+
+@pytest.mark.slow
+def test_each_rank_tries_its_own_gpu_whatever_the_launcher_says(tmp_path):
+    """A launcher that no rank hears of its number; MPI tells it."""
+    silent = tmp_path / "silent"
+    silent.write_text(f'#!/bin/bash\nexec {MPIRUN} -n 3 env -u MPI_LOCALRANKID "$@"\n')
+    silent.chmod(0o755)
+    done, states, _ = doctor("--ranks", "3", "--device-buffers", "--launcher", str(silent),
+                             PYTHONPATH=STANDIN, STANDIN_OPEN="1",
+                             STANDIN_CONTEXTS=str(tmp_path / "contexts"))
+    assert states["cuda_aware"] == states["gpus"] == "ok", done.stdout + done.stderr
+    made = {line.split()[1] for line in (tmp_path / "contexts").read_text().splitlines()}
+    assert made == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize("call, what", [

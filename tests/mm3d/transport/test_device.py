@@ -350,14 +350,6 @@ def test_the_record_names_the_device(cupy):
     assert "gpu" not in machine.describe_host("numpy", 1, "MPICH Version: 5", "")
 
 
-def test_one_rank_a_gpu_by_local_rank(monkeypatch):
-    """And several on one where there are fewer GPUs."""
-    for rank, gpus, expected in ((0, 4, 0), (3, 4, 3), (5, 4, 1), (7, 1, 0)):
-        fakelibs.replace_cupy(monkeypatch, gpus)
-        monkeypatch.setenv("MPI_LOCALRANKID", str(rank))
-        assert cupy_backend.CupyBackend().gpu == expected
-
-
 def test_memory_counts_temporaries(cupy):
     """The peak is the allocator's own, not that of the arrays the backend is asked for."""
     cupy.reset_peak()
