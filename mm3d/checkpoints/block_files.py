@@ -13,6 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from mm3d.checkpoints.sparse_file import SparseFile
 from mm3d.checkpoints.stored_arrays import StoredArray
 
 PIECE_BYTES = 1 << 18
@@ -50,13 +51,15 @@ def rows_of_piece(shape: tuple[int, ...], itemsize: int) -> int:
 def write_blocks(path: Path, arrays: list[StoredArray]) -> list[Block]:
     """Write this rank's blocks to a new file, and wait until they are on the disk.
 
-    HDF5 lays out the file; the data are written past it, since its write is slower and leaves an
-    open file behind when the disk is full.
+    HDF5 lays out the file in memory, and never meets the disk.
     """
-    offsets = _lay_out(path, arrays)
+    layout, offsets = _lay_out(arrays)
     blocks = []
-    descriptor = os.open(path, os.O_WRONLY)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
+        os.ftruncate(descriptor, layout.size)
+        for offset, piece in layout.pieces():    # with zeros where the data come
+            write_all(descriptor, piece, offset)
         for stored, offset in zip(arrays, offsets):
             host = stored.backend.host_copy(stored.array)
             start = tuple(s.start for s in stored.place)
@@ -68,10 +71,10 @@ def write_blocks(path: Path, arrays: list[StoredArray]) -> list[Block]:
     return blocks
 
 
-def _lay_out(path: Path, arrays: list[StoredArray]) -> list[int]:
-    """Create a file with a contiguous dataset for each array; return the offsets of their data."""
-    offsets = []
-    with h5py.File(path, "w", libver="latest") as file:
+def _lay_out(arrays: list[StoredArray]) -> tuple[SparseFile, list[int]]:
+    """Return a file with a contiguous dataset for each array, and the offsets of their data."""
+    layout, offsets = SparseFile(), []
+    with h5py.File(layout, "w", libver="latest") as file:
         for stored in arrays:
             group, _, name = stored.path.rpartition("/")
             kind = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -82,7 +85,7 @@ def _lay_out(path: Path, arrays: list[StoredArray]) -> list[int]:
             dataset = h5py.h5d.create(file.require_group(group).id, name.encode(),
                                       h5py.h5t.py_create(stored.dtype), space, kind)
             offsets.append(dataset.get_offset())
-    return offsets
+    return layout, offsets
 
 
 def _write_pieces(descriptor: int, offset: int, host: np.ndarray) -> tuple[int, ...]:
@@ -91,10 +94,17 @@ def _write_pieces(descriptor: int, offset: int, host: np.ndarray) -> tuple[int, 
     for row in range(0, len(host), rows):
         piece = memoryview(host[row:row + rows]).cast("B")
         checksums.append(zlib.crc32(piece))
-        while piece:
-            written = os.pwrite(descriptor, piece, offset)
-            piece, offset = piece[written:], offset + written
+        write_all(descriptor, piece, offset)
+        offset += len(piece)
     return tuple(checksums)
+
+
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`, which may take several system calls."""
+    left = memoryview(data).cast("B")
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def read_part(folder: Path, block: Block, place: tuple[slice, ...], out: np.ndarray) -> int:

@@ -1,27 +1,43 @@
-"""Name the checkpoints in a folder, and put complete ones in their place.
+"""Name the checkpoints in a folder, and remove those that are over.
 
 A checkpoint is a folder ``step-00000010``, or ``step-00000010.1`` if that step was written before.
-It is written aside, under a name that starts with a point, and renamed when all of it is on the
-disk: what has the name is complete.
+What has such a name is complete: it is written aside (`mm3d.checkpoints.writer`), and renamed
+before it is removed.
 """
 
 import os
 import re
-import shutil
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
-NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
-WRITING, DELETING = "writing", "deleting"
+from mm3d.checkpoints.together import describe
+
+NAME = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
+INDEX = "index.h5"
+OWN = re.compile(r"index\.h5|blocks-[0-9]+\.h5")    # all files that a checkpoint has
+DELETING = "deleting"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, by rising step, of a step as written."""
+    """Return the complete checkpoints in a folder, by rising step, of a step as written.
+
+    A link counts, wherever it points to: what was moved away is no less a checkpoint.
+    """
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in _entries(folder):
         match = NAME.fullmatch(path.name)
-        if match and path.is_dir():
+        if match and (path.is_symlink() or os.path.isdir(path)):
             found.append((int(match[1]), int(match[2] or 0), path))
     return [path for *_, path in sorted(found)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing where there is none."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def step_of(path: Path) -> int:
@@ -29,45 +45,59 @@ def step_of(path: Path) -> int:
     return int(NAME.fullmatch(path.name)[1])
 
 
-def begin(folder: Path, step: int) -> tuple[Path, Path]:
-    """Create a folder to write a checkpoint in; return it, and the place it shall have.
+def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
+    """Remove all checkpoints but those of the last `keep` steps, and `newest`.
 
-    What earlier jobs left unfinished is removed.
+    Returns
+    -------
+    list of str
+        A line for each that could not be removed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".step-*"):
-        if left.suffix in (f".{WRITING}", f".{DELETING}"):
-            shutil.rmtree(left)
-    names = {path.name for path in checkpoints(folder)}
-    name, number = f"step-{step:08d}", 0
-    while name in names:
-        number += 1
-        name = f"step-{step:08d}.{number}"
-    aside = folder / f".{name}.{WRITING}"
-    aside.mkdir()
-    return aside, folder / name
-
-
-def finish(aside: Path, place: Path) -> None:
-    """Give what was written aside its name, after all of it has reached the disk."""
-    sync(aside)
-    aside.rename(place)
-    sync(place.parent)
-
-
-def remove_old(folder: Path, keep: int, newest: Path) -> None:
-    """Remove all checkpoints but those of the last `keep` steps, and `newest`."""
-    found = checkpoints(folder)
+    try:
+        found = checkpoints(folder)
+    except OSError as error:
+        return [f"older checkpoints in {folder} were not removed: {describe(error)}"]
+    said = []
     kept = sorted({step_of(path) for path in found})[-keep:]
     for path in found:
         if step_of(path) not in kept and path != newest:
-            gone = folder / f".{path.name}.{DELETING}"
-            path.rename(gone)     # a half removed folder must not look like a checkpoint
-            shutil.rmtree(gone)
+            try:
+                _remove(path)
+            except OSError as error:
+                said.append(f"{path} could not be removed: {describe(error)}")
+    return said
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; of a link the link alone.
+
+    A folder that also holds what no checkpoint has stays.
+    """
+    with suppress(FileNotFoundError):    # another job was faster
+        if path.is_symlink():
+            path.unlink()
+            return
+        strange = [name for name in os.listdir(path) if not OWN.fullmatch(name)]
+        if strange:
+            raise OSError(f"it also holds {strange[0]}")
+        gone = path.with_name(f".{path.name}-{secrets.token_hex(4)}.{DELETING}")
+        path.rename(gone)     # a half removed folder must not look like a checkpoint
+        remove_files(gone)
+
+
+def remove_files(path: Path) -> None:
+    """Remove a folder of files, the index last; what another job removes meanwhile is no error."""
+    if path.is_symlink():
+        raise OSError("it is a link")
+    with suppress(FileNotFoundError):
+        for name in sorted(os.listdir(path), key=lambda name: name == INDEX):
+            with suppress(FileNotFoundError):
+                (path / name).unlink()
+        path.rmdir()
 
 
 def sync(path: Path) -> None:
-    """Wait until the entries of a folder, or the contents of a file, are on the disk."""
+    """Wait until the entries of a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,8 +4,10 @@ The arrays are virtual datasets over the blocks, with file names relative to the
 folder can be moved and any program that reads HDF5 sees whole arrays.
 """
 
+import io
 import itertools
 import json
+import re
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +16,17 @@ from typing import Any, Mapping
 import h5py
 import numpy as np
 
+from mm3d.arrays.plain_numbers import plain_number
 from mm3d.checkpoints.block_files import Block
+from mm3d.checkpoints.folder import INDEX
+from mm3d.checkpoints.together import describe
 
-NAME, FORMAT = "index.h5", "mm3d checkpoint, version 1"
+FORMAT, BEFORE = "mm3d checkpoint, version 2", "mm3d checkpoint, version 1"
+# What follows the HDF5 file in version 2, which HDF5 does not read.
+CHECKSUM = "\nCRC-32 of what is before: {:08x}\n"
+CHECKSUM_LINE = re.compile(rb"\nCRC-32 of what is before: [0-9a-f]{8}\n\Z")
 DROPOUT_STEP = "dropout_step"    # an attribute of the checkpoint and of models with dropout
+GROUPS = ("optimizer", "model", "training")    # whose attributes are those of an index
 RESERVED = ("step", "format", "comment", DROPOUT_STEP)    # attributes that are not the caller's
 
 
@@ -45,20 +54,28 @@ class Index:
         Those of the whole: the step, and what the caller added.
     optimizer : dict
         Name and numbers of the optimizer; empty without one.
+    model : dict
+        What defines the model, `Definition.function`; empty where it is not known.
+    training : dict
+        `Definition.training`, and the options of the optimizer as "optimizer.NAME".
     """
 
     arrays: dict[str, ArrayInfo]
     blocks: list[Block]
     attributes: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
 
 
-def write_index(path: Path, index: Index, comment: str) -> None:
-    """Write an index to a new file."""
-    with h5py.File(path, "w", libver="latest", track_order=True) as file:
+def index_bytes(index: Index, comment: str) -> bytes:
+    """Return an index as the contents of a file, with a checksum of all of it."""
+    contents = io.BytesIO()
+    with h5py.File(contents, "w", libver="latest", track_order=True) as file:
         file.attrs.update(index.attributes | {"format": FORMAT, "comment": comment})
-        if index.optimizer:
-            file.create_group("optimizer", track_order=True).attrs.update(index.optimizer)
+        for name in GROUPS:
+            if found := getattr(index, name):
+                file.create_group(name, track_order=True).attrs.update(found)
         by_path: dict[str, list[Block]] = {name: [] for name in index.arrays}
         for block in index.blocks:
             by_path[block.path].append(block)
@@ -69,7 +86,8 @@ def write_index(path: Path, index: Index, comment: str) -> None:
                           separators=(",", ":")).encode()
         table = file.create_dataset("blocks", data=np.frombuffer(text, np.uint8))
         table.attrs["content"] = "JSON: where the blocks lie, and CRC-32 of their pieces of rows"
-        table.attrs["crc32"] = zlib.crc32(text)
+    data = contents.getvalue()
+    return data + CHECKSUM.format(zlib.crc32(data)).encode()
 
 
 def _create_global_array(file: h5py.File, info: ArrayInfo, blocks: list[Block]) -> None:
@@ -99,21 +117,72 @@ def read_index(folder: Path) -> Index:
         When it is missing or damaged, or no index of a checkpoint.
     """
     try:
-        with h5py.File(folder / NAME) as file:
-            attributes = _plain(file.attrs)
-            optimizer = _plain(file["optimizer"].attrs) if "optimizer" in file else {}
-            text, checksum = file["blocks"][()].tobytes(), file["blocks"].attrs["crc32"]
+        data = (folder / INDEX).read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{NAME} is missing") from None
-    except (OSError, KeyError, RuntimeError) as error:
-        raise OSError(f"{NAME} is damaged: {str(error).splitlines()[0]}") from None
-    if attributes.pop("format", None) != FORMAT or zlib.crc32(text) != checksum:
-        raise OSError(f"{NAME} is damaged, or not of the format {FORMAT!r}")
-    attributes.pop("comment", None)
+        raise FileNotFoundError(f"{INDEX} is missing") from None
+    found = CHECKSUM_LINE.search(data)
+    if found and found[0] != CHECKSUM.format(zlib.crc32(data[:found.start()])).encode():
+        raise OSError(f"{INDEX} is damaged: its checksum differs")
+    try:
+        index, version, checksum = _parse_index(data)
+    except Exception as error:    # of any kind, as the bytes may be any without a checksum
+        raise OSError(f"{INDEX} is damaged: {describe(error)}") from error
+    if version not in (FORMAT, BEFORE):
+        raise OSError(f"{INDEX} is not of the format {FORMAT!r}, but {version!r}")
+    if not (found if version == FORMAT else checksum):
+        raise OSError(f"{INDEX} is damaged: its checksum is missing or differs")
+    return index
+
+
+def _parse_index(data: bytes) -> tuple[Index, Any, bool]:
+    """Return an index, its version, and whether the blocks' table has a right checksum."""
+    with h5py.File(io.BytesIO(data)) as file:
+        attributes = _plain(file.attrs)
+        version = attributes.pop("format", None)
+        attributes.pop("comment", None)
+        groups = {name: _plain(file[name].attrs) if name in file else {} for name in GROUPS}
+        text = file["blocks"][()].tobytes()
+        checksum = file["blocks"].attrs.get("crc32") == zlib.crc32(text)
     table = json.loads(text)
     arrays = [ArrayInfo(**_tuples(info)) for info in table["arrays"]]
-    return Index({info.path: info for info in arrays},
-                 [Block(**_tuples(block)) for block in table["blocks"]], attributes, optimizer)
+    blocks = [Block(**_tuples(block)) for block in table["blocks"]]
+    index = Index({info.path: info for info in arrays}, blocks, attributes, **groups)
+    return index, version, checksum
+
+
+def storable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes as numbers and texts of Python, which an index gives back as they are.
+
+    Raises
+    ------
+    ValueError
+        For the first one that it would not give back.
+    """
+    found = {}
+    for name, value in attributes.items():
+        plain = bool(value) if isinstance(value, np.bool_) else plain_number(value)
+        if isinstance(plain, str):
+            plain = str.__str__(plain)    # of a subclass too
+        if type(plain) not in (bool, int, float, str) or not _comes_back(name, plain) or (
+                plain != value and value == value):    # a longer float
+            raise ValueError(f"{name if name.isidentifier() else repr(name)}={value!r}: a text "
+                             f"that UTF-8 has, without NUL, or a number of at most 64 bits would "
+                             f"do, and a name that is such a text")
+        found[name] = plain
+    return found
+
+
+def _comes_back(name: str, value: Any) -> bool:
+    """Return whether an attribute is the same after it was written and read."""
+    contents = io.BytesIO()
+    try:
+        with h5py.File(contents, "w", libver="latest", track_order=True) as file:
+            file.attrs[name] = value
+        with h5py.File(contents) as file:
+            (found,) = _plain(file.attrs).items()
+    except Exception:    # whatever HDF5 says of what it cannot store
+        return False
+    return repr(found) == repr((name, value))    # NaN is the same as NaN here
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

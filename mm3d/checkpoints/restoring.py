@@ -1,15 +1,19 @@
 """Restore a model and its optimizer from a checkpoint, whatever wrote it."""
 
 import math
+import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, read_part
+from mm3d.checkpoints.facts import compare_facts
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
+from mm3d.checkpoints.saving import check_whole
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 
@@ -53,43 +57,74 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     FileNotFoundError
         On every rank alike, when there is no such checkpoint.
     ValueError
-        On every rank alike, when it is of another model or optimizer.
+        On every rank alike, when it is of another model, also of one with equal shapes, or of
+        another kind of optimizer.
     OSError
         On every rank alike, when a part is missing or damaged anywhere.  Nothing has changed in
         any of these cases.
+
+    Warns
+    -----
+    UserWarning
+        On rank 0, of what differs and changes the training alone, and of what cannot be told.
     """
     folder, comm = Path(folder), model.comm
-    path, other_steps = _find(folder, comm, step)
-    problem = f"checkpoint {path} cannot be read"
-    index = on_root(comm, problem, lambda: read_index(path))
+    step = step if step is None else check_whole("step", step, 0)
     arrays = stored_arrays(model, optimizer)
-    _check(path, comm, index, arrays, optimizer)
-    blocks = _blocks_by_path(index)
-
-    def read() -> list[np.ndarray]:
-        return [_read(path, stored, blocks[stored.path]) for stored in arrays]
-
-    if other_steps:
-        problem += f", step={other_steps[-1]} is there too"
-    for stored, values in zip(arrays, on_each(comm, problem, read)):
+    moments = tuple(optimizer.state) if optimizer is not None else ()
+    while True:
+        path, problem = _find(folder, comm, step)
+        try:
+            index = on_root(comm, problem, lambda: read_index(path))
+            new = [name for name in moments if not _has_moment(index, name)]
+            held = [a for a in arrays if not a.path.startswith(_paths_of(new))]
+            _check(path, comm, index, held, optimizer)
+            said = compare_facts(path, index, model, optimizer)
+            blocks = _blocks_by_path(index)
+            values = on_each(comm, problem, lambda: [
+                _read(path, stored, blocks[stored.path]) for stored in held])
+            break
+        except OSError:
+            # Removed by a job that has saved a newer one.
+            if on_root(comm, problem, lambda: os.path.lexists(path)):
+                raise
+    for stored, one in zip(held, values):
         if stored.size:
-            stored.backend.copy_from_host(values, stored.array)
+            stored.backend.copy_from_host(one, stored.array)
+    for name in new:
+        for array in optimizer.state[name]:
+            array[...] = 0
     model.refresh()
     _set_numbers(index, model, optimizer)
+    said += [f"{name} was not saved, and begins with zeros" for name in new]
+    if said and comm.rank == 0:
+        warnings.warn(f"checkpoint {path}: {'; '.join(said)}", stacklevel=2)
     attributes = {name: value for name, value in index.attributes.items()
                   if name not in ("step", DROPOUT_STEP)}
     return Checkpoint(path, index.attributes["step"], attributes)
 
 
-def _find(folder: Path, comm: Any, step: int | None) -> tuple[Path, list[int]]:
-    """Return the checkpoint of a step, or of the highest one; and the steps of all others."""
+def _find(folder: Path, comm: Any, step: int | None) -> tuple[Path, str]:
+    """Return the checkpoint of a step, or of the highest one; and how errors of it begin."""
     found = on_root(comm, f"{folder} cannot be read", lambda: folders.checkpoints(folder))
     wanted = [p for p in found if step is None or folders.step_of(p) == step]
     if not wanted:
         there = ", ".join(str(folders.step_of(p)) for p in found)
         raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in "
                                 f"{folder}: {f'steps {there} are there' if there else 'none yet'}")
-    return wanted[-1], [folders.step_of(p) for p in found if p != wanted[-1]]
+    problem = f"checkpoint {wanted[-1]} cannot be read"
+    others = [folders.step_of(p) for p in found if p != wanted[-1]]
+    return wanted[-1], problem + (f", step={others[-1]} is there too" if others else "")
+
+
+def _paths_of(moments: Iterable[str]) -> tuple[str, ...]:
+    """Return how the paths of the arrays of some moments begin."""
+    return tuple(f"optimizer/{name}/" for name in moments)
+
+
+def _has_moment(index: Index, name: str) -> bool:
+    """Return whether a checkpoint has the arrays of a moment."""
+    return any(path.startswith(_paths_of([name])) for path in index.arrays)
 
 
 def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
@@ -104,8 +139,10 @@ def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
     every = comm.allgather((wrong, {a.path for a in arrays}))
     lines = [line for line, _ in every if line]
     known = set().union(*(paths for _, paths in every))
+    # Moments of an optimizer of the same kind, which this one does without, are no other model.
+    kept = _paths_of(optimizer.state) if optimizer is not None else ()
     more = [p for p in index.arrays if p not in known and not (
-        optimizer is None and p.startswith("optimizer/"))]
+        p.startswith("optimizer/") and not p.startswith(kept))]
     if more and not lines:
         lines = [f"{more[0]} is not in the model"]
     if lines:

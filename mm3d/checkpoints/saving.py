@@ -1,17 +1,18 @@
 """Save a model and its optimizer: each rank its own blocks, then one index."""
 
-import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from mm3d.arrays.plain_numbers import plain_number
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, write_blocks
-from mm3d.checkpoints.index_file import (DROPOUT_STEP, NAME, RESERVED, ArrayInfo, Index,
-                                         write_index)
+from mm3d.checkpoints.facts import known_facts
+from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
+                                         storable_attributes)
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
+from mm3d.checkpoints.writer import Writer
 
 
 def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None = None,
@@ -46,66 +47,72 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     ------
     ValueError
         On every rank alike and before any communication, for a negative step, a `keep` below 1,
-        and an attribute that is no number or text, or has a name that checkpoints use themselves.
+        and an attribute that would not come back: no number or text, or with a name that
+        checkpoints use themselves.
     OSError
         On every rank alike and in one line, when something could not be written on any rank; the
         earlier checkpoints are as they were.
+
+    Warns
+    -----
+    UserWarning
+        On rank 0, of what could not be removed, and of another job that saves there.
     """
-    step = step if step is not None else getattr(optimizer, "steps", 0)
-    if step < 0 or keep < 1:
-        raise ValueError(f"a checkpoint needs step >= 0 and keep >= 1, not step={step} and "
-                         f"keep={keep}")
-    _check_attributes(attributes)
+    step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
+    keep = check_whole("keep", keep, 1)
+    for name in attributes:
+        if name in RESERVED:
+            raise ValueError(f"{name}={attributes[name]!r}: checkpoints have an attribute {name} "
+                             f"of their own, another name would do")
+    attributes = storable_attributes(attributes)
+    described = {} if optimizer is None else storable_attributes({
+        "name": type(optimizer).__name__, **optimizer.numbers()})
+    facts = tuple(map(storable_attributes, known_facts(model, optimizer)))
     folder, comm = Path(folder), model.comm
     arrays = stored_arrays(model, optimizer)
-    problem = f"no checkpoint of step {step} was written in {folder}, earlier ones are unchanged"
-    aside, place = on_root(comm, problem, lambda: folders.begin(folder, step))
-
-    def clean() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-
     own = [stored for stored in arrays if stored.counted and stored.size]
-    blocks = on_each(comm, problem, lambda: write_blocks(
-        aside / f"blocks-{comm.rank:05d}.h5", own) if own else [], clean)
-    gathered = comm.gather((_infos(arrays), blocks))
-    described = {} if optimizer is None else {
-        "name": type(optimizer).__name__, **optimizer.numbers()}
+    problem = f"no checkpoint of step {step} was written in {folder}, earlier ones are unchanged"
+    writer = Writer(folder, step)    # which rank 0 alone uses
+    try:
+        aside = on_root(comm, problem, writer.begin)
+        blocks = on_each(comm, problem, lambda: write_blocks(
+            aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])
+        gathered = comm.gather((_infos(arrays), blocks))
 
-    def complete() -> Path:
-        try:
+        def complete() -> Path:
             index = _join(gathered, {"step": step, **_dropout_step(model), **attributes},
-                          described)
-            write_index(aside / NAME, index, f"written by {comm.size} ranks")
-            folders.sync(aside / NAME)
-            folders.finish(aside, place)
-        except BaseException:
-            clean()
-            raise
-        return place
+                          described, *facts)
+            return writer.complete(index_bytes(index, f"written by {comm.size} ranks"))
 
-    on_root(comm, problem, complete)
-    on_root(comm, f"checkpoint {place} is written, but older ones could not be removed",
-            lambda: folders.remove_old(folder, keep, place))
+        place = on_root(comm, problem, complete)
+    except BaseException:
+        writer.discard()
+        raise
+    finally:
+        writer.close()
+        for line in writer.said:
+            warnings.warn(line, stacklevel=2)
+    on_root(comm, f"checkpoint {place} is written, but may not outlast a loss of power",
+            lambda: folders.sync(folder))
+    if comm.rank == 0:
+        for line in folders.remove_old(folder, keep, place):
+            warnings.warn(line, stacklevel=2)
+    comm.Barrier()    # then what is to be removed is gone on all ranks
     return place
 
 
-def _check_attributes(attributes: dict[str, Any]) -> None:
-    """Raise ValueError unless an index can hold the attributes beside its own."""
-    whole, numbers = (int, np.integer, np.bool_), (float, np.floating)
-    for name, value in attributes.items():
-        if name in RESERVED:
-            raise ValueError(f"{name}={value!r}: checkpoints have an attribute {name} of their "
-                             f"own, another name would do")
-        if isinstance(value, whole) and -2 ** 63 <= value < 2 ** 64:
-            continue
-        if not isinstance(value, (str, *numbers)):
-            raise ValueError(f"{name}={value!r}: a text, or a number of at most 64 bits would do")
+def check_whole(name: str, value: Any, least: int) -> int:
+    """Return a whole number of at least `least` as Python's; ValueError for all else."""
+    found = plain_number(value)
+    if type(found) is not int or not least <= found < 2 ** 63:
+        raise ValueError(f"{name}={value!r}: a whole number of at least {least} would do")
+    return found
 
 
 def _dropout_step(model: Any) -> dict[str, int]:
     """Return the step that the model's next dropout masks are of, where it drops anything."""
     step = getattr(model, DROPOUT_STEP, None)
-    return {} if step is None else {DROPOUT_STEP: step}
+    return {} if step is None else {DROPOUT_STEP: int(step)}
 
 
 def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:
@@ -114,9 +121,9 @@ def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:
 
 
 def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]], attributes: dict[str, Any],
-          optimizer: dict[str, Any]) -> Index:
+          *groups: dict[str, Any]) -> Index:
     """Return the index of what all ranks hold."""
     infos = {path: info for found, _ in gathered for path, info in found.items()}
     parts = sorted(infos, key=lambda path: path.startswith("optimizer/"))    # parameters first
     return Index({path: infos[path] for path in parts},
-                 [block for _, blocks in gathered for block in blocks], attributes, optimizer)
+                 [block for _, blocks in gathered for block in blocks], attributes, *groups)

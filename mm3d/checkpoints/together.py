@@ -29,11 +29,8 @@ def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     return result
 
 
-def on_each(comm: Any, problem: str, act: Callable[[], Any],
-            clean: Callable[[], None] = lambda: None) -> Any:
+def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     """Call `act` on each rank, and return this rank's result.
-
-    Where it fails anywhere, `clean` is called on rank 0.
 
     Raises
     ------
@@ -48,8 +45,6 @@ def on_each(comm: Any, problem: str, act: Callable[[], Any],
     lines = comm.allgather(line)
     failed = [rank for rank, found in enumerate(lines) if found]
     if failed:
-        if comm.rank == 0:
-            clean()
         raise OSError(f"{problem}: {lines[failed[0]]} (rank {failed[0]} of {comm.size})")
     return result
 

@@ -9,6 +9,7 @@ from mm3d.arrays.backend import Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
+from mm3d.model.definition import define_transformer
 from mm3d.model.experts.options import Experts, check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
@@ -99,6 +100,8 @@ class Transformer:
     parameters, trained : list of Parameter
         All parameters, in the order of the layers; and the arrays that an optimizer changes and
         that a checkpoint stores, which are the same ones.
+    definition : Definition
+        What it computes, as checkpoints hold it.
     comm : mpi4py.MPI.Intracomm
         All ranks that hold a part of the model.
     outer, inner : Space
@@ -159,6 +162,8 @@ class Transformer:
         for linear in self.linears:
             linear.product.weights_half = weights_half
         self.parameters = self.trained = self.layers.parameters
+        self.definition = define_transformer(sizes, causal, dropout, experts, self.dtype, seed,
+                                             describe)
         self.comm = self.grid.comm
         for p in self.parameters if like is None else ():
             draw_parameter(p, seed, initial_values)

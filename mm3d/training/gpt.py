@@ -73,6 +73,8 @@ class GPT(PlainNumbers):
     ----------
     trained : list of Parameter
         What an optimizer changes on this rank: masters, by their gradients.
+    definition : Definition
+        What it computes, as checkpoints hold it.
     loss_scale : float
         Factor of the gradients, not of the loss, against underflow in 16 bits; whoever sets it
         divides the gradients by it.
@@ -128,6 +130,9 @@ class GPT(PlainNumbers):
         before, after = ends.parameters
         draw_ends(before + after, seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
+        self.definition = self.pipeline.definition.extended(
+            {"vocab": vocab, "tied": bool(tied)},
+            {"label_smoothing": label_smoothing, "z_loss": z_loss, "ignored": ignored})
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss and all gradients; every rank must call it.

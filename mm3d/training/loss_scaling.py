@@ -47,6 +47,11 @@ class LossScaling(PlainNumbers):
         self.hysteresis, self.smallest, self.scale = hysteresis, smallest, float(initial)
         self.good_steps = self.overflows = self.skipped = 0
 
+    def rule(self) -> str:
+        """Return how the factor changes, as a text."""
+        return (f"growth {self.growth!r} after {self.interval}, backoff {self.backoff!r} after "
+                f"{self.hysteresis}, at least {self.smallest!r}")
+
     def update(self, overflow: bool) -> None:
         """Change the factor after a step, which overflowed or not."""
         if overflow:

@@ -123,6 +123,13 @@ class Optimizer(PlainNumbers, ABC):
         return {"steps": self.steps, "lr": self.lr} | ({} if scaling is None else {
             f"loss_scaling.{name}": getattr(scaling, name) for name in scaling.numbers})
 
+    def options(self) -> dict[str, float | int | str]:
+        """Return what defines the steps beside `numbers`: with others a training goes on, too."""
+        scaling = self.loss_scaling
+        return {"weight_decay": self.weight_decay, "clip": self.clip or 0.0,
+                "decays": getattr(self.decays, "__qualname__", repr(self.decays)),
+                "loss_scaling": "none" if scaling is None else scaling.rule()}
+
     def set_numbers(self, numbers: dict[str, float | int]) -> None:
         """Set what `numbers` returned; loss scaling where this optimizer has one."""
         for name in self.numbers():
@@ -182,6 +189,9 @@ class SGD(Optimizer):
         self.moments = ("momentum",) if momentum else ()
         super().__init__(model, lr, **options)
 
+    def options(self) -> dict[str, float | int | str]:
+        return super().options() | {"momentum": self.momentum}
+
     def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
         """Change a piece of a parameter."""
@@ -233,6 +243,10 @@ class AdamW(Optimizer):
         check_masters(model, "AdamW", "squares of gradients")
         self.betas, self.eps = tuple(betas), eps
         super().__init__(model, lr, weight_decay, **options)
+
+    def options(self) -> dict[str, float | int | str]:
+        beta1, beta2 = self.betas
+        return super().options() | {"beta1": beta1, "beta2": beta2, "eps": self.eps}
 
     def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:

@@ -87,6 +87,8 @@ class Pipeline:
     parameters, trained : list of Parameter
         Those of all chunks; and the arrays that an optimizer changes and that a checkpoint
         stores, which are the same ones.
+    definition : Definition
+        What it computes, as checkpoints hold it.
     comm : mpi4py.MPI.Intracomm
         All ranks of the mesh.
     dropout_step : int or None
@@ -151,6 +153,10 @@ class Pipeline:
         self.worker = Worker(self.hops, self.chunks_for, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
         self.trained, self.comm = self.parameters, mesh.comm
+        together = None if experts is None or experts.capacity is None else (
+            batch // schedule.microbatches * seq)
+        self.definition = first.definition.extended({}, {} if together is None else {
+            "routed_together": together})
 
     def chunks_for(self, micro: int) -> list[Transformer]:
         """Return the layers of each chunk of this rank's stage, for a micro-batch."""

@@ -1,5 +1,15 @@
 """What tests of checkpoints ask of any model: its global arrays, and gradients given to it."""
+import os
+import warnings
+import zlib
+from pathlib import Path
+
+import h5py
 import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from mm3d.checkpoints.index_file import CHECKSUM_LINE
 
 
 def set_gradients(model, seed: int) -> None:
@@ -34,3 +44,34 @@ def same(found: dict, expected: dict) -> bool:
     return found.keys() == expected.keys() and all(
         a.dtype == expected[path].dtype and np.array_equal(a, expected[path])
         for path, a in found.items())
+
+
+SIZES = dict(layers=1, hidden=6, heads=2, batch=4, seq=2)
+
+
+def transformer(comm=MPI.COMM_SELF, seed: int = 0):
+    return mm3d.Transformer(mm3d.scheme("1d", comm, grid=(comm.size,)), **SIZES, seed=seed)
+
+
+def saved(folder: Path, model, step: int, **options) -> str:
+    """Save, and return what was warned of, in one text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = mm3d.save(folder, model, step=step, **options)
+    assert path.is_dir() and mm3d.restore(folder, model).step == step
+    return "\n".join(str(one.message) for one in caught)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def as_before(path: Path) -> None:
+    """Make of a checkpoint one of version 1, which had no checksum of the whole index."""
+    index = path / "index.h5"
+    index.write_bytes(CHECKSUM_LINE.sub(b"", index.read_bytes()))
+    with h5py.File(index, "r+") as file:
+        file.attrs["format"] = "mm3d checkpoint, version 1"
+        file["blocks"].attrs["crc32"] = zlib.crc32(file["blocks"][()].tobytes())
+        for name in {"model", "training"} & {*file}:
+            del file[name]

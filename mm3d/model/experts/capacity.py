@@ -14,8 +14,6 @@ import numpy as np
 from mm3d.model.experts.gates import Choice
 from mm3d.model.experts.options import Experts
 
-DEEPSPEED_MIN_CAPACITY = 4    # the default of DeepSpeed's layer
-
 
 def capacity_of(experts: Experts, tokens: int) -> int | None:
     """Return how many (token, choice) pairs an expert takes, as the convention computes it.
@@ -50,10 +48,7 @@ def capacity_of(experts: Experts, tokens: int) -> int | None:
         taken = math.ceil(np.float32(tokens / count) * np.float32(factor * top))    # as it rounds
     else:
         taken = int(factor * (top * tokens / count))
-    least = experts.min_capacity
-    if least is None:
-        least = DEEPSPEED_MIN_CAPACITY if experts.convention == "deepspeed" else 0
-    taken = min(max(taken, least), tokens)
+    taken = min(max(taken, experts.least_capacity), tokens)
     if not taken:
         raise ValueError(f"capacity={factor!r} drops every one of {tokens} tokens sent to {top} "
                          f"of {count} experts: at least capacity={count / (top * tokens):.6g}, "

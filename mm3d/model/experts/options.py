@@ -12,6 +12,7 @@ from mm3d.arrays.plain_numbers import keep_plain_numbers
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
 CONVENTIONS = "mm3d", "megatron", "deepspeed", "megablocks", "huggingface"
+DEEPSPEED_MIN_CAPACITY = 4    # the default of DeepSpeed's layer
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ class Experts:
         """Return the order in which an expert takes tokens: `order`, or the default."""
         by_choice = self.gate == "gshard" or self.convention == "deepspeed" and self.top == 2
         return self.order or ("choice" if by_choice else "position")
+
+    @property
+    def least_capacity(self) -> int:
+        """Return the smallest number of tokens that an expert takes, given or by convention."""
+        if self.min_capacity is not None:
+            return self.min_capacity
+        return DEEPSPEED_MIN_CAPACITY if self.convention == "deepspeed" else 0
 
     def in_layer(self, layer: int) -> bool:
         """Return whether the layer of this number, counted from 0, has experts."""

@@ -1,0 +1,51 @@
+"""Compare what defines a model and its training with what a checkpoint says of it.
+
+Another function is refused.  What changes the training alone is said, and so is what cannot be
+told, since the checkpoint or the model does not state it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from mm3d.checkpoints.index_file import Index
+
+OPTIMIZER = "optimizer."    # before the names of an optimizer's options
+
+
+def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what defines a model, and what changes its training alone; both may be empty."""
+    definition = getattr(model, "definition", None)
+    function, training = (definition.function, definition.training) if definition else ({}, {})
+    options = {} if optimizer is None else optimizer.options()
+    return function, training | {OPTIMIZER + name: value for name, value in options.items()}
+
+
+def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[str]:
+    """Compare a model and its optimizer with what an index says of them.
+
+    Returns
+    -------
+    list of str
+        What the caller should know; the first line is of the model.
+
+    Raises
+    ------
+    ValueError
+        For another function.
+    """
+    function, training = known_facts(model, optimizer)
+    other = [f"{name} is {index.model[name]!r} there, {value!r} here"
+             for name, value in function.items()
+             if name in index.model and index.model[name] != value]
+    if other:
+        raise ValueError(f"checkpoint {path} is of another model: {', '.join(other)}")
+    there = {name: value for name, value in index.training.items()
+             if optimizer is not None or not name.startswith(OPTIMIZER)}
+    said = [f"{name} was {there[name]!r}, and is {value!r}" for name, value in training.items()
+            if name in there and there[name] != value]
+    for one, other, who in ((index.model | there, function | training, "the model"),
+                            (function | training, index.model | there, "the checkpoint")):
+        if unknown := [name for name in one if name not in other]:
+            said.append(f"{who} does not say {', '.join(unknown)}: whether these are the same "
+                        f"cannot be told")
+    return said

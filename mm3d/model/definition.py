@@ -1,0 +1,62 @@
+"""State what a model computes, beside the names and shapes of its parameters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mm3d.model.experts.options import Experts
+from mm3d.model.layers import LayerNorm
+from mm3d.model.sizes import ModelSizes
+
+Fact = float | int | str    # what an attribute of a file can be
+
+
+@dataclass(frozen=True)
+class Definition:
+    """State facts of a model, by name, as checkpoints hold them.
+
+    Attributes
+    ----------
+    function : dict of str to Fact
+        With another value of any of them equal parameters give other outputs.
+    training : dict of str to Fact
+        Those that change a training alone: losses, gradients, and rounding.
+    """
+
+    function: dict[str, Fact]
+    training: dict[str, Fact]
+
+    def extended(self, function: dict[str, Any], training: dict[str, Any]) -> "Definition":
+        """Return these facts and more, where None is a text and so are names of types."""
+        return Definition(self.function | _as_facts(function), self.training | _as_facts(training))
+
+
+def define_transformer(sizes: ModelSizes, causal: bool, dropout: float, experts: Experts | None,
+                       dtype: str, seed: int, describe: Any) -> Definition:
+    """Return the definition of a Transformer; parameters are those of `mm3d.Transformer`."""
+    function = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
+                "causal": bool(causal), "epsilon": LayerNorm.eps}
+    described = getattr(describe, "func", describe)    # a part of the layers of a pipeline
+    training = {"dtype": dtype, "dropout": dropout,
+                "described_by": getattr(described, "__qualname__", repr(described))}
+    if dropout or experts and experts.jitter:
+        training["mask_seed"] = seed
+    found = Definition({}, {}).extended(function, training)
+    return found if experts is None else found.extended(*_define_experts(experts))
+
+
+def _define_experts(experts: Experts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what experts add to a definition."""
+    function = {"count": experts.count, "top": experts.top, "every": experts.every,
+                "gate": experts.gate, "capacity": experts.capacity}
+    training = {"balance": experts.balance, "z": experts.z, "jitter": experts.jitter,
+                "bias_rate": experts.bias_rate, "convention": experts.convention}
+    if experts.capacity is not None:    # which these say how to count
+        function |= {"convention": training.pop("convention"), "order": experts.dropping_order,
+                     "min_capacity": experts.least_capacity}
+    return tuple({f"experts.{name}": value for name, value in facts.items()}
+                 for facts in (function, training))
+
+
+def _as_facts(values: dict[str, Any]) -> dict[str, Fact]:
+    """Return values as facts."""
+    return {name: "none" if value is None else value for name, value in values.items()}
