@@ -160,7 +160,7 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
     """Submit the missing rows, then the last job; 1 if the queue did not take all."""
     with standings.locked(work):
         render(work, cases, arguments)
-        found = standings.list_standings(work, cases, slurm.read_queue())
+        found = standings.list_standings(work, cases, standings.read_queue(work))
         due = [one.case for one in found if one.state not in (DONE, *UNDER_WAY)]
         refused = [one for one in due if not work.fit(one).fits]
         for one in refused:
@@ -175,10 +175,7 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
             for group in grouped(due) if arguments.array else [[one] for one in due]:
                 new += submit_group(work, group, arguments.array)
             if new:
-                before = dict.fromkeys(job.partition("_")[0] for job in under_way + new)
-                last = slurm.submit(work.folder / "collect.sh",
-                                    f"--dependency=afterany:{':'.join(before)}")
-                print(f"job {last} collects when they have ended")
+                print(submit_collect(work, under_way + new))
         except slurm.SlurmError as error:
             print(f"error: the queue took {len(new)} of {len(due)} rows: {error}\nSubmit again "
                   "for the others; python -m jobs collect collects", file=sys.stderr)
@@ -199,12 +196,24 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
     else:
         script = work.folder / f"array-p{group[0].row.gpus:03d}-{group[0].preset}.sh"
         atomic.replace(script, scripts.array_script(work, group), SCRIPT)
-        number = slurm.submit(script)
-        jobs = [f"{number}_{index}" for index in range(len(group))]
+        number, sign, cluster = slurm.submit(script).partition(";")
+        jobs = [f"{number}_{index}{sign}{cluster}" for index in range(len(group))]
     for one, job in zip(group, jobs):
         standings.record_submission(work, one, job)
         print(f"job {job}: {one.title}")
     return jobs
+
+
+def submit_collect(work: Work, jobs: list[str]) -> str:
+    """Submit the job that collects when `jobs` have ended; return a line that says so."""
+    clusters = sorted(set(map(slurm.cluster_of, jobs)))
+    if len(clusters) > 1:
+        return (f"the jobs are on {len(clusters)} clusters, and none waits for those of another: "
+                "collect with python -m jobs collect when they have ended")
+    before = dict.fromkeys(slurm.number_of(job).partition("_")[0] for job in jobs)
+    last = slurm.submit(work.folder / "collect.sh", *slurm.on_cluster(clusters[0]),
+                        f"--dependency=afterany:{':'.join(before)}")
+    return f"job {last} collects when they have ended"
 
 
 def test_only(work: Work, cases: list[Case], arguments) -> int:
@@ -243,7 +252,7 @@ def run_verb(arguments) -> int:
         render(work, cases, arguments)
         print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
     else:
-        queue = slurm.read_queue()
+        queue = standings.read_queue(work)
         for one in standings.list_standings(work, cases, queue):
             print(format_standing(one))
         for line in single.list_standings(work, queue):

@@ -51,7 +51,7 @@ def collect(work: Work, cases: list[Case]) -> int:
     """
     run_file.check_folder(work.out)
     new = sum(copy_results(work, one) for one in cases)
-    missing = [one for one in standings.list_standings(work, cases, read_queue_if_any())
+    missing = [one for one in standings.list_standings(work, cases, read_queue_if_any(work))
                if one.state != DONE]
     done = len(cases) - len(missing)
     if any(work.out.glob("*.h5")):
@@ -64,10 +64,10 @@ def collect(work: Work, cases: list[Case]) -> int:
     return int(bool(missing))
 
 
-def read_queue_if_any() -> dict[str, slurm.State]:
+def read_queue_if_any(work: Work) -> dict[str, slurm.State]:
     """Read the queue; it is empty without Slurm, since results can be collected anywhere."""
     try:
-        return slurm.read_queue()
+        return standings.read_queue(work)
     except slurm.SlurmError:
         return {}
 

@@ -87,20 +87,22 @@ def _submit(work: Work, kind: str, name: str, script: Path) -> None:
 def list_standings(work: Work, queue: dict[str, slurm.State]) -> list[str]:
     """Say how each submitted pipeline and training stands: state, job, log and its last line."""
     found = []
-    for kind in ("pipeline", "training"):
+    for kind in standings.KINDS[1:]:
         for name, jobs in standings.read_submitted(work, kind).items():
             folder = work.folder / "runs" / name
             waiting = [job for job in jobs if job in queue]
             job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
-            ended = folder / f"ended-{job}"
-            if job in queue:
-                state, _, reason = standings.state_in_queue(job, queue[job])
-            elif ended.exists() and ended.read_text().strip() == "done":
+            ended = folder / f"ended-{slurm.number_of(job)}"
+            done = ended.exists() and ended.read_text().strip() == "done"
+            now = None if done and not waiting else standings.find_state(job, queue)
+            if now is None:
                 state, reason = standings.DONE, ""
+            elif now.name and now.name not in slurm.ENDED:
+                state, _, reason = standings.state_in_queue(job, now)
             else:
                 stopped = ended.exists() and ended.read_text().startswith("stopped near")
                 state = standings.STOPPED if stopped else standings.FAILED
-                reason = standings.explain_failure(work, folder, job)
+                reason = standings.explain_failure(work, folder, job, now)
             parts = [reason, progress(work, name) if kind == "training" else "",
                      *_last_lines(work, job)]
             found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [
@@ -111,7 +113,7 @@ def list_standings(work: Work, queue: dict[str, slurm.State]) -> list[str]:
 def _last_lines(work: Work, job: str) -> list[str]:
     """Return the log of a job with its last line; nothing where there is none."""
     found = []
-    for log in (work.folder / "logs").glob(f"*-{job}.out"):
+    for log in (work.folder / "logs").glob(f"*-{slurm.number_of(job)}.out"):
         lines = [" ".join(line.split()) for line in log.read_text(errors="replace").splitlines()]
         last = [line for line in lines if line][-1:]
         found.append(": ".join([str(log.relative_to(work.out)), *last]))

@@ -17,6 +17,9 @@ from jobs.scripts import Work
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
 UNDER_WAY = (RUNNING, WAITING)
+KINDS = ("row", "pipeline", "training")
+QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD",
+            "SPECIAL_EXIT")    # states of jobs that wait for their nodes
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
     StoreError
         As from `record_submission`.
     """
-    path, number = submissions_file(work), job.partition("_")[0]
+    path = submissions_file(work)
+    cancel = " ".join(["scancel", *slurm.on_cluster(slurm.cluster_of(job)),
+                       slurm.number_of(job).partition("_")[0]])
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -77,7 +82,7 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
     except OSError as error:
         raise StoreError(
             f"job {job}, {title}, is in the queue, but {path} could not be written "
-            f"({error.strerror}): scancel {number}, make room, and submit again") from error
+            f"({error.strerror}): {cancel}, make room, and submit again") from error
 
 
 def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
@@ -113,6 +118,22 @@ def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
     return found
 
 
+def read_queue(work: Work) -> dict[str, slurm.State]:
+    """Read the queues of the clusters that the site names, and of those of submitted jobs.
+
+    Raises
+    ------
+    SlurmError
+        When Slurm does not say what is in one of them.
+    """
+    named = [name for option in work.site.slurm.options if option.startswith("--clusters=")
+             for name in option.partition("=")[2].split(",")]
+    last = [jobs[-1] for kind in KINDS for jobs in read_submitted(work, kind).values()]
+    # A job without a cluster is one of those that the site names, or of this one.
+    clusters = dict.fromkeys([*(named or [""]), *filter(None, map(slurm.cluster_of, last))])
+    return slurm.read_queue(*clusters) if any(clusters) else slurm.read_queue()
+
+
 def list_standings(work: Work, cases: list[Case], queue: dict[str, slurm.State]) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
     jobs = read_submitted(work)
@@ -124,33 +145,42 @@ def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -
     whole = [run for run in found if run.ended_by != "stopped"]
     if whole:
         return Standing(case, DONE, job, f"{len(whole[-1].samples['forward'])} repetitions")
-    if job in queue:
-        return Standing(case, *state_in_queue(job, queue[job]))
+    state = find_state(job, queue) if job else slurm.State("", "")
+    if state.name and state.name not in slurm.ENDED:
+        return Standing(case, *state_in_queue(job, state))
     if found:
         return Standing(case, STOPPED, job, f"with {len(found[-1].samples['forward'])} "
                                             "repetitions, as its time was over")
     if job:
-        return Standing(case, FAILED, job, explain_failure(work, work.runs(case), job))
+        return Standing(case, FAILED, job, explain_failure(work, work.runs(case), job, state))
     return Standing(case, MISSING)
 
 
+def find_state(job: str, queue: dict[str, slurm.State]) -> slurm.State:
+    """Return the state of a job in the queue, or else its final one; "" if Slurm knows neither.
+
+    Also a job that squeue does not show may be under way: one of somebody else, for example.
+    """
+    return queue.get(job) or slurm.State(slurm.job_ending(job), "squeue does not show it")
+
+
 def state_in_queue(job: str, state: slurm.State) -> tuple[str, str, str]:
-    """Return state, job and reason, as those of a `Standing`, of a job in the queue."""
-    if state.name in ("PENDING", "CONFIGURING"):
+    """Return state, job and reason, as those of a `Standing`, of a job that has not ended."""
+    if state.name in QUEUEING:
         return WAITING, job, state.reason
     return RUNNING, job, state.name.lower() * (state.name != "RUNNING")
 
 
-def explain_failure(work: Work, folder: Path, job: str) -> str:
-    """Explain why a job has no result, by the words of Slurm, of the script and of its log.
+def explain_failure(work: Work, folder: Path, job: str, state: slurm.State) -> str:
+    """Explain why a job has no result, by its final state, and the words of its script and log.
 
     `folder` is the one into which the job writes how it ended.
     """
-    parts = [slurm.job_ending(job)]
-    own = folder / f"ended-{job}"
+    parts, number = [state.name], slurm.number_of(job)
+    own = folder / f"ended-{number}"
     if own.exists():
         parts.append(own.read_text().strip())
-    for log in (work.folder / "logs").glob(f"*-{job}.out"):
+    for log in (work.folder / "logs").glob(f"*-{number}.out"):
         lines = log.read_text(errors="replace").splitlines()
         telling = [line for line in lines if line.startswith(("failed", "error:", "slurmstepd:"))
                    and not line.endswith(", see the log")]

@@ -118,6 +118,10 @@ def test_a_full_queue(tmp_path, monkeypatch, capsys):
         assert len(re.findall(r"^job \S+: ", said.out, re.M)) == 2
         assert "the queue took 2 of 4 rows: sbatch did not end within 10 seconds" in said.err
         assert "temporarily unable to accept job" in said.err
+        # Whatever else the user asks of squeue, who is not shown these jobs.
+        monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+        monkeypatch.setenv("SQUEUE_FORMAT2", "UserName")
+        assert full.command("squeue", "--noheader", SQUEUE_STATES="RUNNING").stdout == ""
         assert main(user.argv("status")) == 0
         out = capsys.readouterr().out
         assert out.count(": waiting, job ") == 2 and out.count(": not submitted") == 2

@@ -1,0 +1,225 @@
+"""What Slurm's commands are asked, and how their answers are read, with programs that play them.
+
+Wrappers print banners, users set variables that change what is printed, and a job may be on
+another cluster, or somebody else's.
+"""
+import os
+import re
+import shlex
+
+import pytest
+
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
+from jobs import site, slurm, standings
+from jobs.__main__ import main
+from jobs.scripts import Work
+
+SITE = """
+about = "a cluster"
+[slurm]
+time = "1:00:00"
+options = [{options}]
+[node]
+ranks = 4
+"""
+ROW = make_case(select_rows("weak", "3d")[0], "tiny")
+# What the commands must not see; of all that begin with these, Slurm's manual pages name some.
+HOSTILE = {
+    "SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT": "%u", "SQUEUE_USERS": "nobody",
+    "SQUEUE_SORT": "-i", "SACCT_FORMAT": "User", "SACCT_LOCAL": "1", "SCONTROL_FEDERATION": "1",
+    "SLURM_TIME_FORMAT": "%s", "SLURM_CLUSTERS": "elsewhere", "SLURM_BITSTR_LEN": "1",
+    "SBATCH_EXPORT": "NONE", "SBATCH_CLUSTERS": "elsewhere", "SRUN_EXPORT_ENV": "NONE",
+    "SALLOC_PARTITION": "other", "SLURM_EXPORT_ENV": "NIL", "SLURM_DISTRIBUTION": "cyclic"}
+
+
+class Commands:
+    """A PATH with programs that answer as told, and write down their arguments and variables."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.said = folder / "bin", folder / "said"
+        self.folder.mkdir()
+        monkeypatch.setenv("PATH", f"{self.folder}:/usr/bin:/bin")
+        for name in ("sbatch", "squeue", "sacct", "scontrol"):
+            self.answer(name, "exit 1")
+
+    def answer(self, name, body):
+        path = self.folder / name
+        path.write_text(f'#!/bin/bash\necho "$(basename "$0") $*" >> {self.said}\n'
+                        f"env >> {self.said}.env\n{body}\n")
+        path.chmod(0o755)
+
+    def asked(self, name):
+        return [line for line in self.said.read_text().splitlines() if line.startswith(name)]
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    return Commands(tmp_path, monkeypatch)
+
+
+def arguments(tmp_path, verb, *options, more=()):
+    file = tmp_path / "mine.toml"
+    file.write_text(SITE.format(options=", ".join(f'"{word}"' for word in options)))
+    return [verb, "--site", str(file), "--table", "weak", "--scheme", "3d", "--ranks", "8",
+            "--preset", "tiny", "--out", str(tmp_path / "out"), *more]
+
+
+def test_no_variable_of_the_user_reaches_a_command(commands, monkeypatch):
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "token", "SLURM_CONF_SERVER": "head"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    commands.answer("squeue", "echo '7|PENDING|Priority'")
+    assert slurm.read_queue() == {"7": slurm.State("PENDING", "Priority")}
+    slurm.job_ending("7")
+    env = [line.partition("=") for line in
+           (commands.said.parent / "said.env").read_text().splitlines()]
+    found = {name: value for name, _, value in env
+             if re.match("SBATCH|SLURM|SQUEUE|SACCT|SCONTROL|SALLOC|SRUN", name)}
+    assert found == kept and len(commands.said.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("printed, job", [
+    ("7", "7"), ("7;here", "7;here"), ("Welcome!\n12 nodes are down\n7", "7"),
+    ("7;here\nYour project has 100 hours left", "7;here"), ("1\n  7  \n", "7")])
+def test_the_number_of_a_job_among_what_wrappers_print(commands, tmp_path, printed, job):
+    commands.answer("sbatch", f"cat <<'END'\n{printed}\nEND\necho 99 >&2")
+    assert slurm.submit(tmp_path / "x.sh") == job
+
+
+@pytest.mark.parametrize("printed", ["Welcome!", "", "job 7 submitted", "7 jobs", "7;"])
+def test_no_number_of_a_job_is_an_error_that_says_what_was_printed(
+        commands, tmp_path, printed, capsys):
+    commands.answer("sbatch", f"echo '{printed}'")
+    commands.answer("squeue", "")
+    assert main(arguments(tmp_path, "submit")) == 1
+    said = capsys.readouterr()
+    assert f"sbatch printed no number of a job, but {printed!r}; look with squeue" in said.err
+    assert not (tmp_path / "out" / "jobs" / "submitted.jsonl").exists()
+
+
+def test_banners_around_the_queue_and_around_an_error(commands, tmp_path):
+    answer = ["Maintenance | on | Monday", "CLUSTER: here", "7_3|RUNNING|None", "8|PENDING|(a|b)"]
+    commands.answer("squeue", f"printf '%s\\n' {shlex.join(answer)} '' bye")
+    assert slurm.read_queue() == {"7_3": slurm.State("RUNNING", "None"),
+                                  "8": slurm.State("PENDING", "(a|b)")}
+    commands.answer("sbatch", "printf '%s\\n' hello 'sbatch: error: Invalid account' bye >&2; "
+                              "exit 1")
+    with pytest.raises(slurm.SlurmError, match="^sbatch: error: Invalid account$"):
+        slurm.submit(tmp_path / "x.sh")
+    commands.answer("sbatch", "echo hello; echo 'sbatch: Job 7 to start at noon' >&2; "
+                              "echo bye >&2")
+    assert slurm.test_only(tmp_path / "x.sh") == "Job 7 to start at noon"
+    commands.answer("squeue", "printf '\\xff\\n7|RUNNING|None\\n'")    # no UTF-8
+    assert set(slurm.read_queue()) == {"7"}
+
+
+@pytest.mark.parametrize("scontrol, sacct, ending", [
+    ("JobId=7 JobState=TIMEOUT Reason=None", "RUNNING", "TIMEOUT"),
+    ("", "CANCELLED by 0", "CANCELLED"), ("", "Hello\nCOMPLETED", "COMPLETED"), ("", "", ""),
+    ("slurm_load_jobs error: Invalid job id specified", "OUT_OF_MEMORY", "OUT_OF_MEMORY")])
+def test_the_final_state_of_a_job(commands, scontrol, sacct, ending):
+    commands.answer("scontrol", f"echo '{scontrol}'")
+    commands.answer("sacct", f"echo '{sacct}'")
+    assert slurm.job_ending("7") == ending
+
+
+@pytest.mark.parametrize("state, standing", [
+    ("PENDING", "waiting"), ("CONFIGURING", "waiting"), ("REQUEUED", "waiting"),
+    ("REQUEUE_HOLD", "waiting"), ("RUNNING", "running"), ("SUSPENDED", "running"),
+    ("COMPLETING", "running"), ("STAGE_OUT", "running"), ("RESIZING", "running"),
+    ("REVOKED", "running"), ("STOPPED", "running"), ("NEW_STATE", "running"),
+    ("PREEMPTED", "failed"), ("TIMEOUT", "failed"), ("CANCELLED", "failed"),
+    ("NODE_FAIL", "failed"), ("BOOT_FAIL", "failed"), ("DEADLINE", "failed"), ("", "failed")])
+@pytest.mark.parametrize("kind", ["row", "training"])
+def test_a_job_that_squeue_does_not_show_is_under_way_by_its_final_state(
+        commands, tmp_path, capsys, kind, state, standing):
+    """It may be somebody else's, who submitted it into the same folder."""
+    commands.answer("squeue", "")
+    commands.answer("scontrol", f"echo 'JobId=7 JobState={state} Reason=None'" if state else "")
+    commands.answer("sbatch", "echo 9")
+    given = arguments(tmp_path, "status")
+    mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
+    mine.folder.mkdir(parents=True)
+    standings.record_job(mine, kind, ROW.name if kind == "row" else "whale", "it", "7")
+    assert main(given) == 0
+    line = capsys.readouterr().out.splitlines()[kind == "training"]
+    assert f": {standing}, job 7" in line, line
+    if kind == "row":
+        assert main(arguments(tmp_path, "submit")) == 0
+        assert len(commands.asked("sbatch")) == 2 * (standing == "failed")    # and the last job
+
+
+def test_a_row_that_was_stopped_is_not_submitted_while_its_next_job_is_under_way(
+        commands, tmp_path, capsys, monkeypatch):
+    commands.answer("squeue", "")
+    commands.answer("scontrol", "echo JobState=RUNNING")
+    given = arguments(tmp_path, "status")
+    mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
+    mine.folder.mkdir(parents=True)
+    standings.record_submission(mine, ROW, "7")
+    stopped = type("Run", (), {"ended_by": "stopped", "samples": {"forward": [1]}})
+    monkeypatch.setattr(standings, "list_results", lambda work, case: [(None, stopped)])
+    assert main(given) == 0
+    assert capsys.readouterr().out == "weak 3-D 8 ranks: running, job 7\n"
+
+
+# A squeue of three clusters, each of which has a job 7.
+CLUSTERS = """case "$*" in
+    *--clusters=east*) echo '7|PENDING|Priority'; echo '7_0|PENDING|Priority';;
+    *--clusters=west*) echo '8|RUNNING|None';; *--clusters=*) exit 1;;
+    *) echo '7|RUNNING|None';;
+esac"""
+
+
+@pytest.mark.parametrize("more, job, number", [((), "7;east", "7"),
+                                               (("--array",), "7_0;east", "7")])
+def test_a_job_of_another_cluster_is_looked_for_there(commands, tmp_path, capsys, more, job,
+                                                      number):
+    commands.answer("squeue", CLUSTERS)
+    commands.answer("sbatch", "echo '7;east'")
+    options = ("--clusters=east,west",)
+    assert main(arguments(tmp_path, "submit", *options, more=more)) == 0
+    assert f"job {job}: weak 3-D 8 ranks\n" in capsys.readouterr().out
+    # The last job waits there too.
+    assert f"--clusters=east --dependency=afterany:{number} " in commands.asked("sbatch")[-1]
+    assert len(commands.asked("sbatch")) == 2
+    assert main(arguments(tmp_path, "submit", *options, more=more)) == 0
+    assert "0 done, 1 under way, 0 to submit" in capsys.readouterr().out
+    # Also when the site no longer names it.
+    assert main(arguments(tmp_path, "status")) == 0
+    assert capsys.readouterr().out == f"weak 3-D 8 ranks: waiting, job {job}: Priority\n"
+    # Ended there: its own final state and files, by its number.
+    commands.answer("squeue", "")
+    commands.answer("scontrol", '[[ "$*" == --clusters=east*' + f' ]] && echo "JobId={number} '
+                    'JobState=TIMEOUT"')
+    folder = tmp_path / "out" / "jobs" / "runs" / ROW.name
+    folder.mkdir(parents=True)
+    (folder / f"ended-{job.partition(';')[0]}").write_text("cancelled\n")
+    assert main(arguments(tmp_path, "status", *options)) == 0
+    assert capsys.readouterr().out == (
+        f"weak 3-D 8 ranks: failed, job {job}: TIMEOUT; cancelled\n")
+
+
+def test_a_number_that_two_clusters_have(commands):
+    commands.answer("squeue", CLUSTERS)
+    pending, running = slurm.State("PENDING", "Priority"), slurm.State("RUNNING", "None")
+    both = {"7": running, "7;east": pending, "7_0": pending, "7_0;east": pending}
+    assert slurm.read_queue("", "east") == slurm.read_queue("east", "") == both
+    with pytest.raises(slurm.SlurmError):
+        slurm.read_queue("", "gone")
+
+
+def test_no_last_job_waits_for_those_of_two_clusters(commands, tmp_path, capsys):
+    commands.answer("squeue", "")
+    count = tmp_path / "count"
+    commands.answer("sbatch", f"echo >> {count}; [ $(wc -l < {count}) = 1 ] && echo '7;east' || "
+                              "echo '8;west'")
+    given = arguments(tmp_path, "submit", "--clusters=east,west")
+    given[given.index("weak")] = "all"
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "the jobs are on 2 clusters, and none waits for those of another: collect" in said
+    assert len(commands.asked("sbatch")) == 2 and os.path.exists(count)
