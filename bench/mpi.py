@@ -15,7 +15,8 @@ def defer_start() -> None:
 
 def start() -> None:
     """Start MPI as ``mpi4py.MPI`` does by default; nothing if it has been started."""
-    import mm3d  # noqa: F401  (before MPI starts)
+    from mm3d import mpi_start    # mm3d before MPI
     from mpi4py import MPI
     if not MPI.Is_initialized():
-        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+        with mpi_start.starting():
+            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))

@@ -10,8 +10,9 @@
 from importlib import import_module
 from typing import Any
 
-from mm3d import blas_kernels, launcher
+from mm3d import blas_kernels, launcher, mpi_start
 
+mpi_start.leave_job()         # before the launcher's variables are read
 blas_kernels.set_default()    # before NumPy and MPI start, which read the environment once
 launcher.set_defaults()
 
@@ -19,6 +20,8 @@ from mm3d.arrays import cupy_backend  # noqa: E402
 
 # Before MPI starts: an MPI that finds no device context treats device memory as host memory.
 cupy_backend.create_device_context()
+
+mpi_start.import_mpi()
 
 from mm3d import guard  # noqa: E402
 from mm3d.grid.activations import Space  # noqa: E402

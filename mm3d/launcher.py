@@ -44,6 +44,14 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_
                      "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_NAMESPACE_", "PALS_", "FLUX_TASK_",
                      "FLUX_JOB_")
 
+# Open MPI's, of the same form as a user's settings of it, which stay.
+RANK_SETTINGS = ("OMPI_MCA_ess", "OMPI_MCA_orte_app", "OMPI_MCA_orte_ess", "OMPI_MCA_orte_hnp",
+                 "OMPI_MCA_orte_job", "OMPI_MCA_orte_launch", "OMPI_MCA_orte_local_daemon",
+                 "OMPI_MCA_orte_top", "OMPI_MCA_pmix")
+
+# By which srun tells its tasks how many there are; a batch script does not have it.
+STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+
 # Prefixes of variables that Slurm sets for a job.  An mpirun that finds them starts its ranks by
 # srun, which, from within a step, waits for the cores that the step itself holds.
 SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_")
@@ -80,9 +88,8 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     nodes = _first_number(["FLUX_JOB_NNODES"], environ)
     if size is not None and nodes and "FLUX_TASK_LOCAL_ID" in environ:
         return -(-size // nodes)    # Flux spreads them evenly
-    # srun sets this for the tasks of a step; a batch script, which is no rank, does not have it.
-    if "SLURM_STEP_TASKS_PER_NODE" in environ:
-        counts = _expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+    if STEP_TASKS in environ:
+        counts = _expand_counts(environ[STEP_TASKS])
         node = _first_number(["SLURM_NODEID"], environ) or 0
         return counts[node] if node < len(counts) else max(counts, default=1)
     return 1 if size is None else size
@@ -124,6 +131,17 @@ def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
 
 
+def makes_a_rank(name: str) -> bool:
+    """Return whether a launcher makes a process a rank by the variable `name`.
+
+    A user's settings of MPI do not, nor what else Slurm tells a job.
+    """
+    if name.startswith(RANK_SETTINGS) or name == STEP_TASKS:
+        return True
+    return (name.startswith(LAUNCHER_PREFIXES) and "_MCA_" not in name
+            and name not in PERMISSIONS)
+
+
 def environment_without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment in which a rank starts another launcher on this node.
 
@@ -135,8 +153,7 @@ def environment_without_launcher(environ: Mapping[str, str] = os.environ) -> dic
 
 def is_launchers(name: str) -> bool:
     """Return whether a launcher, or Slurm, sets this variable itself for its ranks."""
-    return (name.startswith(LAUNCHER_PREFIXES + SLURM_PREFIXES) and "_MCA_" not in name
-            and name not in PERMISSIONS)
+    return makes_a_rank(name) or name.startswith(SLURM_PREFIXES)
 
 
 def environment_to_start(command: list[str],

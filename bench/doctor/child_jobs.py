@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.doctor.census import MARK
-from mm3d import launcher
+from mm3d import launcher, shared_room
 from mm3d.child_process import run_child
 
 TIMED_OUT = "timeout"    # the status of a child job that a script has ended at its limit
@@ -122,6 +122,8 @@ class Facts:
         if child.status is None and launcher.in_slurm_step() and "srun" in command[0]:
             problem += (", as srun within a step waits for the step's own cores: run doctor "
                         "in the job's script, or under salloc")
+        if child.status and shared_room.FOLDER not in problem:
+            problem += "; ".join(["", *filter(None, [shared_room.hint(self.ranks)])])
         return parse_reports(child.out), problem
 
     def read_child_job(self, report: str) -> tuple[list[Any], str]:

@@ -15,8 +15,9 @@ import mm3d
 from support import ROOT
 
 FLOORS = {
-    "mm3d": ["blas_kernels launcher guard child_process", "arrays", "transport", "grid", "schemes",
-             "model", "tracing training", "checkpoints", "selftest", "__init__"],
+    "mm3d": ["blas_kernels launcher shared_room", "mpi_start guard child_process", "arrays",
+             "transport", "grid", "schemes", "model", "tracing training", "checkpoints",
+             "selftest", "__init__"],
     "bench": ["errors console mpi", "agreement", "cases cluster", "records", "instruments",
               "checks", "experiments", "prediction validation doctor", "reports", "command_line",
               "verbs", "__main__ __init__"],
@@ -34,8 +35,8 @@ NARROWER = {
 PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks",
-    "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.selftest mm3d.schemes "
-              "mm3d.training.mesh mm3d.training.norms bench",
+    "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
+              "mm3d.schemes mm3d.training.mesh mm3d.training.norms bench",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
     "scipy": "bench.prediction bench.instruments",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",

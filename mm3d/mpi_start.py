@@ -1,0 +1,113 @@
+"""Start MPI where it can start, and keep child processes of a rank out of its job.
+
+This is what MPI libraries need when they start and do not see to themselves:
+
+- The letters "I" and "i" must be one to C.  In Turkish they are not, and UCX, which looks its
+  options up without regard to case, does not find them.
+- There must be room in ``/dev/shm``; see `mm3d.shared_room`.
+- The launcher's variables must be this process' own.  A process that a rank starts, such as a
+  worker of `multiprocessing`, would otherwise be that rank once more, and wait for ever.
+"""
+from __future__ import annotations
+
+import contextlib
+import locale
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from mm3d import launcher, shared_room
+
+MARK = "_MM3D_LAUNCH"    # a process that a launcher has started, and by which variables
+NO_CONNECTION = "no connection"
+
+
+def import_mpi() -> None:
+    """Import ``mpi4py.MPI``, which starts MPI unless ``mpi4py.rc`` says otherwise."""
+    import mpi4py
+    if "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize:
+        with starting():
+            from mpi4py import MPI
+    else:
+        from mpi4py import MPI
+        if MPI.Is_initialized():
+            hide_launcher()
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Let MPI start within the block; processes that start later do not see the launcher.
+
+    Raises
+    ------
+    SystemExit
+        On every rank, with status 2 and after rank 0 has said why, if shared memory lacks room.
+    """
+    ranks = launcher.local_ranks()
+    os.environ.update(shared_room.lean_settings(ranks))
+    if problem := shared_room.lack(ranks):
+        if launcher.launcher_rank() == 0:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+    with neutral_letters():
+        yield
+    hide_launcher()
+
+
+@contextlib.contextmanager
+def neutral_letters() -> Iterator[None]:
+    """Let C compare letters as in English within the block."""
+    before = locale.setlocale(locale.LC_CTYPE)
+    for name in ("C.UTF-8", "C"):    # some systems have no C.UTF-8
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, name)
+            break
+    try:
+        yield
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+
+
+def hide_launcher() -> None:
+    """Leave the launcher's variables out of what this process passes on to others.
+
+    `os.environ` keeps them, for programs that read them there.
+    """
+    names = list(filter(launcher.makes_a_rank, os.environ))
+    if names:
+        os.environ[MARK] = f"{os.getpid()} {launch(os.environ)}"
+    for name in names:
+        os.unsetenv(name)
+
+
+def leave_job(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the launcher's variables from `environ` where they are those of another process.
+
+    Such a process has passed all of `os.environ` on; or it has not imported mm3d.
+    """
+    process, _, others = environ.get(MARK, "").partition(" ")
+    own = launch(environ)
+    if own == NO_CONNECTION or own == others and process != str(os.getpid()):
+        for name in list(filter(launcher.makes_a_rank, environ)):
+            del environ[name]
+
+
+def launch(environ: Mapping[str, str]) -> str:
+    """Return what tells this start of a rank by a launcher from all others.
+
+    Returns
+    -------
+    str
+        `NO_CONNECTION` if the environment names a connection to the launcher that is not open.
+    """
+    if environ.get("PMI_FD", "").isdigit():    # the numbers are the same in any job
+        try:
+            found = os.fstat(int(environ["PMI_FD"]))
+        except OSError:
+            return NO_CONNECTION
+        return f"socket {found.st_ino}" if stat.S_ISSOCK(found.st_mode) else NO_CONNECTION
+    values = [f"{name}={environ[name]}" for name in sorted(environ)
+              if launcher.makes_a_rank(name)]
+    return f"{zlib.crc32(os.fsencode(' '.join(values))):x}"

@@ -1,0 +1,126 @@
+"""What MPICH takes of /dev/shm, from made-up sizes and from a real folder that is small."""
+import json
+import shutil
+import sys
+
+import pytest
+
+from mm3d import launcher, shared_room
+from mm3d.shared_room import CELLS, NETMOD
+from support import run_command, run_python
+
+CONTAINER = 64 << 20    # bytes of /dev/shm in a container, by default
+OFI, FEW = {NETMOD: "ofi"}, {NETMOD: "ofi", CELLS: "16"}
+PROGRAM = """
+import mm3d, json, os
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+if comm.allreduce(1) == comm.size and comm.rank == 0:
+    print(json.dumps([comm.size, os.environ.get("MPIR_CVAR_CH4_NETMOD", "")]))
+"""
+
+
+def hydra(ranks, nodes=1, **more):
+    """The environment that MPICH's launcher gives a rank."""
+    return {"MPI_LOCALNRANKS": str(ranks), "PMI_SIZE": str(ranks * nodes)} | more
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    """Give /dev/shm a size, and MPICH the form in which PyPI has it."""
+    monkeypatch.setattr(shared_room, "is_from_pypi", lambda environ: True)
+
+    def sized(total, free=None):
+        monkeypatch.setattr(shared_room, "free_bytes",
+                            lambda folder: (total, total if free is None else free))
+    return sized
+
+
+@pytest.mark.parametrize("total, ranks, more, chosen", [
+    (16 << 30, 64, {}, {}),
+    (CONTAINER, 2, {}, {}),
+    (CONTAINER, 16, {}, OFI),
+    (CONTAINER, 64, {}, FEW),
+    (1 << 20, 64, {}, FEW),                    # too few all the same
+    (CONTAINER, 16, {NETMOD: "ucx"}, {}),      # the user has chosen
+    (CONTAINER, 16, {CELLS: "64"}, {}),
+    (CONTAINER, 16, {"nodes": 2}, {}),         # the network carries data
+])
+def test_the_leanest_start_that_is_needed(folder, total, ranks, more, chosen):
+    folder(total)
+    assert shared_room.lean_settings(ranks, hydra(ranks, **more)) == chosen
+
+
+@pytest.mark.parametrize("total, ranks, more, said", [
+    (16 << 30, 64, {}, ""),
+    (CONTAINER, 64, FEW, ""),
+    (CONTAINER, 64, OFI, "64 ranks of MPICH on one node need 67.7 MB of shared memory, and "
+                         "/dev/shm has 67.1 MB: make it larger, in a container by docker run "
+                         "--shm-size=1g, or start fewer ranks"),
+    (CONTAINER, 16, {NETMOD: "UCX"}, "need 86.3 MB"),
+    (CONTAINER, 256, FEW, "--shm-size=3g"),
+    (0, 1, FEW, "1 rank of MPICH on one node need 0.3 MB of shared memory, and /dev/shm is not "
+                "there, or cannot be written"),
+    (0, 1, {NETMOD: "tcp"}, ""),               # not known
+    (0, 1, {CELLS: "8"}, ""),
+])
+def test_ranks_that_cannot_start(folder, total, ranks, more, said):
+    folder(total)
+    found = shared_room.lack(ranks, hydra(ranks) | more)
+    assert said in found and bool(found) == bool(said)
+
+
+def test_what_other_jobs_have_left_is_said_of_ranks_that_crashed(folder):
+    folder(CONTAINER, 3 << 20)
+    assert shared_room.hint(16).startswith(
+        "/dev/shm has 3.1 MB free, of which MPI may need more for 16 ranks: make it larger")
+    folder(1 << 30)
+    assert shared_room.hint(16) == ""
+
+
+def test_a_folder_that_is_missing_has_no_room(tmp_path):
+    assert shared_room.free_bytes(str(tmp_path / "missing")) == (0, 0)
+    total, free = shared_room.free_bytes(str(tmp_path))
+    assert total >= free > 0
+
+
+def test_another_mpi_is_not_known():
+    assert not shared_room.is_from_pypi({"MPI4PY_LIBMPI": "libmpi.so.40"})
+
+
+def in_small_memory(size, *command):
+    """Run a command with a /dev/shm of its own."""
+    if not shared_room.is_from_pypi():
+        pytest.skip("the MPI is not the MPICH of PyPI")
+    mount = ["unshare", "-m", "sh", "-c",
+             f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or run_command([*mount, "true"]).returncode:
+        pytest.skip("no small /dev/shm can be mounted here")
+    return run_command([*mount, *command])
+
+
+def test_ranks_start_in_a_container(tmp_path):
+    done = in_small_memory("64m", *launcher.mpirun_command(16, sys.executable, "-c", PROGRAM))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [16, "ofi"]
+
+
+@pytest.mark.slow
+def test_many_ranks_start_in_a_container(tmp_path):
+    done = in_small_memory("64m", *launcher.mpirun_command(64, sys.executable, "-c", PROGRAM))
+    assert json.loads(done.stdout) == [64, "ofi"], done.stderr
+
+
+def test_the_ranks_that_cannot_are_told_so_once(tmp_path):
+    done = in_small_memory("1m", *launcher.mpirun_command(8, sys.executable, "-c", PROGRAM))
+    assert done.returncode == 2
+    assert done.stderr.count("error: 8 ranks of MPICH") == 1 and "Traceback" not in done.stderr
+    done = in_small_memory("1m", sys.executable, "-m", "bench", "doctor", "--ranks", "8")
+    assert "launcher" in done.stdout and "--shm-size=1g" in done.stdout, done.stdout
+
+
+def test_importing_it_imports_neither_numpy_nor_mpi():
+    source = (f"import runpy, sys\nrunpy.run_path({shared_room.__file__!r})\n"
+              "assert not {'numpy', 'mpi4py'} & sys.modules.keys()\n")
+    done = run_python("-c", source)
+    assert done.returncode == 0, done.stderr
