@@ -16,6 +16,7 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 # States that a job does not leave any more.
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
          "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "TIMEOUT")
+REVOKED = "REVOKED"    # of a job that another cluster of a federation has taken
 
 # Lines that are Slurm's; others are what wrappers of its commands print.
 SUBMITTED = re.compile(r"^\s*(\d+(?:;[\w.-]+)?)\s*$", re.M)
@@ -113,6 +114,8 @@ def read_queue(*clusters: str) -> dict[str, State]:
         text = run_command("squeue", "--noheader", "--array", "--all", f"--user={os.geteuid()}",
                            "--format=%i|%T|%r", *on_cluster(cluster))
         for number, state, reason in QUEUED.findall(text):
+            if state == REVOKED:
+                continue
             found[f"{number};{cluster}".rstrip(";")] = State(state, reason)
             found.setdefault(number, State(state, reason))
     return found
@@ -120,16 +123,17 @@ def read_queue(*clusters: str) -> dict[str, State]:
 
 def job_ending(job: str) -> str:
     """Return the final state of a job, such as TIMEOUT; "" if Slurm no longer knows it."""
-    number, cluster = number_of(job), on_cluster(cluster_of(job))
+    number, cluster, found = number_of(job), on_cluster(cluster_of(job)), ""
     # Without a database sacct fails, and scontrol forgets after minutes.
     for command, pattern in (
             (("scontrol", *cluster, "--oneliner", "show", "job", number), r"\bJobState=(\w+)"),
-            (("sacct", *cluster, "--noheader", "--allocations", "--parsable2", "--format=State",
-              f"--jobs={number}"), ACCOUNTED)):
+            (("sacct", *(cluster or ["--federation"]), "--noheader", "--allocations",
+              "--parsable2", "--format=State", f"--jobs={number}"), ACCOUNTED)):
         try:
             states = re.findall(pattern, run_command(*command, limit=20))
         except SlurmError:
             continue
-        if states:
-            return states[-1]
-    return ""
+        found = (states or [found])[-1]
+        if found not in ("", REVOKED):
+            break
+    return found

@@ -101,7 +101,8 @@ def test_no_number_of_a_job_is_an_error_that_says_what_was_printed(
 
 
 def test_banners_around_the_queue_and_around_an_error(commands, tmp_path):
-    answer = ["Maintenance | on | Monday", "CLUSTER: here", "7_3|RUNNING|None", "8|PENDING|(a|b)"]
+    answer = ["Maintenance | on | Monday", "CLUSTER: here", "7_3|RUNNING|None", "8|PENDING|(a|b)",
+              "9|REVOKED|None"]
     commands.answer("squeue", f"printf '%s\\n' {shlex.join(answer)} '' bye")
     assert slurm.read_queue() == {"7_3": slurm.State("RUNNING", "None"),
                                   "8": slurm.State("PENDING", "(a|b)")}
@@ -119,6 +120,9 @@ def test_banners_around_the_queue_and_around_an_error(commands, tmp_path):
 @pytest.mark.parametrize("scontrol, sacct, ending", [
     ("JobId=7 JobState=TIMEOUT Reason=None", "RUNNING", "TIMEOUT"),
     ("", "CANCELLED by 0", "CANCELLED"), ("", "Hello\nCOMPLETED", "COMPLETED"), ("", "", ""),
+    # Another cluster of the federation has taken it.
+    ("JobState=REVOKED", "RUNNING", "RUNNING"), ("JobState=REVOKED", "TIMEOUT", "TIMEOUT"),
+    ("JobState=REVOKED", "", "REVOKED"),
     ("slurm_load_jobs error: Invalid job id specified", "OUT_OF_MEMORY", "OUT_OF_MEMORY")])
 def test_the_final_state_of_a_job(commands, scontrol, sacct, ending):
     commands.answer("scontrol", f"echo '{scontrol}'")
