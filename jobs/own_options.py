@@ -46,7 +46,7 @@ PROGRAMS = {
              "distribution help usage version"), {}),
     "srun": Program(_keys(
         **_RANKS, node__gpus="gpus gpus-per-node gpus-per-socket gres tres-per-task",
-        launch__gpu_binding="gpus-per-task", launch__mpi="mpi",
+        launch__gpu_binding="gpus-per-task gpu-bind", launch__mpi="mpi",
         none="distribution kill-on-bad-exit output error chdir multi-prog pty jobid het-group "
              "pack-group no-allocate test-only help usage version"),
         {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "t": "time", "G": "gpus",

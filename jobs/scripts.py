@@ -15,9 +15,11 @@ import msgspec
 
 from bench.cases.case import Case
 from bench.errors import UsageError
+from jobs.environment import Part, required, split_value
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site_tables import Collect, Site, Slurm
 from mm3d import launcher
+from mm3d.arrays.device_choice import ORDER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
 STOPPING = ("run", "train")                   # verbs with a --stop-file
@@ -153,7 +155,19 @@ def collect_options(work: Work) -> list[str]:
 
 def gpus_per_node(site: Site, ranks: int) -> int:
     """Count the GPUs requested of each node."""
-    return min(ranks, site.node.gpu_count)
+    return site.node.gpu_count if site.launch.gpu_order else min(ranks, site.node.gpu_count)
+
+
+def variables_of(site: Site) -> dict[str, str]:
+    """Return the environment variables that the jobs of a site set, and their values."""
+    order = ",".join(map(str, site.launch.gpu_order))
+    return site.environment | ({ORDER_VARIABLE: order} if order else {})
+
+
+def describe_environment(site: Site) -> list[tuple[str, list[Part], list[str]]]:
+    """List each variable with the parts of its value and the variables that it needs."""
+    found = {name: split_value(value) for name, value in variables_of(site).items()}
+    return [(name, parts, required(parts)) for name, parts in found.items()]
 
 
 def launch_command(site: Site, ranks: int) -> list[str]:
@@ -168,7 +182,8 @@ def launch_command(site: Site, ranks: int) -> list[str]:
         words = ["srun", f"--mpi={site.launch.mpi}", f"--ntasks={ranks}",
                  f"--distribution={f'plane={site.node.ranks}' if uneven else EVEN}",
                  "--export=ALL", "--kill-on-bad-exit=1",
-                 *["--gpus-per-task=1"] * (site.launch.gpu_binding == "task"),
+                 # Not --gpus-per-task: beside GPUs that have a type it is refused, or binds none.
+                 *["--gpu-bind=single:1"] * (site.launch.gpu_binding == "task"),
                  *site.launch.options]
     return words
 
@@ -228,7 +243,8 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
         verb=verb, stops=stops, title=title, site=site, root=ROOT, folder=folder,
         options=[*row_options(work, name, ranks, stops), *more],
         launch=launch_command(site, ranks),
-        variables=[name for name in site.environment if not launcher.is_launchers(name)],
+        environment=describe_environment(site),
+        variables=[name for name in variables_of(site) if not launcher.is_launchers(name)],
         limit=LIMIT, doctor=doctor, run=run, memory=memory, **values)
 
 
@@ -244,7 +260,8 @@ def array_script(work: Work, cases: list[Case]) -> str:
 def collect_script(work: Work, words: list[str]) -> str:
     """Write the script of the last job, which runs ``python -m jobs collect`` with `words`."""
     return TEMPLATES.get_template("collect.sh.j2").render(
-        site=work.site, root=ROOT, options=collect_options(work), arguments=words)
+        site=work.site, root=ROOT, options=collect_options(work), arguments=words,
+        environment=describe_environment(work.site))
 
 
 def job_name(case: Case) -> str:

@@ -11,13 +11,13 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction import memory_fit
+from jobs import environment
 from jobs.own_options import list_overrides
 from jobs.site_tables import Site, decode_site
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
 OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Minutes, or parts of hours, minutes and seconds from the right; after days, from the left.
 TIME = re.compile(r"((?P<days>\d+)-)?\d+(:\d\d?){0,2}", re.ASCII)
 TYPED_GPUS = re.compile(r"[A-Za-z][\w.-]*:[1-9]\d*", re.ASCII)
@@ -75,9 +75,7 @@ def list_problems(site: Site) -> Iterator[str]:
         value = getattr(site.node, key)
         if isinstance(value, int) and value < least:
             yield f"node.{key} = {value}: must be at least {least}"
-    for name in site.environment:
-        if not VARIABLE.fullmatch(name):
-            yield f"environment: {name!r} is no name of a variable"
+    yield from environment.list_problems(site.environment)
     if isinstance(site.node.gpus, str) and not TYPED_GPUS.fullmatch(site.node.gpus):
         yield (f"node.gpus = {site.node.gpus!r}: give a number, or type and number such as "
                "'a100:4'")
@@ -148,8 +146,15 @@ def _gpu_problems(site: Site) -> Iterator[str]:
                f"cannot have one of {site.node.gpu_count} GPUs each; set node.ranks or node.gpus")
     if site.launch.gpu_binding == "task" and site.launch.launcher != "srun":
         yield "launch.gpu_binding = 'task': only srun does that; use 'rank' with mpirun"
+    order, count = site.launch.gpu_order, site.node.gpu_count
+    if order and sorted(order) != list(range(count)):
+        yield (f"launch.gpu_order = {order}: give the number of each of the {count} GPUs of a "
+               "node once, from 0 on")
+    if order and site.launch.gpu_binding != "rank":
+        yield ("launch.gpu_order: only with launch.gpu_binding = 'rank' does a rank see all GPUs "
+               "of its node")
     if site.launch.gpu_binding == "task" and site.slurm.gpu_option == "gres":
-        yield ("launch.gpu_binding = 'task': srun --gpus-per-task does that, which a Slurm with "
+        yield ("launch.gpu_binding = 'task': srun --gpu-bind does that, which a Slurm with "
                "slurm.gpu_option = 'gres' does not know; use 'rank'")
     if re.search(r"(^|,)(gres[:/])?gpu\b", site.slurm.gres or ""):
         yield f"slurm.gres = {site.slurm.gres!r}: GPUs are asked for by node.gpus"

@@ -112,14 +112,18 @@ class Software(SiteTable):
 
     Attributes
     ----------
+    setup : list of str
+        Commands of Bash, each complete, that a job runs first, such as ``module use FOLDER``,
+        ``source FILE``, ``conda activate NAME``, ``spack load PACKAGE``; one that fails ends it.
     modules : list of str
-        Environment modules, in the order of loading.
+        Environment modules to load then, in this order.
     container : list of str
         Command that runs a program in the container, such as ``apptainer exec IMAGE``.
     python : str
         The interpreter with mm3d's requirements; by default the one that renders the scripts.
     """
 
+    setup: list[str] = []
     modules: list[str] = []
     container: list[str] = []
     python: str = sys.executable
@@ -139,12 +143,16 @@ class Launch(SiteTable):
     gpu_binding : {"none", "task", "rank"}
         "task": Slurm makes one GPU visible to each rank.  "rank": all GPUs of a node are visible
         and rank i of the node takes the i-th, so that MPI can copy directly between GPUs.
+    gpu_order : list of int
+        With "rank": rank i of a node takes the GPU of this number, as the cores of each are
+        joined to it.  A job then asks for all GPUs of its nodes.
     """
 
     launcher: Literal["srun", "mpirun"] = "srun"
     mpi: str = "pmix"
     options: list[str] = []
     gpu_binding: Literal["none", "task", "rank"] = "none"
+    gpu_order: list[int] = []
 
 
 class Run(SiteTable):
@@ -175,7 +183,9 @@ class Site(SiteTable):
     inside : dict of str to str
         The direction of the grid inside a node, by scheme; "auto" if not given.
     environment : dict of str to str
-        Environment variables to set, such as those that make MPI CUDA-aware.
+        Environment variables to set, such as those that make MPI CUDA-aware.  ``$NAME`` and
+        ``${NAME}`` in a value are expanded; beside other items of a list with colons one may be
+        unset.
     """
 
     about: str

@@ -21,7 +21,7 @@ FLOORS = {
     "bench": ["errors console mpi", "agreement", "cases cluster", "records", "instruments",
               "checks", "experiments", "prediction validation doctor", "reports", "command_line",
               "verbs", "__main__ __init__"],
-    "jobs": ["slurm own_options site_tables", "site", "fitting", "scripts", "standings", "single collect",
+    "jobs": ["slurm own_options environment site_tables", "site", "fitting", "scripts", "standings", "single collect",
              "__main__ __init__"]}
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 # Rooms that see less than what lies below them.

@@ -101,10 +101,12 @@ class Cluster:
         Names of its partitions, all of which hold all nodes.
     most_jobs : int
         How many jobs the queue takes.
+    gpu_type : str
+        What Slurm calls the GPUs; "" for GPUs without a type.
     """
 
     def __init__(self, folder: Path, nodes: int = 4, cpus: int = 16, gpus: int = 4,
-                 partition: str = "all", most_jobs: int = 1000) -> None:
+                 partition: str = "all", most_jobs: int = 1000, gpu_type: str = "") -> None:
         self.folder, self.nodes = Path(folder), nodes
         self.daemons: list[subprocess.Popen] = []
         (self.folder / "state").mkdir()
@@ -112,10 +114,12 @@ class Cluster:
         for device in devices:
             os.mknod(device, 0o20666, os.makedev(1, 3))    # /dev/null by another name
         (self.folder / "gres.conf").write_text("AutoDetect=off\n" + (
-            f"NodeName=n[1-{nodes}] Name=gpu File={self.folder}/gpu[0-{gpus - 1}]\n"
+            f"NodeName=n[1-{nodes}] Name=gpu {gpu_type and 'Type=' + gpu_type} "
+            f"File={self.folder}/gpu[0-{gpus - 1}]\n"
             if gpus else ""))
         self.conf = self.folder / "slurm.conf"
-        self.shape = dict(nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "",
+        gres = f"Gres=gpu:{gpu_type and gpu_type + ':'}{gpus}" if gpus else ""
+        self.shape = dict(nodes=nodes, cpus=cpus, gres=gres,
                           partition=partition, most_jobs=most_jobs)
         alone = subprocess.run([*PRIVATE, "true"], capture_output=True).returncode == 0
         self.private = PRIVATE if alone else []

@@ -1,0 +1,88 @@
+"""Read the variables of a site file, whose values may name others, for the script of a job."""
+
+import re
+from dataclasses import dataclass
+from typing import Iterator
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+PART = re.compile(r"(?P<text>[^$]+|\$\$)|\$\{(?P<braced>[A-Za-z_]\w*)\}"
+                  r"|\$(?P<plain>[A-Za-z_]\w*)", re.ASCII)
+# Variables that scripts or Bash set themselves, with the key of the site file that says them.
+OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gpu_order",
+       **dict.fromkeys("SRUN_EXPORT_ENV BASHOPTS BASH_VERSINFO EUID IFS PPID SECONDS SHELLOPTS "
+                       "UID begun checkpoints folder init job launch memory mm3d_trouble needs "
+                       "program row scripts status step try wanted".split(), "")}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a value: a text, or a variable's value.
+
+    Attributes
+    ----------
+    kind : {"text", "value", "before", "after"}
+        "before" and "after" are items of a list with colons that may be unset or empty, which
+        then leave no colon: it would stand for the current folder.
+    text : str
+        The text, or the variable's name.
+    """
+
+    kind: str
+    text: str
+
+
+def split_value(value: str) -> list[Part]:
+    """Divide a value into texts and variables, ``$NAME`` or ``${NAME}``; ``$$`` is a dollar.
+
+    Raises
+    ------
+    ValueError
+        When the shell would expand something else in it.
+    """
+    items = [_parts(item) for item in value.split(":")]
+    alone = [len(parts) == 1 and parts[0].kind == "value" for parts in items]
+    first = alone.index(False) if False in alone else None    # an item that is always there
+    found: list[Part] = []
+    for place, (parts, only) in enumerate(zip(items, alone)):
+        if only and first is not None:
+            found.append(Part("before" if place < first else "after", parts[0].text))
+        else:
+            colon = place > 0 if first is None else place > first
+            found += [*[Part("text", ":")] * colon, *parts]
+    return found
+
+
+def _parts(item: str) -> list[Part]:
+    if "`" in item or item.startswith("~"):
+        raise ValueError("neither ~ nor `commands` are expanded: write $HOME, or a line of "
+                         "software.setup")
+    found, end = [], 0
+    while end < len(item):
+        part = PART.match(item, end)
+        if part is None:
+            raise ValueError("only $NAME and ${NAME} are expanded, and $$ is a dollar; commands "
+                             "are lines of software.setup")
+        text = part["text"]
+        found.append(Part("value", part["braced"] or part["plain"]) if text is None else
+                     Part("text", "$" if text == "$$" else text))
+        end = part.end()
+    return found
+
+
+def required(parts: list[Part]) -> list[str]:
+    """Return the variables without which there is no value."""
+    return list(dict.fromkeys(part.text for part in parts if part.kind == "value"))
+
+
+def list_problems(environment: dict[str, str]) -> Iterator[str]:
+    """List names that are none or the script's own, and values that cannot be read."""
+    for name, value in environment.items():
+        if not NAME.fullmatch(name):
+            yield f"environment: {name!r} is no name of a variable"
+        if name in OWN:
+            yield (f"environment: {name}: the job says it, or has no use for it; "
+                   f"{'give it as ' + OWN[name] if OWN[name] else 'choose another name'}")
+        try:
+            split_value(value)
+        except ValueError as error:
+            yield f"environment.{name} = {value!r}: {error}"
