@@ -158,31 +158,39 @@ def storable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     ValueError
         For the first one that it would not give back.
     """
-    found = {}
-    for name, value in attributes.items():
-        plain = bool(value) if isinstance(value, np.bool_) else plain_number(value)
-        if isinstance(plain, str):
-            plain = str.__str__(plain)    # of a subclass too
-        if type(plain) not in (bool, int, float, str) or not _comes_back(name, plain) or (
-                plain != value and value == value):    # a longer float
-            raise ValueError(f"{name if name.isidentifier() else repr(name)}={value!r}: a text "
-                             f"that UTF-8 has, without NUL, or a number of at most 64 bits would "
-                             f"do, and a name that is such a text")
-        found[name] = plain
-    return found
+    plain = {name: _plain_value(value) for name, value in attributes.items()}
+    if _come_back(plain):
+        return plain
+    bad = next(name for name, value in plain.items() if not _come_back({name: value}))
+    name = bad if bad.isidentifier() else repr(bad)
+    raise ValueError(f"{name}={attributes[bad]!r}: a text that UTF-8 has, without NUL, or a "
+                     f"number of at most 64 bits would do, and a name that is such a text")
 
 
-def _comes_back(name: str, value: Any) -> bool:
-    """Return whether an attribute is the same after it was written and read."""
+def _plain_value(value: Any) -> Any:
+    """Return a number or text as Python's where that is the same; all else as it is."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, str):
+        return str.__str__(value)    # of a subclass too
+    plain = plain_number(value)
+    longer = isinstance(value, np.longdouble) and plain != value and value == value
+    return value if longer else plain
+
+
+def _come_back(values: dict[str, Any]) -> bool:
+    """Return whether values are numbers and texts of Python that an index gives back."""
+    if not {*map(type, values.values())} <= {bool, int, float, str}:
+        return False
     contents = io.BytesIO()
     try:
         with h5py.File(contents, "w", libver="latest", track_order=True) as file:
-            file.attrs[name] = value
+            file.attrs.update(values)
         with h5py.File(contents) as file:
-            (found,) = _plain(file.attrs).items()
+            found = _plain(file.attrs)
     except Exception:    # whatever HDF5 says of what it cannot store
         return False
-    return repr(found) == repr((name, value))    # NaN is the same as NaN here
+    return repr(sorted(found.items())) == repr(sorted(values.items()))    # also of NaN
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

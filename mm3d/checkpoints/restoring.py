@@ -15,7 +15,7 @@ from mm3d.checkpoints.facts import compare_facts
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
 from mm3d.checkpoints.saving import check_whole
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
-from mm3d.checkpoints.together import on_each, on_root
+from mm3d.checkpoints.together import check_same, on_each, on_root
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     """
     folder, comm = Path(folder), model.comm
     step = step if step is None else check_whole("step", step, 0)
+    check_same(comm, {"folder": str(folder), "step": step})
     arrays = stored_arrays(model, optimizer)
     moments = tuple(optimizer.state) if optimizer is not None else ()
     while True:

@@ -11,7 +11,7 @@ from mm3d.checkpoints.facts import known_facts
 from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
                                          storable_attributes)
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
-from mm3d.checkpoints.together import on_each, on_root
+from mm3d.checkpoints.together import check_same, on_each, on_root
 from mm3d.checkpoints.writer import Writer
 
 
@@ -46,9 +46,9 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     Raises
     ------
     ValueError
-        On every rank alike and before any communication, for a negative step, a `keep` below 1,
-        and an attribute that would not come back: no number or text, or with a name that
-        checkpoints use themselves.
+        On every rank alike, before anything is written, for a negative step, a `keep` below 1,
+        an attribute that would not come back: no number or text, or with a name that checkpoints
+        use themselves; and where ranks were given different ones.
     OSError
         On every rank alike and in one line, when something could not be written on any rank; the
         earlier checkpoints are as they were.
@@ -69,6 +69,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
         "name": type(optimizer).__name__, **optimizer.numbers()})
     facts = tuple(map(storable_attributes, known_facts(model, optimizer)))
     folder, comm = Path(folder), model.comm
+    check_same(comm, {"folder": str(folder), "step": step, "keep": keep, **attributes})
     arrays = stored_arrays(model, optimizer)
     own = [stored for stored in arrays if stored.counted and stored.size]
     problem = f"no checkpoint of step {step} was written in {folder}, earlier ones are unchanged"

@@ -54,6 +54,27 @@ def test_steps_and_numbers_to_keep_are_whole(comm, shared_tmp_path, name, value)
     assert refused(comm, shared_tmp_path, **{name: value}).startswith(f"{name}={value!r}: ")
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ("step", "keep", "note", "folder"))
+def test_ranks_that_differ_are_named(comm, shared_tmp_path, name):
+    """Before anything is written, and before anything is read."""
+    model, last = transformer(comm), comm.rank == 3
+    options = dict(folder=shared_tmp_path, step=1, keep=3, note="a")
+    other = dict(folder=shared_tmp_path / "other", step=2, keep=4, note=None)[name]
+    if last and other is None:
+        del options[name]
+    elif last:
+        options[name] = other
+    both = {key: options[key] for key in ("folder", "step")}
+    acts = [lambda: mm3d.save(model=model, **options), lambda: mm3d.restore(model=model, **both)]
+    for act in acts if name in both else acts[:1]:
+        with pytest.raises(ValueError, match=f"^{name} is .* on rank 0 and .* on rank 3"
+                           ) as caught:
+            act()
+        assert len({*comm.allgather(str(caught.value))}) == 1
+        assert not os.listdir(shared_tmp_path)
+
+
 def test_numbers_of_the_optimizer_are_checked_too(tmp_path):
     model = transformer()
     optimizer = mm3d.SGD(model, 0.1)
