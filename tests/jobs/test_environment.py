@@ -1,5 +1,6 @@
 """Setup lines, modules and variables of a site file: what the scripts make of them in a shell."""
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_variable_may_name_itself(tmp_path):
 def test_a_value_of_a_variable_that_is_not_set_ends_the_job(tmp_path, value):
     work = make(tmp_path, f'V = "{value}"')
     status, _, ended, _ = shell(tmp_path, work)
-    assert (status, ended) == (1, "environment.V names $L, which is not set")
+    assert (status, ended) == (1, "environment.V names L, which is not set")
     assert shell(tmp_path, work, collect=True)[0] == 1
 
 
@@ -140,6 +141,16 @@ def test_a_setup_line_that_fails_ends_the_job(tmp_path, line, status):
 def test_a_setup_line_that_ends_the_job_is_told(tmp_path, line):
     _, _, ended, said = shell(tmp_path, make(tmp_path, setup=[line]))
     assert ended is None and said == "error: a line of setup has ended the job\n"
+
+
+def test_shellcheck_has_nothing_to_say_of_setup_and_variables(tmp_path):
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    work = make(tmp_path, 'A = "/x:$B"\nC = "$HOME/y"\nD = "$E:/z"\nF = "5$$"\nG = ""', [
+        "module use $HOME/it's", "source /a.sh # ours"], 'modules = ["m"]')
+    for text in (scripts.row_script(work, ROW), scripts.collect_script(work, [])):
+        done = subprocess.run(["shellcheck", "-"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_setup_lines_are_lines(tmp_path):
