@@ -98,8 +98,10 @@ class Backend:
         """
 
     def owns(self, a: Array) -> bool:
-        """Return whether `a` is an array of this library."""
-        return isinstance(a, np.ndarray)
+        """Return whether `a` is an array of this library, with all of its rules."""
+        # Kernels would lose a mask, and a matrix multiplies where an array does elementwise.
+        return type(a) is np.ndarray or (
+            isinstance(a, np.ndarray) and not isinstance(a, (np.ma.MaskedArray, np.matrix)))
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate an uninitialised array; its memory is reused when its last view is gone."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_bounds, block_lengths
+from mm3d.arrays.host_arrays import check_unmasked
 from mm3d.grid.face import FaceSplit
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -188,7 +189,14 @@ class Layout:
         return Split(grid[letter], dim, length, unit)
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
-        """Return a copy of this rank's block of the global array `a`, as the backend's array."""
+        """Return a copy of this rank's block of the global array `a`, as the backend's array.
+
+        Raises
+        ------
+        ValueError
+            When elements are masked, or as in `slices`.
+        """
+        check_unmasked("the array", a)
         return grid.backend.asarray(np.ascontiguousarray(a[self.slices(grid, a.shape)]))
 
     def unshard(self, a: Array, grid: Grid, shape: tuple[int, ...]) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype, namespace
+from mm3d.arrays.host_arrays import check_real
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
@@ -151,12 +152,12 @@ def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int,
     Raises
     ------
     ValueError
-        When one is missing, unknown, or of another shape.
+        When one is missing, unknown, of another shape, or not of real numbers alone.
     """
     for name in [*shapes, *state]:
         if name not in shapes or name not in state:
             raise ValueError(f"parameter {name!r} is "
                              f"{'missing' if name in shapes else 'not in the model'}")
-        if np.shape(state[name]) != shapes[name]:
-            raise ValueError(f"parameter {name!r} has the shape {shapes[name]}, not "
-                             f"{np.shape(state[name])}")
+        shape = check_real(f"parameter {name!r}", state[name])
+        if shape != shapes[name]:
+            raise ValueError(f"parameter {name!r} has the shape {shapes[name]}, not {shape}")

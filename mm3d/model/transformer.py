@@ -7,6 +7,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
+from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.definition import define_transformer
@@ -275,6 +276,7 @@ class Transformer:
     def _check_block(self, name: str, a: Array) -> None:
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""
         dtype = host_dtype(a)
+        check_unmasked(name, a)
         if tuple(a.shape) != self.outer.local_shape(self.hidden) or dtype != self.dtype:
             raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
                              f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
@@ -295,10 +297,11 @@ class Transformer:
         Raises
         ------
         ValueError
-            When the array does not have the global shape.
+            When the array does not have the global shape, or not real numbers alone.
         """
-        if np.shape(x) != self.shape:
-            raise ValueError(f"the activation has the shape {np.shape(x)}, the model takes "
+        shape = check_real("the activation", x)
+        if shape != self.shape:
+            raise ValueError(f"the activation has the shape {shape}, the model takes "
                              f"(batch, seq, hidden) = {self.shape}")
         return self.outer.layout().shard(np.asarray(x, self.dtype), self.grid)
 
@@ -329,7 +332,8 @@ class Transformer:
         Raises
         ------
         ValueError
-            When a parameter is missing, unknown, or of another shape; nothing is loaded then.
+            When a parameter is missing, unknown, of another shape, or not of real numbers alone;
+            nothing is loaded then.
         """
         check_state(state, {p.name: p.public_shape for p in self.parameters})
         for p in self.parameters:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.blocks import block_lengths, block_starts
+from mm3d.arrays.host_arrays import masked_array
 from mm3d.model.sizes import ModelSizes
 from mm3d.training.schedules import Schedule, check
 
@@ -115,21 +116,31 @@ def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
                  ignored: int | None = None) -> np.ndarray:
     """Return the tokens `a` as an array, after checking their shape, type and range.
 
+    Masked targets are ignored ones.
+
     Raises
     ------
     ValueError
-        When they are not whole numbers of that shape, below `vocab`, or `ignored`.
+        When they are not whole numbers of that shape, below `vocab`, or `ignored`; for masked
+        elements where there is no `ignored`.
     """
+    a = masked_array(name, a)
+    mask = np.ma.getmask(a)
     a = np.asarray(a)
     if a.shape != shape or a.dtype.kind not in "iu":
         raise ValueError(f"{name}: {a.shape} of {a.dtype}, should be whole numbers, "
                          f"(batch, seq) = {shape}")
+    if mask.any() and ignored is None:
+        sequence, position = (int(n[0]) for n in np.nonzero(mask))
+        raise ValueError(f"{name}[{sequence}, {position}] is masked: 0 to {vocab - 1} would do; "
+                         f"targets alone may be masked")
     wrong = (a < 0) | (a >= vocab)
     if ignored is not None:
-        wrong &= a != ignored
+        wrong &= (a != ignored) & ~mask
     if wrong.any():
         sequence, position = (int(n[0]) for n in np.nonzero(wrong))
         more = "" if ignored is None else f", or {ignored} to be ignored"
         raise ValueError(f"{name}[{sequence}, {position}] = {a[sequence, position]} is out of "
                          f"range: 0 to {vocab - 1} would do{more}")
-    return a.astype(np.int64, copy=False)
+    a = a.astype(np.int64, copy=False)
+    return np.where(mask, ignored, a) if mask.any() else a

@@ -140,7 +140,8 @@ class GPT(PlainNumbers):
         Parameters
         ----------
         tokens, targets : array_like of int
-            The whole batch, (batch, seq), the same on every rank.  Targets may be `ignored`.
+            The whole batch, (batch, seq), the same on every rank.  Targets may be `ignored`; those
+            that are masked (`numpy.ma`) are.
 
         Returns
         -------
@@ -298,8 +299,8 @@ class GPT(PlainNumbers):
         Raises
         ------
         ValueError
-            On every rank alike, when a parameter is missing, unknown, or of another shape;
-            nothing is loaded then.
+            On every rank alike, when a parameter is missing, unknown, of another shape, or
+            not of real numbers alone; nothing is loaded then.
         """
         check_state(state, self._gather(lambda p: p.public_shape))
         for p in self.trained:

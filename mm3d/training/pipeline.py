@@ -274,8 +274,8 @@ class Pipeline:
         Raises
         ------
         ValueError
-            On every rank alike, when a parameter of any stage is missing, unknown, or of another
-            shape; nothing is loaded then.
+            On every rank alike, when a parameter of any stage is missing, unknown, of another
+            shape, or not of real numbers alone; nothing is loaded then.
         """
         check_state(state, self._gather(
             lambda chunk: {p.name: p.public_shape for p in chunk.parameters}))
