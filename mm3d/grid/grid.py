@@ -9,6 +9,7 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
+from mm3d.transport.agreement import same_arguments
 from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
 from mm3d.transport.communicators import create
 from mm3d.transport.nodes import choose_device, node_of
@@ -114,12 +115,14 @@ class Grid(GridAxes):
 
     def __init__(self, comm: MPI.Intracomm | DryCommunicator, backend: str | Backend | None = None,
                  **shape: int) -> None:
-        self.backend = backends.get(backend)
-        self.comm, self.shape = comm, GridShape.from_sizes(shape)
-        if self.shape.ranks != comm.size:
-            raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
-                             f"communicator has {comm.size}: start that many ranks, or give "
-                             f"sizes whose product is {comm.size}")
+        with same_arguments(comm, "Grid") as given:
+            self.backend = backends.get(backend)
+            self.comm, self.shape = comm, GridShape.from_sizes(shape)
+            if self.shape.ranks != comm.size:
+                raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
+                                 f"communicator has {comm.size}: start that many ranks, or give "
+                                 f"sizes whose product is {comm.size}")
+            given |= {"backend": self.backend.name, "sizes": self.shape}
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         if not isinstance(comm, DryCommunicator):
             choose_device(comm, self.backend)

@@ -26,6 +26,7 @@ from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.schemes.scheme import Scheme
+from mm3d.transport.agreement import same_arguments
 
 DTYPES = ("float64", "float32", "float16")
 
@@ -125,6 +126,11 @@ class Transformer:
                  expert_ranks: ExpertRanks | None = None,
                  like: "Transformer | None" = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
+        with same_arguments(scheme.grid.comm, "Transformer") as given:
+            given |= dict(sizes) | {
+                "seed": seed, "dtype": dtype, "causal": causal, "master": master,
+                "recompute": recompute, "weights_half": weights_half, "dropout": dropout,
+                "experts": experts}
         sizes.check()
         _, hidden, _, batch, seq = sizes.values()
         dropout = plain_number(dropout)

@@ -24,6 +24,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.schemes.grid_algorithm import GridAlgorithm
 from mm3d.schemes.product import Product
+from mm3d.transport.agreement import same_arguments
 
 
 SpaceLayout = tuple[str, str, str, str]    # rows, features, vector, gathered_along of a `Space`
@@ -96,12 +97,16 @@ class Scheme(GridAlgorithm):
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | GridShape | None = None,
                  backend: str | Backend | None = None, **options: Any) -> None:
-        vars(self).update(self.complete_options(options))
-        if grid is not None and not isinstance(grid, (tuple, list, GridShape)):
-            raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
-                             f"directions {', '.join(self.directions)}")
-        shape = self.grid_shape(grid if grid is not None else self.default_grid(comm.size))
-        self.check_grid(shape)
+        with same_arguments(comm, "scheme") as given:
+            given["name"] = self.name
+            given |= self.complete_options(options)
+            vars(self).update(self.complete_options(options))
+            if grid is not None and not isinstance(grid, (tuple, list, GridShape)):
+                raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
+                                 f"directions {', '.join(self.directions)}")
+            shape = self.grid_shape(grid if grid is not None else self.default_grid(comm.size))
+            given["grid"] = shape
+            self.check_grid(shape)
         self.grid = Grid(comm, backend, **shape)
 
     def __repr__(self) -> str:

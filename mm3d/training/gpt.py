@@ -1,7 +1,7 @@
 """Train a GPT: embeddings, a Transformer divided among stages, and the cross entropy."""
 
 import math
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
 from mm3d.training.stage_ends import StageEnds, build_ends
 from mm3d.training.tied import TiedStages
+from mm3d.transport.agreement import checksum, checksums, gather_alike, same_arguments
 
 
 class GPT(PlainNumbers):
@@ -78,6 +79,8 @@ class GPT(PlainNumbers):
     loss_scale : float
         Factor of the gradients, not of the loss, against underflow in 16 bits; whoever sets it
         divides the gradients by it.
+    optimizer : callable
+        Returns the optimizer, set by it, or None; each step compares its numbers over all ranks.
     routings : dict of str to RoutingTotals
         How the tokens of the last step were routed, and the losses of the routers, by layer.
 
@@ -100,12 +103,16 @@ class GPT(PlainNumbers):
                  recompute: str = "none", tied: bool = True, master: str | None = None,
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
                  dropout: float = 0.0, experts: Experts | None = None, **options: Any) -> None:
-        check_vocabulary(vocab, label_smoothing, z_loss)
-        check_scheme(mesh.scheme, tied)
+        with same_arguments(mesh.comm, "GPT") as given:
+            given |= {"vocab": vocab, "tied": tied, "label_smoothing": label_smoothing,
+                      "z_loss": z_loss, "ignored": ignored}
+            check_vocabulary(vocab, label_smoothing, z_loss)
+            check_scheme(mesh.scheme, tied)
         if isinstance(schedule, str) and microbatches is None:
             microbatches = 1
         self.mesh, self.comm, self.vocab, self.ignored = mesh, mesh.comm, vocab, ignored
         self.shape, self.loss_scale, self.tied = (batch, seq), 1.0, tied
+        self.optimizer: Callable[[], Any] = lambda: None
         values = gpt2_values(layers)
         self.pipeline = Pipeline(
             mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
@@ -153,10 +160,12 @@ class GPT(PlainNumbers):
         Raises
         ------
         ValueError
-            On every rank alike, for arrays of another shape or type, or numbers out of range.
+            For arrays of another shape or type, or numbers out of range; and on every rank alike,
+            at the end of the step, when one has other tokens, targets or rates than the rest.
         """
         tokens, targets, count = check_batch(tokens, targets, self.shape, self.vocab,
                                              self.ignored)
+        facts = self._facts(tokens, targets)
         self.zero_gradients()
         losses: list[Array] = []
         for chunk in self.pipeline.chunks if self.experts else ():
@@ -181,7 +190,7 @@ class GPT(PlainNumbers):
             ends.embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
-        return self._mean(losses, count) + self._finish_routing()
+        return self._mean("step", losses, count, facts) + self._finish_routing()
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss alone; parameters and errors as of `step`.
@@ -198,7 +207,7 @@ class GPT(PlainNumbers):
         self.pipeline.forward(
             lambda micro: self._ends_for(micro).embedding.forward(self._part(tokens, micro))[0],
             output)
-        return self._mean(losses, count)
+        return self._mean("evaluate", losses, count, self._facts(tokens, targets))
 
     def _ends_for(self, micro: int) -> StageEnds:
         """Return the ends of this rank's stage for a micro-batch."""
@@ -224,15 +233,26 @@ class GPT(PlainNumbers):
         elif self._output is not None:
             self._output.add_tied_gradient()
 
-    def _mean(self, losses: list[Array], count: int) -> float:
+    def _facts(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+        """Return what all ranks should have alike when they compute a loss."""
+        if self.comm.size == 1:
+            return {}
+        optimizer = self.optimizer()
+        return {"tokens": checksum(tokens), "targets": checksum(targets),
+                "loss_scale": self.loss_scale, "dropout_step": self.dropout_step} | (
+                    {} if optimizer is None else optimizer.numbers())
+
+    def _mean(self, call: str, losses: list[Array], count: int, facts: dict[str, Any]) -> float:
         """Return the mean of all losses, from the sums of this rank's micro-batches.
 
-        Partial sums are added exactly, so all ranks and schedules get the same float.
+        Partial sums are added exactly, so all ranks and schedules get the same float.  The
+        exchange of the sums compares the facts too.
         """
         to_host = self.mesh.scheme.grid.backend.to_host
         counted = self._output is not None and self._output.loss.counts
         own = [float(to_host(one)[0]) for one in losses] if counted else []
-        return math.fsum(x for every in self.comm.allgather(own) for x in every) / count
+        return math.fsum(x for every in gather_alike(self.comm, call, own, **facts)
+                         for x in every) / count
 
     @property
     def dropout_step(self) -> int | None:
@@ -277,17 +297,17 @@ class GPT(PlainNumbers):
 
     def state(self) -> dict[str, np.ndarray]:
         """Gather every parameter as a global array on every rank, by name; for checks."""
-        return self._gather(lambda p: p.gather(p.master))
+        return self._gather("state", lambda p: p.gather(p.master))
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gather every gradient as a global array on every rank, by name; for checks."""
-        return self._gather(lambda p: p.gather(p.grad))
+        return self._gather("gradients", lambda p: p.gather(p.grad))
 
-    def _gather(self, of: Any) -> dict[str, Any]:
+    def _gather(self, call: str, of: Any, **facts: Any) -> dict[str, Any]:
         """Gather what `of` returns of all parameters on every rank, in the order of the model."""
         own = {p.name: of(p) for p in self.trained}
         own = own if self.mesh.replica == self.mesh.place == 0 else {}
-        found = {name: a for every in reversed(self.comm.allgather(own))
+        found = {name: a for every in reversed(gather_alike(self.comm, call, own, **facts))
                  for name, a in every.items()}
         return {name: found[name] for name in sorted(found, key=_place_in_model)}
 
@@ -299,10 +319,11 @@ class GPT(PlainNumbers):
         Raises
         ------
         ValueError
-            On every rank alike, when a parameter is missing, unknown, of another shape, or
-            not of real numbers alone; nothing is loaded then.
+            On every rank alike, when a parameter is missing, unknown, of another shape, or not of
+            real numbers alone, or one rank has another array; nothing is loaded then.
         """
-        check_state(state, self._gather(lambda p: p.public_shape))
+        shapes = self._gather("load", lambda p: p.public_shape, **checksums(state))
+        check_state(state, shapes)
         for p in self.trained:
             p.load(np.asarray(state[p.name]))
 

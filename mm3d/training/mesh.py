@@ -13,6 +13,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
+from mm3d.transport.agreement import same_arguments
 from mm3d.transport.communicators import create
 from mm3d.transport.nodes import choose_device
 
@@ -80,10 +81,13 @@ class Mesh:
                  grid: Sizes | Sequence[Sizes] | None = None,
                  backend: str | Backend | None = None, *, data: int = 1,
                  shards: int | None = None, **options: Any) -> None:
-        kind = find_scheme(scheme)
-        self.options = kind.complete_options(options)
-        shards = check_data(comm.size, data, shards)
-        self.grids = stage_grids(kind, comm.size // data, stages, grid)
+        with same_arguments(comm, "Mesh") as given:
+            given |= {"scheme": scheme, "data": data, "stages": stages}
+            kind = find_scheme(scheme)
+            self.options = kind.complete_options(options)
+            given |= self.options
+            given["shards"] = shards = check_data(comm.size, data, shards)
+            given["grids"] = self.grids = stage_grids(kind, comm.size // data, stages, grid)
         data, stages = int(data), int(stages)    # they may be NumPy's
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.comm = comm

@@ -6,6 +6,7 @@ gradients give equal parameters, to the bit, however arrays are divided.
 """
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any, Callable
 
@@ -14,6 +15,7 @@ from mm3d.arrays.blocks import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
+from mm3d.transport.agreement import same_arguments
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
 # Of a backend's `block`, elements that are changed at a time: no parameter or moment is in cache
@@ -80,11 +82,16 @@ class Optimizer(PlainNumbers, ABC):
             check_masters(model, "loss_scaling", "gradients divided by the factor")
         self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip or None
         self.loss_scaling, self.decays = loss_scaling, decays
+        with same_arguments(model.comm, type(self).__name__) as given:
+            given |= {name: value for name, value in vars(self).items()
+                      if name not in ("model", "loss_scaling")}
+            given["loss_scaling"] = loss_scaling and vars(loss_scaling)
         self.steps, self.norm = 0, None
         self.state = {name: [_zeros_like(t.master) for t in model.trained]
                       for name in self.moments}
         if hasattr(model, "loss_scale"):
             model.loss_scale = 1.0    # not that of an earlier optimizer
+            model.optimizer = weakref.ref(self)    # whose numbers a step compares over all ranks
         self._announce_scale()
 
     def step(self) -> bool:

@@ -23,6 +23,7 @@ from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
+from mm3d.transport.agreement import checksums, gather_alike, same_arguments
 
 
 class Pipeline:
@@ -109,13 +110,20 @@ class Pipeline:
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
                  in_flight: int = 0, experts: Experts | None = None, expert_parallel: int = 1,
                  expert_way: str = "fewest", **options: Any) -> None:
-        check_zero(zero)
-        check_in_flight(in_flight)
-        if isinstance(schedule, str):
-            if microbatches is None:
-                raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, their "
-                                 f"number")
-            schedule = build(schedule, mesh.shape["s"], microbatches)
+        with same_arguments(mesh.comm, "Pipeline") as given:
+            given |= options | {
+                "layers": layers, "hidden": hidden, "heads": heads, "batch": batch, "seq": seq,
+                "microbatches": microbatches, "zero": zero, "in_flight": in_flight,
+                "experts": experts, "expert_parallel": expert_parallel, "expert_way": expert_way,
+                "synchronous": synchronous, "schedule": schedule}
+            check_zero(zero)
+            check_in_flight(in_flight)
+            if isinstance(schedule, str):
+                if microbatches is None:
+                    raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "
+                                     f"their number")
+                schedule = build(schedule, mesh.shape["s"], microbatches)
+            given["schedule"] = schedule
         self.mesh, self.schedule = mesh, schedule
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
@@ -251,18 +259,19 @@ class Pipeline:
 
     def state(self) -> dict[str, np.ndarray]:
         """Gather every parameter of all stages, as `mm3d.Transformer.state`; for checks."""
-        return self._gather(Transformer.state)
+        return self._gather("state", Transformer.state)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gather every gradient of all stages, as `mm3d.Transformer.gradients`; for checks."""
-        return self._gather(Transformer.gradients)
+        return self._gather("gradients", Transformer.gradients)
 
-    def _gather(self, of: Callable[[Transformer], dict[str, Any]]) -> dict[str, Any]:
+    def _gather(self, call: str, of: Callable[[Transformer], dict[str, Any]],
+                **facts: Any) -> dict[str, Any]:
         """Gather what `of` returns by name of all chunks on every rank, in the layers' order."""
         own = {stage: of(chunk)
                for stage, chunk in zip(self.schedule.stages[self.mesh.stage], self.chunks)}
         first = self.mesh.replica == self.mesh.place == 0
-        every = self.mesh.comm.allgather(own if first else {})
+        every = gather_alike(self.mesh.comm, call, own if first else {}, **facts)
         by_stage = {stage: arrays for one in every for stage, arrays in one.items()}
         return {name: a for stage in sorted(by_stage) for name, a in by_stage[stage].items()}
 
@@ -275,10 +284,12 @@ class Pipeline:
         ------
         ValueError
             On every rank alike, when a parameter of any stage is missing, unknown, of another
-            shape, or not of real numbers alone; nothing is loaded then.
+            shape, or not of real numbers alone, and when one rank has another array than the rest;
+            nothing is loaded then.
         """
         check_state(state, self._gather(
-            lambda chunk: {p.name: p.public_shape for p in chunk.parameters}))
+            "load", lambda chunk: {p.name: p.public_shape for p in chunk.parameters},
+            **checksums(state)))
         for chunk in self.chunks:
             own = {p.name for p in chunk.parameters}
             chunk.load({name: a for name, a in state.items() if name in own})
