@@ -56,8 +56,8 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
     Raises
     ------
     ValueError
-        On every rank alike and before any communication, when no scheme has that name, the
-        ranks do not fit the grid, or an option is unknown.
+        On every rank alike, when no scheme has that name, the ranks do not fit the grid, an
+        option is unknown, or arguments differ between ranks.
     """
     comm = comm if comm is not None else MPI.COMM_WORLD
     return find_scheme(name)(comm, grid, backend, **options)

@@ -87,7 +87,7 @@ class GPT(PlainNumbers):
     Raises
     ------
     ValueError
-        On every rank alike and before any communication, for sizes and options that do not fit.
+        On every rank alike, for sizes and options that do not fit, or differ between ranks.
 
     Examples
     --------

@@ -66,9 +66,9 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank alike and before any communication, when replicas and stages do not divide
-        the ranks, the shards do not divide the replicas, a grid does not have as many ranks as a
-        stage, or the scheme cannot use it.
+        On every rank alike, when replicas and stages do not divide the ranks, the shards do not
+        divide the replicas, a grid does not have as many ranks as a stage, the scheme cannot use
+        it, or some ranks have other arguments than the rest.
 
     Examples
     --------

@@ -99,9 +99,9 @@ class Pipeline:
     Raises
     ------
     ValueError
-        On every rank alike and before any communication, when the schedule is wrong, has not as
-        many ranks as the mesh has stages, or more stages than there are layers, or a replica has
-        fewer sequences than micro-batches, or the number of these is missing.
+        On every rank alike, when the schedule is wrong, has not as many ranks as the mesh has
+        stages, or more stages than there are layers, or a replica has fewer sequences than
+        micro-batches, or the number of these is missing, or arguments differ between ranks.
     """
 
     def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
