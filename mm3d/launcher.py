@@ -14,6 +14,8 @@ import traceback
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping
 
+from mm3d import control_groups
+
 # What launchers tell a rank.  One may have been started by another, which its ranks then hear of
 # as well: MPI's own launchers come first, then LSF's jsrun, PALS and other launchers of PMI, and
 # last Flux and Slurm.  Number of ranks on this node: MPICH's hydra and Intel MPI, Open MPI,
@@ -224,7 +226,15 @@ def check_launcher(size: int | None) -> None:
 
 
 def cores(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of cores that the ranks on this node may use together.
+    """Return the number of cores that the ranks on this node may use together, at least one.
+
+    They are `allowed_cores`, but no more whole ones than the quota of the control groups.
+    """
+    return _within_quota(allowed_cores(environ))
+
+
+def allowed_cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of cores on which the ranks on this node may run.
 
     A launcher may bind each rank to some of its own cores.  The ranks then share those of the
     launcher, which is the parent process, within Slurm's allocation.
@@ -236,6 +246,11 @@ def cores(environ: Mapping[str, str] = os.environ) -> int:
     return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
 
 
+def process_cores() -> int:
+    """Return the number of cores that this process alone may use, at least one."""
+    return _within_quota(len(_allowed_cores(0)))
+
+
 def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this machine has more ranks than cores for them."""
     return ranks_on_these_cores(environ) > cores(environ)
@@ -243,15 +258,14 @@ def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
 
 def blas_threads(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of BLAS threads of each rank: its share of the cores, at least one."""
-    share = cores(environ) // ranks_on_these_cores(environ)
-    return max(1, min(len(_allowed_cores(0)), share))
+    return max(1, min(process_cores(), cores(environ) // ranks_on_these_cores(environ)))
 
 
 def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """Set the variables with which many ranks can share a node.
 
-    Limits the threads of each BLAS when there is more than one rank on the node, and makes MPI
-    yield while it waits when there are more ranks than cores.  Variables that the user has set
+    Limits the threads of each BLAS when there is more than one rank on the node, or a quota; makes
+    MPI yield while it waits when there are more ranks than cores.  Variables that the user has set
     stay as they are.
 
     Parameters
@@ -272,8 +286,9 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
     chosen: dict[str, str] = {}
     # Every BLAS here obeys OMP_NUM_THREADS unless its own variable is set, so a user who has set
     # it has decided for all of them.
-    if ranks_on_these_cores(environ) > 1 and "OMP_NUM_THREADS" not in environ:
-        threads = blas_threads(environ)
+    threads = blas_threads(environ)
+    several = ranks_on_these_cores(environ) > 1
+    if (several or threads < len(_allowed_cores(0))) and "OMP_NUM_THREADS" not in environ:
         if "numpy" in sys.modules and not any(name in environ for name in BLAS_THREAD_VARIABLES):
             import threadpoolctl    # NumPy's BLAS is loaded and has read its variables
             threadpoolctl.threadpool_limits(threads, user_api="blas")
@@ -312,6 +327,11 @@ def _first_number(names: Iterable[str], environ: Mapping[str, str]) -> int | Non
     """Return the value of the first of these variables that is a number; None if none is."""
     return next((int(environ[name]) for name in names
                  if re.fullmatch("[0-9]+", environ.get(name, ""))), None)
+
+
+def _within_quota(count: int) -> int:
+    quota = control_groups.cpu_quota()
+    return count if quota is None else max(1, min(count, int(quota)))
 
 
 def _allowed_cores(process: int) -> set[int]:

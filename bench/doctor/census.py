@@ -17,7 +17,7 @@ import mm3d  # noqa: F401  (before NumPy and MPI start: sets the variables that 
 import numpy as np
 
 from bench.instruments import host
-from mm3d import blas_kernels, launcher
+from mm3d import blas_kernels, control_groups, launcher
 from mm3d.arrays.device_choice import gpu_of_rank
 
 MARK = "mm3d-census "
@@ -83,7 +83,8 @@ def take_census(*variables: str) -> list[dict[str, Any]]:
     clock = Clock(comm)
     mine = {"size": comm.size, "node": nodes.index(node),    # numbered by its first rank
             "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
-            "cores": launcher.cores(), **gpus, **own_gpu(gpus["gpus"], comm),
+            "cores": launcher.cores(), "cpu_quota": control_groups.cpu_quota(),
+            **gpus, **own_gpu(gpus["gpus"], comm),
             "variables": {name: os.environ.get(name) for name in variables},
             "mpi": host.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **host.describe_blas(),

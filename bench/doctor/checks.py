@@ -113,6 +113,8 @@ def blas(facts: Facts) -> Finding:
     threads, ranks, cores = (worst[key] for key in ("blas_threads", "ranks_on_node", "cores"))
     text = (f"{worst['blas']}, kernels for {worst['blas_architecture']}, {threads} threads a "
             f"rank, {ranks} ranks on {cores} cores")
+    if worst.get("cpu_quota") is not None:
+        text += f" by a CPU quota of {worst['cpu_quota']:g}"
     if threads > 1 and threads * ranks > cores:
         return Finding("blas", FAILED, f"{text}: {threads * ranks} threads fight for them; set "
                        f"OMP_NUM_THREADS={max(1, cores // ranks)}, or leave it unset")

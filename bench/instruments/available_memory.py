@@ -1,11 +1,12 @@
 """Read how many bytes of memory this node can still give."""
 
 import ctypes
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from bench.cluster.spec import Cluster
+from mm3d.control_groups import group_folders
 
-MEMINFO, SELF, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 # Files of a control group: its limit, its use, and what of that the kernel would drop.
 LIMITS = (("memory.max", "memory.current", "inactive_file"),
           ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
@@ -18,8 +19,8 @@ def available_memory() -> int | None:
     control groups, of version 1 or 2, with those above them.  The nodes of an emulated cluster
     share it equally.
     """
-    rooms = [_meminfo_bytes("MemAvailable"), *(_left(folder, *files) for folder in _group_folders()
-                                               for files in LIMITS)]
+    rooms = [_meminfo_bytes("MemAvailable"),
+             *(_left(folder, *files) for folder in group_folders("memory") for files in LIMITS)]
     least = min((room for room in rooms if room is not None), default=None)
     cluster = Cluster.from_environment()
     return least // cluster.nodes if least and cluster else least
@@ -43,22 +44,6 @@ def _meminfo_bytes(name: str) -> int | None:
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return None
-
-
-def _group_folders() -> list[Path]:
-    """List the folders of this process' control groups that may limit memory.
-
-    A container often sees its own group as the topmost, under a name that is not there.
-    """
-    found: dict[Path, None] = {}
-    for line in SELF.read_text().splitlines() if SELF.exists() else ():
-        _, kinds, name = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        for root in ([GROUPS / "memory"] if kinds else [GROUPS, GROUPS / "unified"]):
-            inside = PurePosixPath(name.lstrip("/"))
-            found |= dict.fromkeys([root / inside, *(root / above for above in inside.parents)])
-    return list(found)
 
 
 def _left(folder: Path, limit: str, use: str, droppable: str) -> int | None:

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from bench.cluster.spec import VARIABLE, Cluster
 from bench.records.measurements import Setting
-from mm3d import launcher
+from mm3d import control_groups, launcher
 from mm3d.arrays import backend as backends
 
 # Variables of MPI, its networks and BLAS that influence times.
@@ -106,9 +106,19 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
             "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
             "command": command,
             "git_commit": commit, "git_clean": clean,
-            **describe_cluster(Cluster.from_environment()),
+            **describe_quota(), **describe_cluster(Cluster.from_environment()),
             **backends.get(backend).describe_device(),
             **clock_speeds(), **_versions(), **describe_blas()}
+
+
+def describe_quota() -> dict[str, Setting]:
+    """Describe the quota of a run, which limits its ``cores``, as it is recorded; nothing without.
+
+    ``cpu_quota`` is in cores; ``allowed_cores`` are those that it leaves out of account.
+    """
+    quota = control_groups.cpu_quota()
+    return {} if quota is None else {"cpu_quota": quota,
+                                     "allowed_cores": launcher.allowed_cores()}
 
 
 def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:

@@ -15,9 +15,9 @@ import mm3d
 from support import ROOT
 
 FLOORS = {
-    "mm3d": ["blas_kernels launcher shared_room", "mpi_start guard child_process", "arrays",
-             "transport", "grid", "schemes", "model", "tracing training", "checkpoints",
-             "selftest", "__init__"],
+    "mm3d": ["blas_kernels control_groups", "launcher shared_room",
+             "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
+             "tracing training", "checkpoints", "selftest", "__init__"],
     "bench": ["errors console mpi", "agreement", "cases cluster", "records", "instruments",
               "checks", "experiments", "prediction validation doctor", "reports", "command_line",
               "verbs", "__main__ __init__"],

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from mm3d import control_groups
 from mm3d import launcher as environment
 from support import run_python, run_ranks
 
@@ -18,7 +19,8 @@ def node(monkeypatch):
     for name in ("numpy", "mpi4py.MPI"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    def node(own: int, launcher: int | None = None):
+    def node(own: int, launcher: int | None = None, quota: float | None = None):
+        monkeypatch.setattr(control_groups, "cpu_quota", lambda: quota)
         cores = {0: set(range(own)), os.getppid(): set(range(launcher or own))}
         monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__, raising=False)
     return node
@@ -116,6 +118,22 @@ def test_bound_ranks(node, own, launcher, ranks, allocated, threads, oversubscri
     assert environment.oversubscribed(variables) == oversubscribed
 
 
+@pytest.mark.parametrize("quota, ranks, cores, threads, oversubscribed", [
+    (0.5, 1, 1, 1, False),
+    (2.5, 1, 2, 2, False),
+    (2.5, 2, 2, 1, False),
+    (2.5, 3, 2, 1, True),
+    (64.0, 2, 8, 4, False),
+])
+def test_a_quota_limits_the_cores(node, quota, ranks, cores, threads, oversubscribed):
+    node(8, quota=quota)
+    variables = {"MPI_LOCALNRANKS": str(ranks)}
+    assert (environment.cores(variables), environment.allowed_cores(variables)) == (cores, 8)
+    assert environment.process_cores() == cores
+    assert environment.oversubscribed(variables) == oversubscribed
+    assert environment.set_defaults(variables)["OMP_NUM_THREADS"] == str(threads)
+
+
 def test_what_the_user_has_set_stays(node):
     node(own=2)
     user = {"MPI_LOCALNRANKS": "8", "OPENBLAS_NUM_THREADS": "7",
@@ -191,7 +209,10 @@ def test_the_mpirun_beside_the_interpreter_goes_first(tmp_path, monkeypatch):
 
 
 def test_importing_it_imports_neither_numpy_nor_mpi():
-    source = (f"import runpy, sys\nrunpy.run_path({environment.__file__!r})\n"
+    """Nor does what it imports; the package itself does, afterwards."""
+    source = (f"import sys, types\npackage = sys.modules['mm3d'] = types.ModuleType('mm3d')\n"
+              f"package.__path__ = [{os.path.dirname(environment.__file__)!r}]\n"
+              "import mm3d.launcher, mm3d.mpi_start\n"
               "assert not {'numpy', 'mpi4py'} & sys.modules.keys()\n")
     done = run_python("-c", source)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from mm3d import launcher, shared_room
 from mm3d.shared_room import CELLS, NETMOD
-from support import run_command, run_python
+from support import run_command
 
 CONTAINER = 64 << 20    # bytes of /dev/shm in a container, by default
 OFI, FEW = {NETMOD: "ofi"}, {NETMOD: "ofi", CELLS: "16"}
@@ -117,10 +117,3 @@ def test_the_ranks_that_cannot_are_told_so_once(tmp_path):
     assert done.stderr.count("error: 8 ranks of MPICH") == 1 and "Traceback" not in done.stderr
     done = in_small_memory("1m", sys.executable, "-m", "bench", "doctor", "--ranks", "8")
     assert "launcher" in done.stdout and "--shm-size=1g" in done.stdout, done.stdout
-
-
-def test_importing_it_imports_neither_numpy_nor_mpi():
-    source = (f"import runpy, sys\nrunpy.run_path({shared_room.__file__!r})\n"
-              "assert not {'numpy', 'mpi4py'} & sys.modules.keys()\n")
-    done = run_python("-c", source)
-    assert done.returncode == 0, done.stderr

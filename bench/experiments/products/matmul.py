@@ -6,7 +6,6 @@ machine slows them all; efficiencies are medians of the ratios of such pairs.
 """
 
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from typing import Callable, ContextManager, Sequence
@@ -126,7 +125,7 @@ def product_settings(problem: Problem) -> dict[str, Setting]:
             **grid_settings(problem.grid.shape),
             "transport": operands.transport_names(problem.grid),
             "one_process_threads": granted_threads(launcher.cores()),
-            "one_process_cores": len(os.sched_getaffinity(0))}
+            "one_process_cores": launcher.process_cores()}
 
 
 def reject(problem: str | None, when: str = "") -> None:

@@ -17,6 +17,7 @@ from bench.instruments import available_memory
 from bench.prediction import memory_fit, node_memory
 from bench.prediction.node_memory import Node
 from bench.records.journal import read_entries
+from mm3d import control_groups
 from support import run_python
 
 MIB = 2 ** 20
@@ -140,8 +141,9 @@ def test_the_least_of_what_is_left(tmp_path, monkeypatch, group, files, expected
         (path.parent / ("memory.usage_in_bytes" if old else "memory.current")).write_text(
             str(2 * MIB))
         (path.parent / "memory.stat").write_text(f"total_inactive_file {MIB}\ninactive_file {MIB}")
-    for name, path in (("MEMINFO", "meminfo"), ("SELF", "cgroup"), ("GROUPS", "groups")):
-        monkeypatch.setattr(available_memory, name, tmp_path / path)
+    monkeypatch.setattr(available_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(control_groups, "SELF", tmp_path / "cgroup")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
     assert available_memory.available_memory() == expected
     assert available_memory.total_memory() == 9000 * 1024
     monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())

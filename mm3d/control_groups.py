@@ -1,0 +1,49 @@
+"""Read the limits that Linux control groups, such as those of a container, set to this process."""
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+SELF, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def group_folders(controller: str) -> list[Path]:
+    """List the folders of this process' control groups that may limit it, with those above them.
+
+    A container often sees its own group as the topmost, under a name that is not there.
+
+    Parameters
+    ----------
+    controller : str
+        What is limited: "cpu", "memory".
+    """
+    found: dict[Path, None] = {}
+    for line in SELF.read_text().splitlines() if SELF.exists() else ():
+        _, kinds, name = line.split(":", 2)
+        if kinds and controller not in kinds.split(","):
+            continue
+        for top in ([controller, kinds] if kinds else [".", "unified"]):    # version 1, 2
+            inside = PurePosixPath(name.lstrip("/"))
+            found |= dict.fromkeys(GROUPS / top / part for part in (inside, *inside.parents))
+    return list(found)
+
+
+def cpu_quota() -> float | None:
+    """Return how many cores' time this process may use, such as 0.5; None without a limit.
+
+    It is the least quota of its control groups, of version 1 or 2, and of those above them.
+    """
+    found = [quota for folder in group_folders("cpu")
+             if (quota := _quota(folder)) is not None]
+    return min(found, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the quota of one group; None where it has none."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            most, period = " ".join((folder / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        if most.isdecimal() and int(period) > 0:    # not "max", nor -1
+            return int(most) / int(period)
+    return None
