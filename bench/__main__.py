@@ -13,7 +13,7 @@ mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
-from bench.errors import UsageError  # noqa: E402
+from bench.errors import UsageError, in_options  # noqa: E402
 from mm3d import launcher  # noqa: E402
 
 
@@ -59,6 +59,14 @@ def parser(verb: str | None = None) -> argparse.ArgumentParser:
     return top
 
 
+def run_verb(run: Callable[..., int], arguments: argparse.Namespace, *more) -> int:
+    """Run a verb; what the library says of its arguments is said of the verb's options."""
+    try:
+        return run(arguments, *more)
+    except UsageError as error:
+        raise UsageError(in_options(str(error), vars(arguments))) from error
+
+
 def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> int:
     """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     mpi.start()
@@ -71,7 +79,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     gc.freeze()
     try:
         with watch_stalls(comm, getattr(arguments, "stall", None)) as arguments.watched:
-            status = run(arguments, comm)
+            status = run_verb(run, arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()
         return status
@@ -108,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launcher.launcher_rank():
         return 0  # one rank is enough
     from bench.errors import status_of
-    return status_of(lambda: verb.run(arguments))
+    return status_of(lambda: run_verb(verb.run, arguments))
 
 
 def command() -> NoReturn:

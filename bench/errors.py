@@ -1,7 +1,10 @@
 """Errors that the benchmark reports to its user, and their exit status."""
 
+import re
 import sys
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Container, Iterable
+
+ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
 
 def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
@@ -26,6 +29,27 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
 
 class UsageError(ValueError):
     """An invalid argument; raised on every rank alike, before any communication."""
+
+
+def in_options(text: str, names: Container[str]) -> str:
+    """Return a message that names arguments of the library with options in their place.
+
+    Parameters
+    ----------
+    text : str
+        Such as ``grid=(2, 1, 1)``, which becomes ``--grid 2x1x1``.
+    names : container of str
+        The arguments of the verb; what is none of them stays.
+    """
+    def option(found: re.Match[str]) -> str:
+        name = next((one for one in (found[1], f"expert_{found[1]}") if one in names), None)
+        if name is None:
+            return found[0]
+        value = found[2].strip("'")
+        if value.startswith("("):
+            value = "x".join(part.strip() for part in value.strip("()").split(",") if part.strip())
+        return f"--{name.replace('_', '-')} {value}"
+    return ARGUMENT.sub(option, text)
 
 
 def require_known(known: dict, name: str, what: str, *also: str) -> Any:

@@ -1,0 +1,29 @@
+"""Messages of the library, as the command line prints them."""
+import pytest
+
+from bench.errors import in_options
+from support import run_ranks
+
+NAMES = {"grid", "data", "recompute", "expert_top", "expert_parallel"}
+
+
+@pytest.mark.parametrize("text, printed", [
+    ("name a grid of 2, such as grid=(2, 1, 1)", "name a grid of 2, such as --grid 2x1x1"),
+    ("so grid=(2,) should have 3 sizes", "so --grid 2 should have 3 sizes"),
+    ("data=3 does not divide", "--data 3 does not divide"),
+    ("recompute='some' is unknown: choose", "--recompute some is unknown: choose"),
+    ("top=9 experts, count=8: expert_parallel=3",
+     "--expert-top 9 experts, count=8: --expert-parallel 3"),
+    ("--grid 2x2: MM3D_ABORT=0 and --data=3", "--grid 2x2: MM3D_ABORT=0 and --data=3"),
+    ("a == b, zero=1", "a == b, zero=1"),
+])
+def test_arguments_become_options(text, printed):
+    assert in_options(text, NAMES) == printed
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("words", [["collectives"], ["train", "--steps", "1"]])
+def test_a_grid_is_advised_as_it_is_typed(tmp_path, words):
+    done = run_ranks(2, "-m", "bench", *words, "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "such as --grid 2x1x1" in done.stderr and "grid=" not in done.stderr, done.stderr
