@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from bench.command_line import options
+from bench.command_line.number_types import number
 from bench.errors import UsageError
 from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS, Experts
@@ -56,7 +57,7 @@ def add_layers(parser: argparse.ArgumentParser, top: str = "--top") -> None:
             ("jitter", Experts.jitter, "largest relative change of the router's input, at random"),
             ("bias-rate", Experts.bias_rate, "by how much a step changes the bias of --gate "
                                              "sigmoid-bias")):
-        parser.add_argument(f"--{name}", type=float, metavar="X",
+        parser.add_argument(f"--{name}", type=number(), metavar="X",
                             help=f"{about} (default {default:g})")
 
 
@@ -74,7 +75,7 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-way", choices=WAYS, default="fewest", help=(
         "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
         "fewer words (default fewest)"))
-    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=(
+    parser.add_argument("--imbalance", type=number(1), default=1.0, metavar="X", help=(
         "let the experts of this rank get X times their equal share of the tokens, as those of "
         "the busiest rank (default 1: all experts get equally many)"))
 
@@ -82,9 +83,9 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
 def read_capacity(text: str) -> float:
     """Read a capacity factor, or "none", which is infinite."""
     try:
-        return math.inf if text == "none" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: a factor such as 1.25, or none, would do")
+        return math.inf if text == "none" else number(above=True)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, such as 1.25, or none") from error
 
 
 def experts_of(arguments: argparse.Namespace) -> Experts | None:

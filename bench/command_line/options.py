@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Callable
 
 from bench.cluster.spec import Cluster
+from bench.command_line.number_types import (MOST, MOST_SECONDS, SEEDS, number, refused,
+                                             whole)
 from bench.errors import UsageError
 from bench.instruments import host
 from bench.instruments.stall import unwatched
@@ -51,17 +53,18 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
-    parser.add_argument("--repetitions", type=int, default=repetitions, metavar="N",
+    parser.add_argument("--repetitions", type=whole(1), default=repetitions, metavar="N",
                         help=f"repeat at least this often (default {repetitions})")
-    parser.add_argument("--max-repetitions", type=int, metavar="N",
+    parser.add_argument("--max-repetitions", type=whole(1), metavar="N",
                         help="repeat at most this often (default 30, or --repetitions if greater)")
-    parser.add_argument("--max-seconds", type=float, default=seconds, metavar="SECONDS",
+    parser.add_argument("--max-seconds", default=seconds,
+                        type=number(above=True, most=MOST_SECONDS), metavar="SECONDS",
                         help=f"begin no repetition beyond --repetitions after this time in a "
                              f"measurement (default {seconds:g})")
-    parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
+    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
                         help="repeat until the 95 %% confidence interval is no wider than this "
                              "fraction of the median (default 0.05)")
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, metavar="N",
                         help="seed of the numbers in arrays and of the order of measurements "
                              "(default 0)")
     add_stall(parser)
@@ -145,15 +148,16 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the number of ranks and the sizes of the model that is predicted."""
-    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="number of ranks")
-    parser.add_argument("--hidden", type=int, required=True, metavar="N",
+    parser.add_argument("--ranks", type=whole(1), required=True, metavar="P",
+                        help="number of ranks")
+    parser.add_argument("--hidden", type=whole(1), required=True, metavar="N",
                         help="features of a token")
     for name, default, about in (("layers", 24, "Transformer layers"),
                                  ("batch", 384, "sequences in a batch"),
                                  ("seq", 512, "tokens in a sequence")):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N",
+        parser.add_argument(f"--{name}", type=whole(1), default=default, metavar="N",
                             help=f"{about} (default {default})")
-    parser.add_argument("--heads", type=int, metavar="N",
+    parser.add_argument("--heads", type=whole(1), metavar="N",
                         help="attention heads (default: those of the paper's row of this "
                              "--hidden, or heads of 128 features)")
     parser.add_argument("--dtype", default="float32", choices=("float16", "float32", "float64"),
@@ -202,20 +206,6 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
                         help="also draw the figures into this folder")
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number of at least `least`."""
-    def number(text: str) -> int:
-        try:
-            found = int(text)
-        except ValueError:
-            found = least - 1
-        if found < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least {least} "
-                                             f"would do")
-        return found
-    return number
-
-
 def recompute(text: str) -> str:
     """Check that `text` is a policy of `mm3d.model.recomputation`."""
     try:
@@ -238,8 +228,8 @@ def numbers(text: str) -> list[int]:
     try:
         return _positive(text, ",")
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers of at least 1 with commas "
-                                         f"between would do, such as 256,512") from None
+        raise refused(text, f"whole numbers from 1 to {MOST} with commas between",
+                      "such as 256,512") from None
 
 
 def grid_sizes(text: str) -> tuple[int, ...]:
@@ -247,8 +237,7 @@ def grid_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(_positive(text, "x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: sizes of at least 1 with x between would "
-                                         f"do, such as 2x2x2") from None
+        raise refused(text, f"sizes from 1 to {MOST} with x between", "such as 2x2x2") from None
 
 
 def stage_grids(text: str) -> tuple[int, ...] | list[tuple[int, ...]]:
@@ -289,6 +278,6 @@ def some_of(*known: str) -> Callable[[str], list[str]]:
 
 def _positive(text: str, separator: str) -> list[int]:
     found = [int(word) for word in text.lower().split(separator)]
-    if min(found) < 1:
+    if not 1 <= min(found) <= max(found) <= MOST:
         raise ValueError
     return found

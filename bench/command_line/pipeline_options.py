@@ -10,6 +10,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.training.data_parallel import STAGES
 from mm3d.training.mesh import check_data
 from mm3d.training.schedules import Schedule, build, registry
+from mm3d.training.schedules.builders import check_size
 
 
 def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
@@ -61,7 +62,12 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
 
 
 def check_stages(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for an option of pipelines without ``--stages``."""
+    """Raise UsageError for an option of pipelines without ``--stages``, or too large ones."""
+    if arguments.stages is not None:
+        try:    # before anything is made for each stage
+            check_size(arguments.stages, arguments.microbatches or 2 * arguments.stages)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     for name in ("schedule", "microbatches", "zero", "shards"):
         if arguments.stages is None and getattr(arguments, name) is not None:
             raise UsageError(f"--{name} {getattr(arguments, name)}: give --stages too"

@@ -18,6 +18,7 @@ from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import shrink_machine, work_scale
 from bench.command_line import options
+from bench.command_line.number_types import MOST_SECONDS, SEEDS, number
 from mm3d.arrays.backend import Backend
 
 
@@ -58,26 +59,27 @@ def _preset_values(name: str) -> str:
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--warmup", type=int, metavar="N",
+    parser.add_argument("--warmup", type=options.whole(0), metavar="N",
                         help="steps before the first that is timed, the verified one included "
                              f"({_preset_values('warmup')})")
-    parser.add_argument("--repetitions", type=int, metavar="N",
+    parser.add_argument("--repetitions", type=options.whole(1), metavar="N",
                         help="time at least this number of steps "
                              f"({_preset_values('repetitions')})")
-    parser.add_argument("--max-repetitions", type=int, metavar="N",
+    parser.add_argument("--max-repetitions", type=options.whole(1), metavar="N",
                         help="time at most this number of steps "
                              f"({_preset_values('max_repetitions')})")
-    parser.add_argument("--max-seconds", type=float, metavar="SECONDS",
+    parser.add_argument("--max-seconds", metavar="SECONDS",
+                        type=number(above=True, most=MOST_SECONDS),
                         help="begin no step beyond --repetitions after this time "
                              f"({_preset_values('max_seconds')})")
-    parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
+    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
                         help="time steps until the 95 %% confidence intervals of both medians are "
                              "no wider than this fraction of them, or --max-seconds are over "
                              "(default 0.05)")
-    parser.add_argument("--traced", type=int, metavar="N",
+    parser.add_argument("--traced", type=options.whole(0), metavar="N",
                         help="trace this number of steps after the timed ones, to show where the "
                              f"time goes; 0 for none ({_preset_values('traced')})")
-    parser.add_argument("--order", type=int, metavar="SEED",
+    parser.add_argument("--order", type=options.whole(0, SEEDS), metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")
 
@@ -86,7 +88,7 @@ def _add_arrays(parser: argparse.ArgumentParser) -> None:
     add_variant(parser)
     _add_work(parser)
     options.add_backend(parser)
-    parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
+    parser.add_argument("--seed", type=options.whole(0, SEEDS), default=0, metavar="N",
                         help="seed of parameters and input (default 0)")
     options.add_recompute(parser)
 
@@ -115,7 +117,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "the machine model of --work wait (default: the preset's), and of --grid auto (default "
         "cpu): a supplied one or a .toml file"))
-    parser.add_argument("--work-scale", type=float, metavar="FACTOR", help=(
+    parser.add_argument("--work-scale", type=number(above=True), metavar="FACTOR", help=(
         "with --work wait: multiply the machine's seconds by this factor (default: with the "
         "presets of emulated clusters, how many times slower their links are than the machine's, "
         "else 1)"))

@@ -43,6 +43,11 @@ class Step:
     limit: float
     settings: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def tests(self) -> bool:
+        """Whether pytest runs it, which ends well also where it skips all tests."""
+        return "pytest" in self.command
+
 
 def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
     """List the steps in their order: short and telling ones first.
@@ -116,15 +121,19 @@ class Outcome:
         How it failed; "" when it ended well.
     last_line : str
         The last line of its log: of tests, the numbers that passed and were skipped.
+    skipped : bool
+        Whether it is tests of which none ran, so that nothing is known.
     """
 
     name: str
     seconds: float
     problem: str
     last_line: str
+    skipped: bool = False
 
     def __str__(self) -> str:
-        return (f"{'failed' if self.problem else 'ok':8}{self.name:20}{self.seconds:7.1f} s  "
+        state = "failed" if self.problem else "skipped" if self.skipped else "ok"
+        return (f"{state:8}{self.name:20}{self.seconds:7.1f} s  "
                 f"{self.problem or self.last_line}").rstrip()
 
 
@@ -139,7 +148,9 @@ def run_steps(steps: Sequence[Step], out: Path) -> Iterator[Outcome]:
                 problem = run_step(step, log)
             except OSError as error:    # the program is not there
                 problem = str(error)
-            outcome = Outcome(step.name, time.monotonic() - begun, problem, _last_line(log))
+            took, said = time.monotonic() - begun, _last_line(log)
+            skipped = step.tests and "skipped" in said and "passed" not in said
+            outcome = Outcome(step.name, took, problem, said, skipped)
             summary.write(f"{outcome}\n")
             summary.flush()
             yield outcome

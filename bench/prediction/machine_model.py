@@ -4,15 +4,25 @@
 """
 
 import math
+import re
 import sys
+import tomllib
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
+
+TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
+SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or infinite
+LEAST = {**dict.fromkeys(("launch_seconds", "seconds_per_message", "gemm_half_size",
+                          "gemm_seconds", "block", "ranks", "call_seconds", "peer_seconds",
+                          "cores", "waiting", "node_waiting"), 0),
+         "alpha": -LARGEST, "beta": -LARGEST}    # of others it is `SMALLEST`
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,15 +244,60 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     supplied = {Path(file.name).stem: file
                 for file in resources.files("bench.prediction").joinpath("machines").iterdir()
                 if file.name.endswith(".toml")}
-    file = Path(name) if name.endswith(".toml") else supplied.get(name)
+    file: Any = Path(name) if name.endswith(".toml") else supplied.get(name)
     if file is None:
         raise UsageError(f"machine {name!r} is unknown: choose one of "
                          f"{', '.join(sorted(supplied))}, or name a .toml file")
     try:
-        machine = msgspec.toml.decode(file.read_bytes(), type=Machine, strict=False)
-    except (OSError, msgspec.DecodeError) as error:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        problem = _find_problem(tree)
+        machine = None if problem else msgspec.convert(tree, Machine, str_keys=True)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
         raise UsageError(f"machine file {name}: {error}") from error
+    if machine is None:
+        raise UsageError(f"machine file {name}: {problem}")
     if dtype and dtype not in machine.gemm_rate:
         raise UsageError(f"machine {machine.name} has no rate for {dtype}: it has "
                          f"{', '.join(machine.gemm_rate) or 'none'}")
     return machine
+
+
+def _find_problem(value: Any, key: str = "", field: str = "") -> str:
+    """Name the first number of a machine file that is none, or is out of range; "" without.
+
+    Parameters
+    ----------
+    value, key : object, str
+        What the file has, and where.
+    field : str
+        The field of a `Machine` or its parts that `value` belongs to.
+    """
+    if field in TEXTS:
+        return ""
+    if isinstance(value, list):
+        return next(filter(None, (_find_problem(item, f"{key}[{place}]", field)
+                                  for place, item in enumerate(value))), "")
+    if isinstance(value, dict):
+        return next(filter(None, (_find_problem(
+            item, f"{key}.{name}" if key else name,
+            field if field in ("gemm_rate", "gemm_deviations", "waiting", "node_waiting")
+            else name) for name, item in value.items())), "") or _find_wrong_table(
+                value, key, field)
+    least = LEAST.get(field, SMALLEST)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
+            least <= value <= LARGEST):
+        return f"{key} = {value!r}: a number from {least:g} to {LARGEST:g} would do"
+    return ""
+
+
+def _find_wrong_table(table: dict[str, Any], key: str, field: str) -> str:
+    """Say what is wrong with the names of a table, or with the numbers of a curve; "" if nothing.
+    """
+    if field == "gemm_deviations":
+        return next((f"{key}: {name!r} is no shape such as 256x64x512" for name in table
+                     if not re.fullmatch(r"\d+x\d+x\d+", name)), "")
+    sizes, seconds = table.get("bytes"), table.get("seconds")
+    if isinstance(sizes, list) and isinstance(seconds, list) and not (
+            0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes))):
+        return f"{key}: as many seconds as bytes, which ascend, would do"
+    return ""

@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
     UsageError
         When the text is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", text.strip())
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B|)", text.strip())
     if not found or found[2] not in UNITS or not float(found[1]):
         raise UsageError(f"{text!r} is no size of memory: give it as 16 GB (of 1000^3 bytes) or "
                          "40 GiB (of 1024^3)")

@@ -7,6 +7,7 @@ from typing import Any, Mapping, Sequence
 
 from bench.errors import UsageError
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
+from mm3d.training.schedules.builders import LARGEST, check_size
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count
@@ -37,6 +38,12 @@ class Pipeline:
     hop: Fraction = Fraction(0)
     memory: Fraction | None = None
     kept: Fraction = Fraction(1)
+
+    def __post_init__(self) -> None:
+        try:
+            check_size(self.ranks, self.microbatches)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def stage_times(self, stages: int) -> Times:
         """Return the times of each of `stages` stages."""
@@ -108,7 +115,16 @@ def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
     dict
         By name: the micro-batches that there is such a schedule of; ``"bubble / cost"``, ``"in
         flight"`` (to the end of W, in activations of all layers of a rank) and ``"messages"``.
+
+    Raises
+    ------
+    UsageError
+        When all of these schedules together are larger than the largest one may be.
     """
+    size = pipeline.ranks * pipeline.microbatches * (pipeline.microbatches + 1) // 2
+    if size > LARGEST:
+        raise UsageError(f"curves of {pipeline.ranks} ranks and 1 to {pipeline.microbatches} "
+                         f"micro-batches have {size} forward steps: at most {LARGEST} would do")
     found: dict[str, list[tuple[int, Mapping[str, float]]]] = {name: [] for name in names}
     for name, points in found.items():
         for microbatches in range(1, pipeline.microbatches + 1):

@@ -29,9 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="a product: C is M x K, the sum has N terms; may be repeated")
     parser.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
                         metavar="HIDDEN,HEADS,BATCH,SEQ", help="a Transformer; may be repeated")
-    parser.add_argument("--layers", type=int, default=1, metavar="N",
+    parser.add_argument("--layers", type=options.whole(1), default=1, metavar="N",
                         help="layers of each Transformer (default 1)")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N",
+    parser.add_argument("--rounds", type=options.whole(1), default=20, metavar="N",
                         help="rounds over all measurements, whose medians count (default 20)")
     known = [name for name, scheme in registry().items() if scheme.divides_work]
     parser.add_argument("--scheme", type=options.some_of(*known), default=[], metavar="NAMES",
@@ -59,8 +59,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
         is a model for other ranks, another transport or other dtypes.
     """
     machine = machine_model.load_machine(arguments.machine, arguments.dtype)
-    if arguments.rounds < 1:
-        raise UsageError(f"--rounds {arguments.rounds}: must be at least 1")
     if not arguments.matmul and not arguments.layer:
         raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
                          "HIDDEN,HEADS,BATCH,SEQ")

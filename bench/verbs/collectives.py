@@ -10,6 +10,7 @@ from bench.prediction import machine_update
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.command_line import options
+from bench.command_line.number_types import MOST_BYTES
 from bench.command_line.publish import publish, publish_machine, report_failure
 from mm3d import launcher
 
@@ -22,10 +23,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_cluster(parser)
     options.add_measurement(parser, 7, 1.0)
     options.add_grid(parser)
-    parser.add_argument("--least", type=int, default=1024, metavar="BYTES",
-                        help="smallest array (default 1024); each is 4 times as large as the last")
-    parser.add_argument("--most", type=int, default=4 * 2 ** 20, metavar="BYTES",
-                        help="largest array (default 4194304, 4 MiB)")
+    for name, default, about in (
+            ("least", 1024, "smallest array (default 1024); each is 4 times as large as the last"),
+            ("most", 4 * 2 ** 20, "largest array (default 4194304, 4 MiB)")):
+        parser.add_argument(f"--{name}", type=options.whole(1, MOST_BYTES), default=default,
+                            metavar="BYTES", help=about)
     options.add_dtype(parser)
     options.add_machine_file(parser, "the cost of each collective, and of the links")
 

@@ -7,6 +7,7 @@ from bench.errors import UsageError
 from bench.reports import formats
 from bench.reports.comparison import compare_sides
 from bench.command_line import options
+from bench.command_line.number_types import number
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -19,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, side in (("before", "A"), ("after", "B")):
         parser.add_argument(f"--{name}", nargs="+", metavar="RUN", help=(
             f"the files or folders of side {side}, instead of A B"))
-    parser.add_argument("--fail-on-regression", type=float, metavar="PERCENT", help=(
+    parser.add_argument("--fail-on-regression", type=number(), metavar="PERCENT", help=(
         "exit with 1 when B is slower in a case by more than this, and the test says so too; "
         "takes three runs a side"))
     options.add_format(parser)

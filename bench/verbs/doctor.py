@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from bench.doctor.checks import CHECKS, FAILED
 from bench.doctor.child_jobs import Facts
 from bench.errors import UsageError
 from bench.command_line import options
+from bench.command_line.number_types import number
 from mm3d import launcher
 
 GROUP = "This machine"
@@ -20,7 +20,7 @@ ON_ALL_RANKS = False
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N",
+    parser.add_argument("--ranks", type=options.whole(1), default=2, metavar="N",
                         help="number of ranks that the launcher shall start (default 2)")
     parser.add_argument("--launcher", metavar="COMMAND",
                         help="command that starts that many ranks of a program, such as 'srun "
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="fail when this environment module is not loaded; may be repeated")
     parser.add_argument("--out", metavar="DIR",
                         help="fail when results cannot be written into this folder")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS",
+    parser.add_argument("--limit", type=number(above=True), default=60.0, metavar="SECONDS",
                         help="the longest that a child job may take (default 60)")
     parser.add_argument("--seen", metavar="DIR",
                         help="start no child job: read the output of bench.doctor.census in this "
@@ -62,14 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises
     ------
     UsageError
-        When it runs under a launcher, or an argument is not valid.
+        When it runs under a launcher.
     """
     if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
                          "python -m bench doctor --launcher 'mpirun -n 8'")
-    if arguments.ranks < 1 or not 0 < arguments.limit < math.inf:
-        raise UsageError(f"--ranks {arguments.ranks} --limit {arguments.limit:g}: give at least "
-                         "one rank, and a finite number of seconds above 0")
     facts = Facts(arguments.ranks, launcher_command(arguments), arguments.ranks_per_node,
                   arguments.gpus_per_node, arguments.backend, arguments.device_buffers,
                   dict(arguments.variable), arguments.module,

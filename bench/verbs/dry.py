@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="sizes of the grid's directions, or auto for the planner's choice; "
                              "with --stages and commas between, one for each stage (default: the "
                              "scheme's own)")
-    parser.add_argument("--rank", type=int, default=0, metavar="N",
+    parser.add_argument("--rank", type=options.whole(0), default=0, metavar="N",
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending the counts of three, which "
                              "gives the same")
-    parser.add_argument("--data", type=int, metavar="N", help=(
+    parser.add_argument("--data", type=options.whole(1), metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
         "where N replicas of --ranks ranks divide them, in each stage of ZeRO; with --stages or "
         "--experts also what the replicas, each with --batch sequences, send each other"))
@@ -70,10 +70,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
-    if arguments.ranks < 1:
-        raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
-    if arguments.data is not None and arguments.data < 1:
-        raise UsageError(f"--data {arguments.data}: must be at least 1")
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")

@@ -22,11 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=options.numbers, default=[512, 1024, 2048],
                         metavar="N,...",
                         help="features of a token (default 512,1024,2048)")
-    parser.add_argument("--head", type=int, default=64, metavar="N",
+    parser.add_argument("--head", type=options.whole(1), default=64, metavar="N",
                         help="features of an attention head (default 64)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N",
+    parser.add_argument("--batch", type=options.whole(1), default=8, metavar="N",
                         help="sequences in a batch (default 8)")
-    parser.add_argument("--seq", type=int, default=512, metavar="N",
+    parser.add_argument("--seq", type=options.whole(1), default=512, metavar="N",
                         help="tokens in a sequence (default 512)")
     options.add_dtype(parser)
     parser.add_argument("--scheme", default="3d", metavar="NAME",

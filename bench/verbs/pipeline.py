@@ -19,6 +19,7 @@ from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.command_line import options
+from bench.command_line.number_types import fractions
 from bench.command_line.publish import check_trace_file, publish, report_failure
 from mm3d import Mesh, ModelSizes
 from mm3d.training.schedules import registry
@@ -26,6 +27,7 @@ from mm3d.training.schedules import registry
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
 TIMES, UNIT = (Fraction(1),) * 3, Fraction(1, 100)    # by default, with waits
+LONGEST = 3600    # seconds that an action may wait
 UNITS = {"s": 1, "ms": Fraction(1, 1000), "us": Fraction(1, 10 ** 6)}
 
 
@@ -58,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what actions do: compute layers, or wait for --times with the core given away, so that "
         "ranks may outnumber cores; messages and dependencies are real either way (default "
         "compute)"))
-    parser.add_argument("--times", type=times, metavar="F,B,W", help=(
+    parser.add_argument("--times", type=fractions("F,B,W"), metavar="F,B,W", help=(
         "with --work wait: times of all layers of a rank for one micro-batch, in units of "
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--unit", type=duration, metavar="TIME",
@@ -140,8 +142,11 @@ def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
     if waits and arguments.recompute != "none":
         raise ValueError(f"--recompute {arguments.recompute} is for --work compute, and --work "
                          f"wait recomputes nothing: leave one of them out")
-    unit = arguments.unit or UNIT
-    return tuple(time * unit for time in arguments.times or TIMES) if waits else None
+    found = tuple(time * (arguments.unit or UNIT) for time in arguments.times or TIMES)
+    if waits and max(found) > LONGEST:
+        raise ValueError(f"--times and --unit let an action wait {float(max(found)):g} s: at most "
+                         f"{LONGEST} would do")
+    return found if waits else None
 
 
 def draw(record: Measurements, path: Path) -> None:
@@ -158,20 +163,11 @@ def table(records: list[Measurements]) -> str:
     return render(pipeline_tables.pipeline_parts(records))
 
 
-def times(text: str) -> tuple[Fraction, ...]:
-    """Read three numbers of at least 0, such as ``1,1.3,0.7``."""
-    try:
-        found = tuple(map(Fraction, text.split(",")))
-    except (ValueError, ZeroDivisionError):
-        found = ()
-    if len(found) != 3 or min(found) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: three numbers F,B,W of at least 0 would do")
-    return found
-
-
 def duration(text: str) -> Fraction:
     """Read a time such as ``10ms`` in seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|ms|us)", text)
-    if not found or not Fraction(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r}: a time such as 10ms, 500us or 1s would do")
-    return Fraction(found[1]) * UNITS[found[2]]
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(s|ms|us)", text)
+    seconds = Fraction(found[1]) * UNITS[found[2]] if found else 0
+    if not 0 < seconds <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: a time such as 10ms, 500us or 1s would do, "
+                                         f"of at most {LONGEST} s")
+    return seconds

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
     options.add_model(parser)
     options.add_machine(parser)
-    parser.add_argument("--top", type=int, default=12, metavar="N",
+    parser.add_argument("--top", type=options.whole(1), default=12, metavar="N",
                         help="number of plans to print (default 12)")
     parser.add_argument("--costs", action="store_true", help=(
         "also print what two linear layers cost a rank in 1-D, 2-D, 2.5-D and 3-D, as counted by "
@@ -56,9 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--data {arguments.data}: give --stages too, such as --stages 1; plans "
                          f"without are of one replica")
     ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
-    if ranks < 2 or arguments.top < 1:
-        raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "
-                         f"would do")
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks}: at least 2 ranks would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     experts = expert_options.experts_of(arguments)

@@ -25,6 +25,7 @@ from bench.records import journal, model_run, run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
 from bench.command_line import grids, link_rates, row_options
+from bench.command_line.number_types import whole
 from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.model.sizes import SIZES
@@ -40,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, about in (("layers", "Transformer layers"), ("hidden", "features of a token"),
                         ("heads", "attention heads"), ("batch", "sequences in a batch"),
                         ("seq", "tokens in a sequence")):
-        parser.add_argument(f"--{name}", type=int, metavar="N",
+        parser.add_argument(f"--{name}", type=whole(1), metavar="N",
                             help=f"{about} (default: the preset's)")
     parser.add_argument("--rows", metavar="NAMES", help=(
         "measure these rows, instead of --table and --scheme: weak:3d,strong:1d; weak:3d:1d is "

@@ -2,7 +2,6 @@
 
 import argparse
 from fractions import Fraction
-from typing import Callable
 
 from bench.errors import UsageError
 from bench.prediction import schedule_costs
@@ -11,6 +10,7 @@ from bench.reports import schedule_tables
 from bench.reports.document import Notes
 from bench.reports.formats import render
 from bench.command_line import options
+from bench.command_line.number_types import fraction, fractions
 from mm3d.training.schedules import format_schedule, registry
 
 GROUP = "Plan and predict"
@@ -91,24 +91,3 @@ def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
     if arguments.kept > 1:
         raise UsageError(f"--kept {arguments.kept}: a share from 0 to 1 would do")
     return Pipeline(*sizes, arguments.times, arguments.hop, arguments.memory, arguments.kept)
-
-
-def fraction(text: str) -> Fraction:
-    """Read a number of at least 0, such as 1.3 or 4/3, exactly."""
-    try:
-        found = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        found = Fraction(-1)
-    if found < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 0 would do, such as 1.3")
-    return found
-
-
-def fractions(names: str) -> Callable[[str], tuple[Fraction, ...]]:
-    """Return the type of an option that has a number for each of `names`."""
-    def several(text: str) -> tuple[Fraction, ...]:
-        found = tuple(map(fraction, text.split(",")))
-        if len(found) != len(names.split(",")):
-            raise argparse.ArgumentTypeError(f"{text!r}: three numbers {names} would do")
-        return found
-    return several

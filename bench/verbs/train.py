@@ -19,6 +19,7 @@ from bench.experiments.training.plan import (
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.command_line import expert_options, mesh_options, options
+from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import publish, report_failure
 from bench.instruments.clock import wait_patiently
 from bench.records import run_file
@@ -60,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
                             help=f"{about} ({default_of(name)})")
     for name, about in RATES:
-        parser.add_argument(f"--{name}", type=number, metavar="X",
+        parser.add_argument(f"--{name}", type=number(), metavar="X",
                             help=f"{about} ({default_of(name)})")
     parser.add_argument("--optimizer", choices=OPTIMIZERS,
                         help=f"the optimizer ({default_of('optimizer')})")
@@ -98,7 +99,8 @@ def add_course(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", metavar="DIR", help=(
         f"folder of the checkpoints, from which the same command goes on (default: a folder of "
         f"its own for each text and settings, in ./{CHECKPOINTS}); none for none"))
-    parser.add_argument("--max-seconds", type=float, metavar="SECONDS", help=(
+    parser.add_argument("--max-seconds", metavar="SECONDS", type=number(
+        above=True, most=MOST_SECONDS), help=(
         "stop after this time with a checkpoint, as after Ctrl-C (default: no limit)"))
     parser.add_argument("--stop-file", metavar="FILE", help=(
         "stop with a checkpoint when this file exists, as a job does near its time limit"))
@@ -108,17 +110,6 @@ def default_of(name: str) -> str:
     """Say what an option is by default, and with ``--compare``."""
     first, second = (getattr(plan, name.replace("-", "_")) for plan in (TRAINED, COMPARED))
     return f"default {first}" + (f"; {second} with --compare" if second != first else "")
-
-
-def number(text: str) -> float:
-    """Read a number of at least 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 0 would do")
-    return found
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

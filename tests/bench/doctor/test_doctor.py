@@ -244,9 +244,8 @@ def test_kernels_that_are_forced(monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--ranks", "0"], "--ranks 0 --limit 60: give at least one rank"),
-    (["--limit", "nan"], "--limit nan: give at least one rank, and a finite number"),
-    (["--limit", "inf"], "--limit inf: give at least one rank, and a finite number"),
+    (["--ranks", "0"], "--ranks: '0': a whole number of at least 1 would do"),
+    (["--limit", "nan"], "--limit: 'nan': a number greater than 0 would do"),
     (["--ranks-per-node", "-3"], "--ranks-per-node: '-3': a whole number of at least 0 would do"),
     (["--gpus-per-node", "-1"], "--gpus-per-node: '-1': a whole number of at least 0 would do"),
     (["--variable", "MEANT"], "--variable: 'MEANT': give it as NAME=VALUE"),

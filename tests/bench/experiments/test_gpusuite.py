@@ -34,6 +34,25 @@ def test_each_step_survives_the_others(tmp_path, capsys):
     assert (tmp_path / "hang.log").read_text() == "here\n"
 
 
+@pytest.mark.parametrize("said, state", [
+    ("3 passed, 71 skipped in 1.2s", "ok"), ("74 skipped, 9 deselected in 1.2s", "skipped")])
+def test_tests_of_which_none_ran_are_not_well(tmp_path, said, state):
+    """Of tests alone: whatever else ends well has said what it did."""
+    one, other = (Step(name, [sys.executable, "-c", f"print({said!r})", *words], 30)
+                  for name, words in (("tests-1", ["pytest"]), ("doctor", [])))
+    tests, doctor = gpu_suite.run_steps([one, other], tmp_path)
+    assert (str(tests).split()[0], str(doctor).split()[0]) == (state, "ok")
+    assert tests.skipped == (state == "skipped") and not tests.problem
+
+
+@pytest.mark.parametrize("more, status", [([], 1), (["--rehearse"], 0)])
+def test_a_suite_whose_tests_are_all_skipped_has_failed(tmp_path, monkeypatch, more, status):
+    """But not in a rehearsal, which has no GPU."""
+    step = Step("tests-1", [sys.executable, "-c", "print('74 skipped in 1 s')", "pytest"], 30)
+    monkeypatch.setattr(gpu_suite, "list_steps", lambda *arguments: [step])
+    assert main(["gpusuite", str(tmp_path / "out"), *more]) == status
+
+
 def test_everything_is_asked(tmp_path):
     """Each transport, the tests on one rank and on several, each part in a folder of its own."""
     names = [step.name for step in gpu_suite.list_steps(tmp_path, 8, 600, False)]

@@ -298,7 +298,7 @@ def test_the_fit_finds_latency_and_bandwidth():
     (("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
     (("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: "),
     (("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
-    (("collectives", "--grid", "2x1x1", "--repetitions", "0"), "must be at least 1")])
+    (("collectives", "--grid", "2x1x1", "--repetitions", "0"), "a whole number of at least 1")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
     said = refused(comm, *options, "--out", str(shared_tmp_path / "out"))
     assert said.count(message) == 1, said

@@ -159,16 +159,17 @@ def test_the_verbs_print_what_they_found(capsys):
 @pytest.mark.parametrize("command, message", [
     (["dry", "--ranks", "8", "--hidden", "64", "--grid", "3x2x1"], "a grid of 3 x 2 x 1 has 6"),
     (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "give sizes as in 16x4x1"),
-    (["dry", "--ranks", "-8", "--hidden", "64"], "--ranks -8: must be at least 1"),
-    (["dry", "--ranks", "-4", "--hidden", "64", "--scheme", "2d"], "must be at least 1"),
-    (["dry", "--ranks", "0", "--hidden", "64", "--grid", "auto"], "must be at least 1"),
     (["dry", "--ranks", "9", "--hidden", "64", "--scheme", "2d", "--rank", "9"], "rank 9 of 9"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "1d", "--keep", "both"], "'keep'"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "2d", "--grid", "auto"],
      "8 ranks are no square: start 4 or 9"),
     (["plan", "--ranks", "8", "--hidden", "65", "--heads", "4"], "must be a multiple of the 4"),
-    (["plan", "--ranks", "0", "--hidden", "64"], "at least 2 ranks"),
+    (["plan", "--ranks", "1", "--hidden", "64"], "at least 2 ranks"),
+    *((verb + ["--stages", "1000000000"], "at most 262144 would do") for verb in (
+        ["plan", "--ranks", "1000000000", "--hidden", "64"], ["predict"],
+        ["dry", "--ranks", "1000000000", "--hidden", "64"])),
+    (["dry", "--ranks", "8", "--hidden", "64", "--memory", f"{'9' * 400} GB"], "no size of"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "choose one of cpu, dgx"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "no.toml"], "machine file no.toml")])
 def test_wrong_arguments_are_named(command, message, capsys):

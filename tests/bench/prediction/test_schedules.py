@@ -124,7 +124,12 @@ def test_the_paper_is_computed_without_options_of_measurements(capsys):
     ([*SMALL[1:], "--compare", "auto", "--memory", "1/2"], "memory for one micro-batch"),
     ([*SMALL[1:], "--picture", "a.bmp"], "ends in .png, .svg or .pdf"),
     (["--file", "/no/such/file"], "No such file"), (["--file", "/"], "Is a directory"),
-    ([*SMALL[1:], "--compare", "interleaved:0"], "a number of chunks of at least 1")])
+    ([*SMALL[1:], "--compare", "interleaved:0"], "a number of chunks of at least 1"),
+    (["--name", "1f1b", "--stages", "8", "--microbatches", "1000000000"], "at most 262144"),
+    (["--name", "auto", "--stages", "1000000000", "--microbatches", "1"], "at most 262144"),
+    (["--name", "interleaved:1000000000", "--stages", "2", "--microbatches", "2"], "at most 262"),
+    (["--name", "1f1b", "--stages", "8", "--microbatches", "1000", "--curves", "a.png"],
+     "1 to 1000 micro-batches have 4004000 forward steps: at most 262144 would do")])
 def test_what_cannot_be_meant_is_refused(words, match, capsys):
     assert main(["schedule", *words]) == 2
     assert match in capsys.readouterr().err

@@ -11,11 +11,6 @@ def test_figure_1_of_zero(capsys):
     assert [round(int(row[-2]) / 1e9, 1) for row in rows] == [120, 31.4, 16.6, 1.9]
 
 
-def test_a_number_of_replicas_that_is_none(capsys):
-    assert main(["dry", "--ranks", "1", "--hidden", "64", "--data", "0"]) != 0
-    assert "--data 0: must be at least 1" in capsys.readouterr().err
-
-
 def test_copies_of_weights_count_in_the_state(capsys):
     common = ["--hidden", "48", "--heads", "4", "--layers", "2", "--batch", "8", "--seq", "8",
               "--data", "2", "--dtype", "float32", "--format", "csv"]

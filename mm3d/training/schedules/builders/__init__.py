@@ -12,9 +12,10 @@ from typing import Any, Callable
 from mm3d.training.schedules.builders.names import BUILDERS, builder
 from mm3d.training.schedules.schedule import Schedule
 
-__all__ = ["CONDITIONS", "build", "builder", "registry"]
+__all__ = ["CONDITIONS", "build", "builder", "check_size", "registry"]
 
 CONDITIONS = ("chunks", "times", "memory", "kept")
+LARGEST = 2 ** 18    # ranks x chunks x micro-batches: a minute and half a GB
 
 
 def registry() -> dict[str, Callable[..., Schedule]]:
@@ -43,15 +44,24 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     Raises
     ------
     ValueError
-        When the name is unknown, or there is no such schedule of so many ranks and micro-batches.
+        When the name is unknown, or there is no such schedule of so many ranks and micro-batches,
+        or it is larger than `LARGEST`.
     """
     function, chosen = _builder_of(name)
     if ranks < 1 or microbatches < 1:
         raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
                          f"is needed")
+    check_size(ranks, microbatches, chosen.get("chunks", 1))
     known = inspect.signature(function).parameters
     given = {key: value for key, value in conditions.items() if key in known}
     return function(ranks, microbatches, **given | chosen)
+
+
+def check_size(ranks: int, microbatches: int, chunks: int = 1) -> None:
+    """Raise ValueError when schedules of these have more forward steps than `LARGEST`."""
+    if (size := ranks * chunks * microbatches) > LARGEST:
+        raise ValueError(f"{ranks * chunks} stages and {microbatches} micro-batches have {size} "
+                         f"forward steps: at most {LARGEST} would do")
 
 
 def _builder_of(name: str) -> tuple[Callable[..., Schedule], dict[str, int]]:

@@ -1,0 +1,77 @@
+"""Define the types of options that are numbers: each within bounds, none infinite or not a number.
+"""
+
+import argparse
+import math
+import re
+from fractions import Fraction
+from typing import Callable
+
+MOST = 10 ** 9    # of any number that is given: more would take more memory or years
+MOST_BYTES = 2 ** 40    # of an array
+MOST_SECONDS = 3.2e7    # a year
+SEEDS = 2 ** 63 - 1    # those that a file can hold
+DECIMAL = re.compile(r"\d{1,20}(\.\d{0,20})?(e-?\d\d?)?|\.\d{1,20}|\d{1,20}/\d{1,20}",
+                     re.IGNORECASE)
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from `least` to `most`."""
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least:
+            raise refused(text, f"a whole number of at least {least}")
+        if found > most:
+            raise refused(text, f"a whole number of at most {most}")
+        return found
+    return read
+
+
+def number(least: float = 0, above: bool = False,
+           most: float = MOST) -> Callable[[str], float]:
+    """Return the type of an option that is a number from `least`, or `above` it, to `most`."""
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (found > least if above else found >= least):    # nor nan
+            raise refused(text, f"a number greater than {least:g}" if above
+                          else f"a number of at least {least:g}")
+        if found > most:
+            raise refused(text, f"a number of at most {most:g}")
+        return found
+    return read
+
+
+def fraction(text: str) -> Fraction:
+    """Read a number of at least 0, such as 1.3 or 4/3, exactly."""
+    try:    # a long exponent would take all memory
+        found = Fraction(text) if DECIMAL.fullmatch(text) else Fraction(-1)
+    except ZeroDivisionError:
+        found = Fraction(-1)
+    if found < 0:
+        raise refused(text, "a number of at least 0", "such as 1.3")
+    if found > MOST or 0 < found < Fraction(1, MOST):
+        raise refused(text, f"0, or a number from {1 / MOST:g} to {MOST:g}")
+    return found
+
+
+def fractions(names: str) -> Callable[[str], tuple[Fraction, ...]]:
+    """Return the type of an option that has a number of at least 0 for each of `names`."""
+    def several(text: str) -> tuple[Fraction, ...]:
+        words = text.split(",")
+        if len(words) != len(names.split(",")):
+            raise refused(text, f"numbers {names}")
+        return tuple(map(fraction, words))
+    return several
+
+
+def refused(text: str, remedy: str, example: str = "") -> argparse.ArgumentTypeError:
+    """Return the error of a value that `remedy` would mend; of a long one say the beginning."""
+    shown = text if len(text) <= 40 else f"{text[:30]}..."
+    return argparse.ArgumentTypeError(", ".join(filter(None, [f"{shown!r}: {remedy} would do",
+                                                              example])))

@@ -1,0 +1,81 @@
+"""Every option that is a number, of every verb, has bounds."""
+import argparse
+import contextlib
+from fractions import Fraction
+from numbers import Number
+
+import pytest
+
+from bench import verbs
+from bench.__main__ import parser
+from bench.command_line.number_types import fraction, fractions, number, whole
+from jobs.__main__ import parser as jobs_parser
+
+HUGE = "9" * 400
+BAD = ("nan", "inf", "-inf", "1e400", "-1", HUGE, "", "abc", f"{HUGE}/7")
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Every verb's parser, by the words that begin its command line."""
+    found = {}
+    for name, top in (*((verb, parser(verb)) for verb in verbs.names()), ("", jobs_parser())):
+        group, = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
+        found |= {one: p for one, p in group.choices.items() if name in ("", one)}
+    return found
+
+
+def numeric(action: argparse.Action) -> bool:
+    """Whether an option is one number, or several."""
+    for text in ("3", "3,3,3"):
+        with contextlib.suppress(Exception):
+            found = action.type(text)
+            found = found if isinstance(found, (list, tuple)) else [found]
+            return all(isinstance(one, Number) for one in found)
+    return False
+
+
+OPTIONS = [(verb, action) for verb, one in parsers().items() for action in one._actions
+           if action.type and not action.choices and numeric(action)]
+
+
+def test_there_are_such_options():
+    assert len(OPTIONS) > 100
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text[:8])
+def test_none_takes_what_is_no_number_or_too_large(text):
+    taken = []
+    for verb, action in OPTIONS:
+        try:
+            action.type(text)
+        except argparse.ArgumentTypeError as error:
+            assert len(str(error)) < 200 and "would do" in str(error), (verb, action.dest, error)
+        else:
+            taken.append((verb, action.dest))
+    assert not taken
+
+
+@pytest.mark.parametrize("kind, text, found", [
+    (whole(1), "1", 1), (whole(0), "0", 0), (whole(0), "1000000000", 10 ** 9),
+    (whole(0, 5), "5", 5), (number(), "0", 0), (number(above=True), "1e-9", 1e-9),
+    (fraction, "0", 0), (fraction, ".5", Fraction(1, 2)), (fraction, "4/3", Fraction(4, 3)),
+    (fraction, "1e3", 1000), (fraction, "1.3", Fraction(13, 10)),
+    (fractions("F,B"), "1,0.5", (1, Fraction(1, 2)))])
+def test_what_is_taken(kind, text, found):
+    assert kind(text) == found
+
+
+@pytest.mark.parametrize("kind, text, said", [
+    (whole(1), "0", "'0': a whole number of at least 1 would do"),
+    (whole(1), "1.0", "'1.0': a whole number of at least 1 would do"),
+    (whole(1), "1000000001", "a whole number of at most 1000000000 would do"),
+    (number(above=True), "0", "'0': a number greater than 0 would do"),
+    (number(most=10), "11", "a number of at most 10 would do"),
+    (fraction, "1/0", "'1/0': a number of at least 0 would do, such as 1.3"),
+    (fraction, "1e-12", "'1e-12': 0, or a number from 1e-09 to 1e+09 would do"),
+    (fraction, "1e99", "0, or a number from"), (fraction, "1e9999999999", "at least 0"),
+    (fractions("F,B,W"), "1,1", "'1,1': numbers F,B,W would do")])
+def test_what_is_refused(kind, text, said):
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        kind(text)
+    assert said in str(caught.value)
