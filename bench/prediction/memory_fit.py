@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from bench.cases.variants import Variant
+from bench.cases.variants import Variant, itemsize
 from bench.errors import UsageError
 from mm3d import model_spec
 from mm3d.grid.shape import GridShape
@@ -15,6 +15,7 @@ from mm3d.model.experts.options import Experts
 from mm3d.model.recomputation import POLICIES
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
+from mm3d.training.data_costs import state_bytes
 
 GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
 
@@ -135,12 +136,33 @@ def judge_fit(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     line = (f"recompute {recompute} needs {format_gib(needed)} a rank by a dry run, of "
             f"{format_gib(limit)}")
     if needed <= limit:
-        return True, f"{line}: it fits"
+        return True, f"{line}: it fits without an optimizer"
     name, least = choose_policy(scheme, grid, dtype, sizes, limit, how)
     if name is None:
         return False, (f"{line}, and no policy fits: the least is {format_gib(least)}; take more "
                        f"ranks")
     return False, f"{line}: it does not fit, but --recompute {name} does, with {format_gib(least)}"
+
+
+def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 1) -> float:
+    """Return the bytes that training by AdamW adds to values and gradients of `dtype` on a rank.
+
+    Moments have two numbers a parameter; types of 16 bits also have masters in float32, and
+    gradients of twice the width.
+
+    Parameters
+    ----------
+    parameters : float
+        Bytes of the rank's values and gradients, undivided among replicas.
+    dtype : str
+        Their type.
+    zero, shards : int
+        The stage of ZeRO, and the replicas that divide a copy of the model.
+    """
+    size = itemsize(dtype)
+    narrow = size == 2
+    return parameters / (2 * size) * state_bytes(zero, shards, 0, 2 * narrow, 4 * narrow,
+                                                 2 * max(size, 4))
 
 
 def format_gib(count: float) -> str:

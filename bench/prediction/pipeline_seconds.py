@@ -8,7 +8,7 @@ model.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any, Iterable
@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, sent_words, stage_moves
 from bench.prediction.machine_model import Machine
+from bench.prediction.memory_fit import optimizer_bytes
 from bench.prediction.seconds import achieved_seconds, trace_terms
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
@@ -272,6 +273,21 @@ def peak_bytes(model: PipelineModel, stage: int) -> float:
     return found
 
 
+def training_bytes(model: PipelineModel, stage: int) -> float:
+    """Return `peak_bytes` with what AdamW adds, see `memory_fit.optimizer_bytes`."""
+    layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
+    return peak_bytes(model, stage) + optimizer_bytes(
+        _stored_bytes(model, layers, model.grids[stage]), model.dtype, model.zero,
+        model.shards or model.data)
+
+
+@cache
+def _stored_bytes(model: PipelineModel, layers: int, grid: GridShape) -> int:
+    """Return the bytes of parameters and gradients of a rank, undivided among replicas."""
+    alone = replace(model, data=1, shards=None, zero=0)
+    return alone.trace(layers, stage=model.grids.index(grid)).parameters
+
+
 @cache
 def _bytes_left_out(model: PipelineModel, layers: int, grid: GridShape) -> float:
     """Return the bytes of a dry run of one micro-batch beyond those of the closed form."""
@@ -300,10 +316,13 @@ def largest_peak_bytes(model: PipelineModel) -> float:
 
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
         tuple[PipelineModel, PredictedPipeline, float, bool]]:
-    """Predict models; return each with its bytes at the peak and whether they fit, best first."""
+    """Predict models; return each with its bytes at the peak and whether they fit, best first.
+
+    The optimizer's bytes are among them.
+    """
     found = []
     for model in models:
-        peak = largest_peak_bytes(model)
+        peak = max(training_bytes(model, stage) for stage in range(model.schedule.ranks))
         found.append((model, predict_pipeline(model, machine), peak,
                       peak <= machine.memory_bytes))
     return sorted(found, key=lambda one: (not one[3], one[1].seconds))

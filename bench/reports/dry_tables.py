@@ -154,7 +154,8 @@ def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
     for phase in trace.phases:
         taken = [v / getattr(machine.achieved, t) for t, v in spent[phase].items()]
         rows.append([phase, *map(number_cell, (sum(taken), *taken))])
-    fits = "fits" if trace.peak <= machine.memory_bytes else "does not fit"
+    fits = ("fits without an optimizer" if trace.peak <= machine.memory_bytes
+            else "does not fit")
     hidden = NOT_HIDDEN * bool(trace.count(Overlapped))
     return Table(f"Predicted seconds (a model; {hidden}{fits} into "
                  f"{machine.memory_bytes / 2**30:.1f} GiB a rank): {machine.about}",

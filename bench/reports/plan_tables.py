@@ -19,7 +19,7 @@ def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
         Column("scheme"), Column("grid", align="<"),
         *(Column(name, align=".") for name in (
             "step s", "forward s", "backward s", "Mwords fwd", "Mwords bwd", "/ bound", "GiB")),
-        Column("fits", align="<")], rows)
+        Column("fits without", "an optimizer", align="<")], rows)
 
 
 def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float,

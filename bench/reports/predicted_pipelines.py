@@ -30,8 +30,10 @@ def rank_parts(model: PipelineModel, stage: int, place: int, trace: Trace) -> li
     rows = [["layers of this stage", sum(map(len, parts))],
             ["actions in a step", len(schedule.rows[stage])],
             ["blocks sent to other stages", sent_blocks(schedule, stage)],
-            ["bytes at the peak, by the closed form, without moments",
-             number_cell(pipeline_seconds.peak_bytes(model, stage), ",.0f")]]
+            ["bytes at the peak, by the closed form, without an optimizer",
+             number_cell(pipeline_seconds.peak_bytes(model, stage), ",.0f")],
+            ["bytes at the peak, in training by AdamW",
+             number_cell(pipeline_seconds.training_bytes(model, stage), ",.0f")]]
     words = pipeline_seconds.step_words(model, trace, stage, place)
     return [Table(f"Stage {stage} of {schedule.ranks} in a step of {schedule.microbatches} "
                   f"micro-batches", [Column("quantity"), Column("of a rank")], rows),
@@ -131,5 +133,6 @@ def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, flo
                       Column("GiB", align="."), Column("fits", align="<")], rows),
             Notes("Remarks", [
                 f"{screened} plans of a stage screened by closed forms, {len(rows)} of them "
-                f"traced; memory is the closed form's of the stage with the most"]),
+                f"traced; memory is the closed form's of the stage with the most, with the "
+                f"masters and moments of AdamW"]),
             seconds_notes(data)]

@@ -46,8 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"tables count the collectives in flight, and the memory of their buffers"))
     options.add_recompute(parser)
     parser.add_argument("--memory", metavar="SIZE", help=(
-        "memory of a rank, such as '16 GB': say whether the model fits, or with which --recompute "
-        "it would; status 1 if it does not"))
+        "memory of a rank, such as '16 GB': say whether the model fits, without an optimizer, or "
+        "with which --recompute it would; with --data or --stages whether training by AdamW does; "
+        "status 1 if it does not"))
     parser.add_argument("--halves", choices=WEIGHTS_HALVES, help=(
         "count backward in two halves, as schedules of pipelines compute it: the gradients of "
         "inputs, then those of weights, for which a gathered dY is kept or gathered again"))
@@ -106,10 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
         parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens,
                                        arguments.imbalance))
     fits = True
-    if limit and experts:
+    if limit and arguments.data is not None:
+        fits, line = _judge_training(trace, arguments, limit)
+        parts.append(line)
+    elif limit and experts:
         fits = trace.peak <= limit
         parts.append(f"{trace.peak / 2 ** 30:.2f} GiB at the peak of this rank, with intermediate "
-                     f"arrays: it {'fits' if fits else 'does not fit'}")
+                     f"arrays: it {'fits without an optimizer' if fits else 'does not fit'}")
     elif limit:
         fits, line = memory_fit.judge_fit(
             arguments.scheme, grid.sizes, arguments.dtype, arguments.recompute, sizes, limit,
@@ -117,6 +121,24 @@ def run(arguments: argparse.Namespace) -> int:
         parts.append(line)
     print(render(parts, arguments.format))
     return int(not fits)
+
+
+def _judge_training(trace: Trace, arguments: argparse.Namespace,
+                    limit: int) -> tuple[bool, str]:
+    """Return whether training by AdamW fits `limit` bytes in a stage of ZeRO, and say in which.
+
+    Gradients and parameters that stages 2 and 3 divide are counted whole.
+    """
+    groups = arguments.data // arguments.expert_parallel
+    found = [trace.peak + sum(memory_fit.optimizer_bytes(part, arguments.dtype, zero, shards)
+                              for part, shards in (
+                                  (trace.parameters - trace.divided, arguments.data),
+                                  (trace.divided, groups))) for zero in (0, 1)]
+    said = [f"{memory_fit.format_gib(one)} with ZeRO {zero}, which "
+            f"{'fits' if one <= limit else 'does not fit'}" for zero, one in enumerate(found)]
+    return found[1] <= limit, (f"at the peak of this rank, in training by AdamW, of "
+                               f"{memory_fit.format_gib(limit)}: {'; '.join(said)}; what ZeRO 2 "
+                               f"and 3 divide further is not counted")
 
 
 def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
@@ -160,10 +182,10 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
         found = pipeline_seconds.predict_pipeline(model, machine)
         parts += predicted_pipelines.seconds_parts(arguments.schedule or "1f1b", model, found,
                                                    machine)
-    peak = pipeline_seconds.peak_bytes(model, stage)
+    peak = pipeline_seconds.training_bytes(model, stage)
     if limit:
         parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of a rank of this stage, by the "
-                     f"closed form: it {'fits' if peak <= limit else 'does not fit'}")
+                     f"closed form, with AdamW: it {'fits' if peak <= limit else 'does not fit'}")
     print(render(parts, arguments.format))
     return int(bool(limit) and peak > limit)
 

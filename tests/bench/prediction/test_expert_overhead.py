@@ -58,7 +58,7 @@ def test_predict_prints_one_line_for_each_number(capsys):
 def test_dry_counts_and_says_what_is_assumed(capsys):
     assert main([*DRY, "--machine", "cpu", "--rank", "5", "--memory", "1 GB"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "4 replicas of grid 2, rank 5 of 8" in out and "it fits" in out
+    assert "4 replicas of grid 2, rank 5 of 8" in out and "which fits" in out
     assert "of 256 tokens that are routed together, each to 2 of 8 experts, every expert gets 64" \
         in out
     assert "takes 80 pairs" in out and "an all-to-all of rows" in out

@@ -123,3 +123,58 @@ def test_residuals_are_of_the_model_that_recomputes(comm):
         assert layer_residuals.failure_message(checks) is None, name
         assert model.layers.layers is before
         scheme.grid.free()
+
+
+@pytest.mark.parametrize("dtype, each", [("float16", 14), ("bfloat16", 14), ("float32", 8),
+                                         ("float64", 16)])
+def test_the_optimizer_has_masters_moments_and_wide_gradients(dtype, each):
+    """12 bytes a parameter in 16 bits, and 2 for gradients in float32."""
+    size = 8 if dtype == "float64" else 4 if dtype == "float32" else 2
+    stored = 1000 * 2 * size    # values and gradients of 1000 parameters
+    assert memory_fit.optimizer_bytes(stored, dtype) == 1000 * each
+    gradients = 2000 * (size == 2)
+    assert memory_fit.optimizer_bytes(stored, dtype, 1, 4) == (
+        1000 * each - gradients) / 4 + gradients
+    assert memory_fit.optimizer_bytes(stored, dtype, 2, 4) == 1000 * each / 4
+
+
+def test_a_training_fits_with_its_optimizer_or_not_at_all(capsys):
+    """What fits without one is called that; with --data its state is counted."""
+    command = ["dry", "--ranks", "1", "--scheme", "serial", "--hidden", "256", "--heads", "4",
+               "--layers", "2", "--batch", "1", "--seq", "16"]
+    said = {}
+    for size, data in (("40 MB", ()), ("40 MB", ("--data", "64")), ("20 MB", ("--data", "64")),
+                       ("10 MB", ("--data", "64"))):
+        status = main([*command, "--memory", size, *data])
+        said[size, bool(data)] = status, capsys.readouterr().out
+    status, out = said["40 MB", False]
+    assert status == 0 and "it fits without an optimizer" in out
+    status, out = said["40 MB", True]
+    assert status == 0 and out.count("which fits") == 2 and "it fits" not in out
+    status, out = said["20 MB", True]
+    assert status == 0 and "ZeRO 0, which does not fit" in out and "ZeRO 1, which fits" in out
+    status, out = said["10 MB", True]
+    assert status == 1 and out.count("which does not fit") == 2
+
+
+def test_plans_of_stages_count_the_optimizer(capsys):
+    """ZeRO 1 divides its state among the replicas, so it needs less."""
+    found = []
+    for zero in ("0", "1"):
+        assert main(["plan", "--ranks", "8", "--stages", "2", "--data", "16", "--zero", zero,
+                     "--hidden", "512", "--layers", "4", "--batch", "8", "--seq", "16",
+                     "--top", "1", "--format", "csv"]) == 0
+        out = capsys.readouterr().out
+        row, = (line.split(",") for line in out.splitlines() if line.split(",")[-1] == "yes")
+        found.append(float(row[-2]) * 2 ** 30)
+    parameters = 4 * 12 * 512 ** 2 / 8    # of a rank, and no biases
+    assert found[0] - found[1] == pytest.approx(8 * parameters * 15 / 16, rel=0.02)
+
+
+def test_plans_of_one_replica_say_that_there_is_no_optimizer(capsys):
+    assert main(["plan", "--ranks", "4", "--hidden", "64", "--layers", "1", "--top", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "fits without" in out and "an optimizer" in out
+    assert main(["dry", "--ranks", "4", "--scheme", "1d", "--hidden", "64", "--layers", "1",
+                 "--machine", "dgx-h100"]) == 0
+    assert "fits without an optimizer into" in capsys.readouterr().out
