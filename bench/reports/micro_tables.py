@@ -65,8 +65,13 @@ def collective_parts(record: Measurements) -> list[Part]:
     columns = [Column("", "collective"), Column("", "along"),
                *(Column(_bytes(size), "(us)", "median makespan by the size of the whole array")
                  for size in record.scales["size"]),
-               Column("bandwidth", "(GB/s)"), Column("alpha", "(us)", "fit"),
+               Column("bus", "(GB/s)", "bandwidth"), Column("algorithm", "(GB/s)", "bandwidth"),
+               Column("alpha", "(us)", "fit"),
                Column("1 / beta", "(GB/s)", "fit"), Column("within", "", "fit")]
+    plain = values.get("mpi_seconds")    # not in earlier files, nor of devices
+    ends = [record.scales["size"][0], record.scales["size"][-1]]
+    columns += [Column(_bytes(size), "(us)", "plain MPI call") for size in ends] * (
+        plain is not None)
     rows: Rows = []
     chosen, narrow = record.configuration, values["ended_by_width"]
     travel = chosen.get("transports") or " ".join(
@@ -77,17 +82,27 @@ def collective_parts(record: Measurements) -> list[Part]:
             beta, error = values["beta"][a, c], values["fit_error"][a, c]
             copies = not placed[a, c]
             bandwidth = values["bandwidth"][a, c].max() / 1e9 if copies else math.nan
+            whole = (record.scales["size"] / values["seconds"][a, c, :, 0]).max() / 1e9
+            alone = [] if plain is None else plain[a, c, [0, -1], 0]
             rows.append([
                 kind, axis,
                 *(number_cell(1e6 * t, ".0f") for t in values["seconds"][a, c, :, 0]),
                 number_cell(bandwidth, ".2f", IN_PLACE.get(kind, "-")),
+                number_cell(whole if copies else math.nan, ".2f"),
                 number_cell(1e6 * values["alpha"][a, c], ".0f"),
                 number_cell(1e-9 / beta if beta and copies else math.nan, ".2f"),
-                Number(error, f"{100 * error:.0f} %")])
+                Number(error, f"{100 * error:.0f} %"),
+                *(number_cell(1e6 * t, ".0f") for t in alone)])
     return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
             Notes("About these times:", [
-                "Bandwidth: bytes counted of the busiest rank (bucket algorithm) over the time, "
-                "at the best size; the fit alpha + beta n is of relative least squares. Arrays "
+                "Bus bandwidth, as nccl-tests define it: the algorithm bandwidth, which is the "
+                "whole array over the time, times (P - 1) / P for all-gather, reduce-scatter and "
+                "all-to-all along P ranks, 2 (P - 1) / P for all-reduce, 1 for broadcast and "
+                "reduce: the bytes that a ring brings the busiest rank. Both at the best size. "
+                "Times and alpha are those of this library's calls, in Python"
+                + "; the plain call is mpi4py's, blocking, on buffers that are there"
+                * (plain is not None) + ". The fit alpha + beta n is of relative least squares. "
+                "Arrays "
                 "are sent again and again: those that fit the caches are read from there.",
                 *["In shared memory ranks read what is gathered or broadcast where it lies, which "
                   "is not timed: there is no bandwidth."] * bool(placed.any()),

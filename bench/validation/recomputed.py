@@ -89,12 +89,15 @@ def median_or_default(samples: np.ndarray, default: tuple) -> tuple:
 
 def _of_samples(found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute medians and intervals of points whose samples are recorded."""
-    if not {"samples", "seconds"} <= found.keys():
-        return {}
-    samples = found["samples"]
-    points = [median_or_default(line, NO_SAMPLES[1])
-              for line in samples.reshape(-1, samples.shape[-1])]
-    return {"seconds": Recomputed(np.reshape(points, (*samples.shape[:-1], 4)), "its samples")}
+    again = {}
+    for whose in ("", "mpi_"):
+        if {f"{whose}samples", f"{whose}seconds"} <= found.keys():
+            samples = found[f"{whose}samples"]
+            points = [median_or_default(line, NO_SAMPLES[1])
+                      for line in samples.reshape(-1, samples.shape[-1])]
+            again[f"{whose}seconds"] = Recomputed(np.reshape(points, (*samples.shape[:-1], 4)),
+                                                  "its samples")
+    return again
 
 
 def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:

@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth of each collective along each direction, under mpirun."""
+"""Measure each collective along each direction beside the plain MPI call, under mpirun."""
 
 import argparse
 

@@ -1,7 +1,7 @@
-"""Measure latency and bandwidth of each collective along each direction of a grid."""
+"""Measure each collective along each direction of a grid, beside MPI's own call."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -43,12 +43,15 @@ class Sampled:
         Bytes counted on the busiest rank.
     check : Check
         The comparison of the result with the exact one.
+    plain : list of float
+        Samples of MPI's own call for it; empty where it was not measured.
     """
 
     seconds: list[float]
     ended_by: str
     moved: int
     check: Check
+    plain: Sequence[float] = ()
 
 
 def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
@@ -129,8 +132,9 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     -------
     Measurements or None
         A record of kind "collectives", by direction, collective and size: seconds, bytes
-        counted, bandwidth, and the fit alpha + beta n; on rank 0, None on the others.  In an
-        emulated cluster also the bytes between nodes of the largest array, see `wire_bytes`.
+        counted, bus bandwidth, the fit alpha + beta n, and the seconds of MPI's own call for the
+        same; on rank 0, None on the others.  In an emulated cluster also the bytes between nodes
+        of the largest array, see `wire_bytes`.
 
     Raises
     ------
@@ -143,9 +147,14 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     axes, clock = communicating_directions(grid), Clock(comm)
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
-        return measure_collective(
-            grid, axis, kind, (size // itemsize,), dtype, lambda step: take_samples(
-                makespans(step, comm, grid.backend.synchronize, clock), limits, comm))
+        def repeat(step: Step) -> tuple[list[float], str]:
+            return take_samples(makespans(step, comm, grid.backend.synchronize, clock), limits,
+                                comm)
+        found = measure_collective(grid, axis, kind, (size // itemsize,), dtype, repeat)
+        if not grid.backend.host_buffers:    # MPI may not take a device's
+            return found
+        call = operands.plain_call(grid[axis].comm, kind, size // itemsize, dtype)
+        return replace(found, plain=repeat(call)[0])
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
     found = measure_in_random_order(points, seed, measure, progress)
@@ -220,6 +229,14 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
     lines = np.array([least_squares.fit_line(np.array(scales["size"], np.float64), seconds)
                       for seconds in bounds[..., 0].reshape(-1, shape[-1])])
     lines = lines.reshape(*shape[:2], 3)
+    plain = {}
+    if all(len(one.plain) for one in found):
+        alone = pad_samples([[*one.plain] for one in found], shape)
+        plain = {"mpi_samples": Variable(alone, "s", (*dims, "mpi_repetition")),
+                 "mpi_seconds": Variable(np.array([
+                     median_interval([*one.plain]) for one in found]).reshape(*shape, 4), "s",
+                     (*dims, "bound"))}
+        scales = {**scales, "mpi_repetition": range(alone.shape[-1])}
     copying = ~operands.left_in_place(settings["transports"], scales["collective"])
     return Measurements(
         "collectives", settings, environs,
@@ -232,4 +249,5 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
          "ended_by_width": Variable(by_width, "1", dims),
          "alpha": Variable(lines[..., 0], "s", dims[:2]),
          "beta": Variable(lines[..., 1], "s byte-1", dims[:2]),
-         "fit_error": Variable(lines[..., 2], "1", dims[:2])}, [one.check for one in found])
+         "fit_error": Variable(lines[..., 2], "1", dims[:2]), **plain},
+        [one.check for one in found])

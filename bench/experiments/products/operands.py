@@ -6,6 +6,7 @@ import numpy as np
 
 from bench.errors import UsageError
 from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
@@ -55,6 +56,37 @@ def collective_call(split: Split, kind: str, a: Array) -> CollectiveCall:
             "reduce": lambda: axis.reduce(a, 0),
             "all_to_all": lambda: axis.all_to_all(
                 a, split.counts, [split.counts[axis.rank]] * axis.size, split.dim)}[kind]
+
+
+def plain_call(comm: Any, kind: str, length: int, dtype: str) -> Callable[[], object]:
+    """Return MPI's own blocking call for a collective on a flat array of NumPy, of zeros.
+
+    Nothing but mpi4py is between the caller and MPI, and no memory is allocated.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks of a line.
+    kind : str
+        One of `mm3d.grid.axis.COLLECTIVES`.
+    length : int
+        Elements of the whole array.
+    dtype : str
+        Their type.
+    """
+    counts = block_lengths(length, comm.size)
+    whole, other = np.zeros(length, dtype), np.zeros(length, dtype)
+    block = np.zeros(counts[comm.rank], dtype)
+    received = np.zeros(counts[comm.rank] * comm.size, dtype)
+    parts = (counts, block_starts(counts))
+    arriving = [counts[comm.rank]] * comm.size
+    return {"all_gather": lambda: comm.Allgatherv(block, [whole, parts]),
+            "reduce_scatter": lambda: comm.Reduce_scatter(whole, block, counts),
+            "all_reduce": lambda: comm.Allreduce(whole, other),
+            "broadcast": lambda: comm.Bcast(whole, 0),
+            "reduce": lambda: comm.Reduce(whole, other if comm.rank == 0 else None, root=0),
+            "all_to_all": lambda: comm.Alltoallv(
+                [whole, parts], [received, (arriving, block_starts(arriving))])}[kind]
 
 
 def transport_names(grid: Grid) -> str:

@@ -252,10 +252,18 @@ def test_collectives(tmp_path):
     told = [line[1:] for line in lines if line[:1] == ["measured"]]
     assert told == [[str(count), "of", "36"] for count in range(3, 37, 3)]
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
-    del run.configuration["transports"]    # as in files of before, with the same table
-    assert render(micro_tables.collective_parts(run)).count("copies nothing") == 2
+    # Beside the plain calls of MPI, which files of before lack, as they do the transports.
+    assert found["mpi_seconds"].shape == (2, 6, 3, 4) and (found["mpi_samples"] > 0).all()
+    text = render(micro_tables.collective_parts(run))
+    assert "plain MPI call" in text and "2 (P - 1) / P for all-reduce" in " ".join(text.split())
+    del run.configuration["transports"], run.variables["mpi_seconds"]
+    text = render(micro_tables.collective_parts(run))
+    assert text.count("copies nothing") == 2 and "plain" not in text
     run = run_file.read_run(*tmp_path.glob("*.h5"))
     assert not any("bandwidth" in line for line in check_derived(run))
+    assert not any("mpi_seconds" in line for line in check_derived(run))
+    run.variables["mpi_seconds"].values[...] *= 2
+    assert any("mpi_seconds" in line for line in check_derived(run))
     assert run.variables["beta"].units == "s byte-1"
     assert "transport" in done.stdout
 
