@@ -91,3 +91,7 @@ class LeftOut(Failed):
 
 class StoreError(Exception):
     """A folder that cannot be written, or a file that is not a run; the message names it."""
+
+
+class Unreadable(StoreError):
+    """A file that is there but cannot be read: nobody can tell what it holds, good or bad."""

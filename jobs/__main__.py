@@ -17,10 +17,10 @@ from bench.command_line import options, row_options
 from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.scripts import Work
-from jobs.standings import DONE, UNDER_WAY
+from jobs.standings import DONE, UNCLEAR, UNDER_WAY
 from mm3d.schemes import find_scheme
 
-SCRIPT = 0o755    # permissions of a script
+SCRIPT = 0o777    # permissions of a script, less the umask
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,7 +161,10 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
     with standings.locked(work):
         render(work, cases, arguments)
         found = standings.list_standings(work, cases, standings.read_queue(work))
-        due = [one.case for one in found if one.state not in (DONE, *UNDER_WAY)]
+        unclear = [one for one in found if one.state == UNCLEAR]
+        for one in unclear:
+            print(f"not submitted: {format_standing(one)}", file=sys.stderr)
+        due = [one.case for one in found if one.state not in (DONE, UNCLEAR, *UNDER_WAY)]
         refused = [one for one in due if not work.fit(one).fits]
         for one in refused:
             most = fitting.rank_memory(work.site, one.row.gpus)
@@ -180,7 +183,7 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
             print(f"error: the queue took {len(new)} of {len(due)} rows: {error}\nSubmit again "
                   "for the others; python -m jobs collect collects", file=sys.stderr)
             return 1
-    return int(bool(refused))
+    return int(bool(refused or unclear))
 
 
 def grouped(cases: list[Case]) -> list[list[Case]]:

@@ -37,7 +37,7 @@ def merge_runs(work: Work, cases: list[Case]) -> str:
     if not paths:
         return "nothing to merge"
     run_file.check_folder(work.folder)
-    count = merged.merge_files(paths, target, anew=True)
+    count, _ = merged.merge_files(paths, target, anew=True)    # which are readable
     return f"{count} runs merged in {target}"
 
 
@@ -54,7 +54,7 @@ def collect(work: Work, cases: list[Case]) -> int:
     missing = [one for one in standings.list_standings(work, cases, read_queue_if_any(work))
                if one.state != DONE]
     done = len(cases) - len(missing)
-    if any(work.out.glob("*.h5")):
+    if run_file.list_files(work.out):
         write_tables_and_figures(work.out, print)
         print(f"all of it on one page: {write_page(work.out)}")
     print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")

@@ -12,7 +12,7 @@ from jobs.own_options import list_overrides
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 
-SCRIPT = 0o755    # permissions of a script
+SCRIPT = 0o777    # permissions of a script, less the umask
 DIGITS = 8        # that tell the options of pipelines apart in names
 
 

@@ -9,13 +9,14 @@ from typing import Iterator
 
 from bench.cases.case import Case
 from bench.cases.variants import recorded_variant
-from bench.errors import StoreError, UsageError
-from bench.records import journal, model_run, run_file
+from bench.errors import StoreError, Unreadable, UsageError
+from bench.records import atomic, journal, model_run, run_file
 from jobs import slurm
 from jobs.scripts import Work
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
+UNCLEAR = "cannot tell"    # whether it is done: a file of the row cannot be read
 UNDER_WAY = (RUNNING, WAITING)
 KINDS = ("row", "pipeline", "training")
 QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD",
@@ -74,7 +75,7 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
     cancel = " ".join(["scancel", *slurm.on_cluster(slurm.cluster_of(job)),
                        slurm.number_of(job).partition("_")[0]])
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.SHARED)
         try:
             journal.append_entry(file, {kind: name, "job": job})
         finally:
@@ -105,17 +106,32 @@ def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
 
     If a policy of recomputation is chosen, only files measured with it are listed.
     """
-    found = []
+    return _read_results(work, case)[0]
+
+
+def _read_results(work: Work, case: Case) -> tuple[list[tuple[Path, model_run.Run]], list[str]]:
+    """List what `list_results` does, and the problems of files and folders that cannot be read."""
+    found, unread = [], []
     for folder in (work.runs(case), work.out):
-        for path in sorted(folder.glob(f"{case.name}-*.h5")):
-            with contextlib.suppress(StoreError):    # an unreadable file counts as missing
+        try:
+            paths = run_file.list_files(folder, f"{case.name}-")
+        except Unreadable as error:
+            unread.append(str(error))
+            continue
+        for path in paths:
+            try:
                 run = run_file.read_run(path)
+            except Unreadable as error:
+                unread.append(str(error))
+            except StoreError:
+                pass    # a damaged file counts as missing; tables report its problem
+            else:
                 if (isinstance(run, model_run.Run) and not run.configuration["overridden"]
                         and (recorded_variant(run.configuration).arguments()
                              == case.variant.arguments())
                         and work.recompute in (None, run.configuration.get("recompute", "none"))):
                     found.append((path, run))
-    return found
+    return found, unread
 
 
 def read_queue(work: Work) -> dict[str, slurm.State]:
@@ -141,13 +157,16 @@ def list_standings(work: Work, cases: list[Case], queue: dict[str, slurm.State])
 
 
 def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -> Standing:
-    found = [run for _, run in list_results(work, case)]
+    results, unread = _read_results(work, case)
+    found = [run for _, run in results]
     whole = [run for run in found if run.ended_by != "stopped"]
     if whole:
         return Standing(case, DONE, job, f"{len(whole[-1].samples['forward'])} repetitions")
     state = find_state(job, queue) if job else slurm.State("", "")
     if state.name and state.name not in slurm.ENDED:
         return Standing(case, *state_in_queue(job, state))
+    if unread:
+        return Standing(case, UNCLEAR, job, unread[0])
     if found:
         return Standing(case, STOPPED, job, f"with {len(found[-1].samples['forward'])} "
                                             "repetitions, as its time was over")

@@ -24,6 +24,7 @@ SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE"
          "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
          "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
 PRIVATE = re.compile(r"[/@~]")    # in paths and addresses, which may name a person
+UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
 CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
@@ -221,17 +222,30 @@ def describe_blas() -> dict[str, Setting]:
 
 
 def _source_version() -> tuple[str, bool]:
-    """Return the git commit of this source, and whether the tree without results is unchanged."""
+    """Return the git commit of this source, and whether the tree without results is unchanged.
+
+    The commit is `UNKNOWN` unless git tells both of this very source: it does not where there is
+    no git, where the source lies in somebody else's repository, or where git refuses or fails.
+    """
     root = Path(__file__).resolve().parents[2]
+    # Variables such as GIT_DIR, which hooks set, name another repository.
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith("GIT_") or name.startswith("GIT_CONFIG")}
 
     def git(*argv: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(root), *argv], capture_output=True, text=True,
-                                  timeout=20)
+            done = subprocess.run(["git", "--no-optional-locks", "-C", str(root), *argv],
+                                  capture_output=True, timeout=20, env=environment)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return os.fsdecode(done.stdout).strip("\n") if done.returncode == 0 else None
 
-    commit = git("rev-parse", "HEAD")
+    top = git("rev-parse", "--show-toplevel")
+    if not top or Path(top).resolve() != root:
+        return UNKNOWN, False
+    tracked = git("ls-files", "--error-unmatch", "--", "mm3d/__init__.py", "bench/__init__.py")
+    commit = git("rev-parse", "--verify", "HEAD^{commit}")
     changes = git("status", "--porcelain", "--", ".", ":!results")
-    return commit or "unknown", commit is not None and changes == ""
+    if tracked is None or commit is None or changes is None:
+        return UNKNOWN, False
+    return commit, changes == ""

@@ -13,6 +13,8 @@ import secrets
 from pathlib import Path
 from typing import Iterator
 
+SHARED = 0o666    # permissions of a file, less the process' umask, which says who goes on with it
+
 
 def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """Write `data` as the new file `path`.
@@ -28,13 +30,13 @@ def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
         When it cannot be written.
     """
     final = Path(path)
-    with _written(final, final.with_name(f"{final.name}.part"), 0o644) as descriptor:
+    with _written(final, final.with_name(f"{final.name}.part"), SHARED) as descriptor:
         if final.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         _write(descriptor, data)
 
 
-def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int = 0o666) -> None:
+def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int = SHARED) -> None:
     """Write `data` to the file `path`; if that fails, its old contents stay.
 
     Parameters

@@ -1,5 +1,6 @@
 """Read the runs in a folder, and keep the latest of each."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from bench.cases.paper import PAPER, Row, load_tables, unpublished_row
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant, recorded_variant
 from bench.errors import StoreError
-from bench.records import merged
+from bench.records import merged, run_file
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 
@@ -156,11 +157,10 @@ def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     """
     runs: list[Run | Measurements] = []
     problems: list[str] = []
-    for file in sorted(Path(path).glob("*.h5")) if Path(path).is_dir() else [Path(path)]:
-        try:
-            runs += merged.runs_in_file(file)
-        except StoreError as error:
-            problems.append(str(error))
+    for file in run_file.list_files(path) if Path(path).is_dir() else [Path(path)]:
+        found, unread = merged.runs_in_file(file)
+        runs += found
+        problems += unread
     if not runs:
         raise StoreError("\n".join([f"no results in {path}", *problems]))
     # A merged file may lie beside those it was made of.
@@ -287,11 +287,13 @@ def list_files(sources: Iterable[str]) -> list[Path]:
     Raises
     ------
     StoreError
-        When a folder holds none.
+        When a folder holds none, or a source does not exist.
     """
     files: list[Path] = []
     for source in map(Path, sources):
-        here = sorted(source.glob("*.h5")) if source.is_dir() else [source]
+        if not os.path.lexists(source):
+            raise StoreError(f"{source} does not exist")
+        here = run_file.list_files(source) if source.is_dir() else [source]
         if not here:
             raise StoreError(f"there is no .h5 file in {source}")
         files += here

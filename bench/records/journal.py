@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError
-from bench.records import run_file
+from bench.records import atomic, run_file
 
 NAME = "journal.jsonl"
 # Hands the token of its entry in the journal from `reproduce` to the ranks that it starts.
@@ -46,7 +46,8 @@ class Journal:
         self.claimed = False
         try:
             # Not inherited by the programs that this one starts, which would keep the lock.
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND,
+                                       atomic.SHARED)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be opened ({error.strerror}): name another "
                              f"folder with --out") from error

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import h5py
 import numpy as np
 
+from bench.records import kinds
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
+MOST_BYTES = 2 ** 30    # of a dataset: far more than any run has, and read by any machine
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,22 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
 
 
 def parse_measurements(file: h5py.File, kind: str) -> Measurements:
-    """Read the record of a microbenchmark of this kind from `file`."""
-    found = parse_group(file["measurements"])
-    return Measurements(kind, read_settings(file, "configuration"),
-                        read_settings(file, "environment"),
-                        found.scales, found.variables,
-                        parse_checks(file) if "verification" in file else [],
-                        str(file.attrs["created"]), int(file.attrs["schema_version"]))
+    """Read the record of a microbenchmark of this kind from `file`.
+
+    Raises
+    ------
+    KeyError, ValueError, TypeError, AttributeError
+        When something is missing, or is not what ``kinds.toml`` says of this kind.
+    """
+    found = parse_group(file, "measurements", kind)
+    settings, environment = (read_settings(file, group, kinds.required(kind, name)) for group, name
+                             in (("configuration", "settings"), ("environment", "environment")))
+    run = Measurements(kind, settings, environment, found.scales, found.variables,
+                       parse_checks(file) if "verification" in file else [],
+                       parse_created(file), read_attribute(file, "schema_version", 0))
+    if "grid" in run.configuration:
+        grid_shape(run.configuration)
+    return run
 
 
 def fill_group(file: h5py.File, name: str, found: Group) -> None:
@@ -129,17 +140,27 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
         write_dataset(group, variable, np.asarray(kept.values), kept.units, kept.dims)
 
 
-def parse_group(group: h5py.Group) -> Group:
-    """Read a group that `fill_group` has written."""
-    scales, variables = {}, {}
-    for name, found in group.items():
+def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
+    """Read a group that `fill_group` has written; `kind` is its name in ``kinds.toml``.
+
+    Raises
+    ------
+    KeyError, ValueError, TypeError, AttributeError
+        When it is not one.
+    """
+    scales: dict[str, Sequence] = {}
+    variables: dict[str, Variable] = {}
+    for key in file[name]:
+        found = read_dataset(file, f"{name}/{key}")
         if found.is_scale:
-            labels = found[...].tolist()
-            scales[name] = [label.decode() if isinstance(label, bytes) else label
-                            for label in labels]
+            scales[key] = read_labels(file, f"{name}/{key}")
         else:
             dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
-            variables[name] = Variable(found[...], str(found.attrs["units"]), dims)
+            variables[key] = Variable(found[...], read_attribute(found, "units", ""), dims)
+    try:
+        kinds.check_group(kind, scales, variables)
+    except ValueError as error:
+        raise ValueError(f"{name}/{error}") from error
     return Group(scales, variables)
 
 
@@ -156,10 +177,73 @@ def fill_checks(file: h5py.File, checks: list[Check]) -> None:
 
 def parse_checks(file: h5py.File) -> list[Check]:
     """Read the verification in `file`."""
-    group = file["verification"]
-    return [Check(quantity.decode(), float(error), float(tolerance)) for quantity, error,
-            tolerance in zip(group["quantity"][...], group["error"][...],
-                             group["tolerance"][...], strict=True)]
+    errors, tolerances = (read_numbers(file, f"verification/{name}", 1)
+                          for name in ("error", "tolerance"))
+    return [Check(str(quantity), float(error), float(tolerance)) for quantity, error, tolerance
+            in zip(read_labels(file, "verification/quantity"), errors, tolerances, strict=True)]
+
+
+def read_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
+    """Return a dataset of `file`, whose numbers fit into memory; ValueError if it is none."""
+    found = file[name]
+    if not isinstance(found, h5py.Dataset) or found.shape is None:
+        raise ValueError(f"{name} is no array")
+    if found.size * found.dtype.itemsize > MOST_BYTES:
+        raise ValueError(f"{name} has {found.size} elements, more than any run")
+    return found
+
+
+def read_numbers(file: h5py.Group, name: str, ndim: int, whole: bool = False) -> np.ndarray:
+    """Read an array of `ndim` dimensions of numbers, whole ones if need be; NaN stands for none.
+
+    Raises
+    ------
+    KeyError, ValueError
+        When it is missing, or something else.
+    """
+    values = read_dataset(file, name)[...]
+    kinds.check_numbers(name, values)
+    if values.ndim != ndim:
+        raise ValueError(f"{name} has the shape {values.shape}, which should have {ndim} "
+                         f"dimensions")
+    if whole and values.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds {values.dtype}, and no whole numbers")
+    return values
+
+
+def read_labels(file: h5py.Group, name: str) -> list:
+    """Read the labels or numbers of a dimension scale; ValueError if it has something else."""
+    values = read_dataset(file, name)[...]
+    if values.ndim != 1 or values.dtype.kind not in "iufSO":
+        raise ValueError(f"{name} is no list of labels or numbers")
+    labels = [label.decode() if isinstance(label, bytes) else label for label in values.tolist()]
+    if not all(isinstance(label, (int, float, str)) for label in labels):
+        raise ValueError(f"{name} is no list of labels or numbers")
+    return labels
+
+
+def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
+    """Read an attribute that is of the type of `default`, which it is if it is missing.
+
+    Raises
+    ------
+    ValueError
+        When it is of another type, or a list.
+    """
+    value = item.attrs.get(name, default)
+    value = value.item() if isinstance(value, np.generic) else value
+    if type(value) is not type(default):
+        raise ValueError(f"the attribute {name} is {value!r:.60}, which should be of type "
+                         f"{type(default).__name__}")
+    return value
+
+
+def parse_created(file: h5py.Group) -> str:
+    """Read when a run was made; ValueError when the file does not say it in ISO 8601."""
+    created = read_attribute(file, "created", "")
+    if datetime.fromisoformat(created).tzinfo is None:
+        raise ValueError(f"created {created} states no time zone")
+    return created
 
 
 def write_scale(group: h5py.Group, name: str, values) -> None:
@@ -179,20 +263,21 @@ def write_dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
 
 
 def read_settings(file: h5py.File, group: str,
-                  required: tuple[str, ...] = ()) -> dict[str, Setting]:
+                  required: Sequence[str] = ()) -> dict[str, Setting]:
     """Read the attributes of a group as plain Python values.
 
     Raises
     ------
-    KeyError
-        When a required one is missing.
+    KeyError, ValueError
+        When a required one is missing, or one is not what its name says.
     """
-    attributes = file[group].attrs
-    for name in required:
-        if name not in attributes:
-            raise KeyError(f"{group}/{name} is missing")
-    return {name: value.item() if isinstance(value, np.generic) else value
-            for name, value in attributes.items()}
+    found = {name: value.item() if isinstance(value, np.generic) else value
+             for name, value in file[group].attrs.items()}
+    for name, value in found.items():
+        if not isinstance(value, (str, int, float)):
+            raise ValueError(f"{group}/{name} is no text, number or truth value")
+    kinds.check_settings(group, found, required)
+    return found
 
 
 def grid_settings(shape: GridShape) -> dict[str, Setting]:

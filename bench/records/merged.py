@@ -7,39 +7,76 @@ from pathlib import Path
 from typing import Iterator
 
 import h5py
+import numpy as np
 
 from bench.errors import StoreError
 from bench.records import atomic
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
-from bench.records.run_file import open_file, parse_run
+from bench.records.run_file import DAMAGE, UNLIKE, open_file, parse_run
 
 FORMAT = "mm3d runs"
 
 
-def runs_in_file(path: str | os.PathLike) -> list[Run | Measurements]:
+def runs_in_file(path: str | os.PathLike) -> tuple[list[Run | Measurements], list[str]]:
     """Read the run in a file, or all runs of a merged one.
+
+    Returns
+    -------
+    list of Run or Measurements, list of str
+        The runs, and a message for each that could not be read: the others are there.
+    """
+    runs: list[Run | Measurements] = []
+    problems: list[str] = []
+    try:
+        with open_file(path) as file:
+            for place, group in run_groups(file, path):
+                try:
+                    runs.append(parse_run(group, place))
+                except StoreError as error:
+                    problems.append(str(error))
+    except StoreError as error:
+        problems.append(str(error))
+    return runs, problems
+
+
+def is_merged(file: h5py.File) -> bool:
+    """Return whether an open file holds merged runs."""
+    return np.array_equal(file.attrs.get("format"), FORMAT)
+
+
+def run_groups(file: h5py.File,
+               path: str | os.PathLike) -> Iterator[tuple[str, h5py.Group | None]]:
+    """Iterate over the runs of an open file: the name of each in messages, and its group.
+
+    What is there in place of the group of a run is None, which `parse_run` refuses.
 
     Raises
     ------
     StoreError
-        When the file, or one of the runs in it, cannot be read.
+        When it is a merged file without a group of runs.
     """
-    with open_file(path) as file:
-        return [parse_run(group, place) for place, group in run_groups(file, path)]
-
-
-def run_groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, h5py.Group]]:
-    """Iterate over the runs of an open file: the name of each in messages, and its group."""
-    if file.attrs.get("format") != FORMAT:
+    if not is_merged(file):
         yield str(path), file
         return
-    for name, group in file["runs"].items():
-        yield f"{path}, run {name},", group
+    runs = _group(file, "runs")
+    if runs is None:
+        raise StoreError(f"{path} is damaged or not a complete merged file: it has no group runs")
+    for name in runs:
+        yield f"{path}, run {name},", _group(runs, name)
 
 
-def merge_files(paths: list[Path], target: Path, anew: bool = False) -> int:
-    """Write the runs of some files into one file, and return their number.
+def _group(parent: h5py.Group, name: str) -> h5py.Group | None:
+    """Return a group, or None where there is something else, or a link to nothing."""
+    try:
+        found = parent[name]
+    except (KeyError, OSError, RuntimeError):
+        return None
+    return found if isinstance(found, h5py.Group) else None
+
+
+def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[int, list[str]]:
+    """Write the runs of some files into one file.
 
     Parameters
     ----------
@@ -50,29 +87,45 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> int:
     anew : bool
         Whether an existing file may be replaced.
 
+    Returns
+    -------
+    int, list of str
+        The number of runs, and a message for each run or file that was left out, as it cannot be
+        read.
+
     Raises
     ------
     StoreError
-        When a file cannot be read, there are no runs, the versions of the schema differ, or
-        `target` exists already and is not to be made `anew`, or cannot be written; no file is
-        changed then.
+        When there are no runs, the versions of the schema differ, or `target` exists already and
+        is not to be made `anew`, or cannot be written; no file is changed then.
     """
-    image, versions, written = io.BytesIO(), {}, {}
+    image, versions, written, problems = io.BytesIO(), {}, {}, []
+
+    def add(path: Path, place: str, group: h5py.Group) -> None:
+        run = parse_run(group, place)
+        versions.setdefault(run.schema, place)
+        stem = group.name.rpartition("/")[2] or Path(path).stem
+        while written.get(stem, run.created) != run.created:
+            stem += "-other"
+        if stem not in written:
+            copy_run(group, made, f"runs/{stem}", place)
+            written[stem] = run.created
+
     with h5py.File(image, "w", libver="v110") as made:
         made.attrs.update({"format": FORMAT, "created": datetime.now(timezone.utc).isoformat()})
         for path in paths:
-            with open_file(path) as file:
-                for place, group in run_groups(file, path):
-                    run = parse_run(group, place)
-                    versions.setdefault(run.schema, place)
-                    stem = group.name.rpartition("/")[2] or Path(path).stem
-                    while written.get(stem, run.created) != run.created:
-                        stem += "-other"
-                    if stem not in written:
-                        written[stem] = run.created
-                        copy_group(group, made.create_group(f"runs/{stem}"))
+            try:
+                with open_file(path) as file:
+                    for place, group in run_groups(file, path):
+                        try:
+                            add(path, place, group)
+                        except StoreError as error:
+                            problems.append(str(error))
+            except StoreError as error:
+                problems.append(str(error))
         if not written:
-            raise StoreError(f"there are no runs to merge in {target}: name files that have some")
+            raise StoreError("\n".join([f"there are no runs to merge in {target}: name files that "
+                                        f"have some", *problems]))
         if len(versions) > 1:
             found = "; ".join(f"version {version} in {place}"
                               for version, place in sorted(versions.items()))
@@ -89,7 +142,22 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> int:
     except OSError as error:
         raise StoreError(f"{target} could not be written ({error.strerror}); nothing was "
                          f"changed") from error
-    return count
+    return count, problems
+
+
+def copy_run(source: h5py.Group, made: h5py.File, name: str, place: str) -> None:
+    """Copy a run as the new group `name`, or nothing of it.
+
+    Raises
+    ------
+    StoreError
+        When something in it, which its readers need not look at, cannot be read.
+    """
+    try:
+        copy_group(source, made.create_group(name))
+    except (*DAMAGE, *UNLIKE) as error:
+        del made[name]
+        raise StoreError(f"{place} is damaged: {error}") from error
 
 
 def copy_group(source: h5py.Group, target: h5py.Group) -> None:

@@ -7,7 +7,8 @@ import h5py
 import numpy as np
 
 from bench.records.measurements import (Check, Group, Setting, fill_group, grid_shape,
-                                        parse_checks, parse_group, read_settings, write_dataset,
+                                        parse_checks, parse_created, parse_group, read_attribute,
+                                        read_labels, read_numbers, read_settings, write_dataset,
                                         write_scale)
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
@@ -23,6 +24,7 @@ ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model"
                "git_commit", "git_clean")
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
+CLOCK = ("resolution", "offset_error")
 GROUPS = ("parts", "machine", "memory", "waits", "wire")
 TRAFFIC_DIMS = ("phase", "rank", "axis", "collective")
 SAMPLE_DIMS = ("repetition", "rank")
@@ -151,32 +153,34 @@ def parse_model_run(file: h5py.Group) -> Run:
     KeyError, ValueError, TypeError, AttributeError
         When a dataset or setting is missing, or does not fit the others.
     """
-    samples = {phase: file["samples"][phase][...] for phase in PHASES}
-    late = {phase: file[f"samples/{phase}_late"][...] for phase in PHASES
-            if f"{phase}_late" in file["samples"]}
-    traffic = {name: _all_collectives(file["traffic"], name) for name in (*COUNTS, "moved")
-               if name in COUNTS or name in file["traffic"]}
+    samples = {phase: read_numbers(file, f"samples/{phase}", 2) for phase in PHASES}
+    late = {phase: read_numbers(file, f"samples/{phase}_late", 2) for phase in PHASES
+            if f"samples/{phase}_late" in file}
+    traffic = {name: _all_collectives(file, name, 4) for name in (*COUNTS, "moved")
+               if name in COUNTS or f"traffic/{name}" in file}
     run = Run(read_settings(file, "configuration", CONFIGURATION),
               read_settings(file, "environment", ENVIRONMENT),
-              samples, traffic, _all_collectives(file["traffic"], "expected_words"),
+              samples, traffic, _all_collectives(file, "expected_words", 3),
               parse_checks(file),
-              {name: float(file["published"][name][()]) for name in PUBLISHED},
-              str(file.attrs["created"]), late,
-              str(file["samples"].attrs.get("ended_by", "repetitions")),
-              {name: float(value[()]) for name, value in file.get("clock", {}).items()},
-              schema=int(file.attrs["schema_version"]),
-              groups={name: parse_group(file[name]) for name in GROUPS if name in file},
-              directions=_directions(file["traffic"]))
+              {name: float(read_numbers(file, f"published/{name}", 0)) for name in PUBLISHED},
+              parse_created(file), late,
+              read_attribute(file["samples"], "ended_by", "repetitions"),
+              {name: float(read_numbers(file, f"clock/{name}", 0)) for name in CLOCK}
+              if "clock" in file else {},
+              schema=read_attribute(file, "schema_version", 0),
+              groups={name: parse_group(file, name, f"model.{name}") for name in GROUPS
+                      if name in file},
+              directions=_directions(file))
     _check_shapes(run)
     return run
 
 
-def _all_collectives(traffic: h5py.Group, name: str) -> np.ndarray:
+def _all_collectives(file: h5py.Group, name: str, ndim: int) -> np.ndarray:
     """Read counts by collective, with 0 for collectives that an older file does not know."""
-    counts = traffic[name][...]
-    if "collective" not in traffic or counts.shape[-1] == len(COLLECTIVES):
+    counts = read_numbers(file, f"traffic/{name}", ndim, whole=name != "moved")
+    if "traffic/collective" not in file or counts.shape[-1] == len(COLLECTIVES):
         return counts
-    known = [label.decode() for label in traffic["collective"][...].tolist()]
+    known = read_labels(file, "traffic/collective")
     if counts.shape[-1] != len(known) or not set(known) <= set(COLLECTIVES):
         return counts    # `_check_shapes` refuses it
     out = np.zeros((*counts.shape[:-1], len(COLLECTIVES)), counts.dtype)
@@ -185,7 +189,10 @@ def _all_collectives(traffic: h5py.Group, name: str) -> np.ndarray:
 
 
 def _check_shapes(run: Run) -> None:
-    """Check that samples and counts have the same ranks, repetitions and directions."""
+    """Check that samples and counts have the same ranks, repetitions and directions.
+
+    Also that every time is one, and that the grid can be read.
+    """
     repetitions, ranks = run.samples["forward"].shape
     counted = (len(PHASES), ranks, len(run.directions), len(COLLECTIVES))
     shapes = {f"samples/{phase}": (values.shape, (repetitions, ranks))
@@ -197,13 +204,20 @@ def _check_shapes(run: Run) -> None:
     for name, (shape, wanted) in shapes.items():
         if shape != wanted:
             raise ValueError(f"{name} has the shape {shape}, which should be {wanted}")
+    for phase, seconds in run.samples.items():
+        if not (seconds.size and (seconds > 0).all()):
+            raise ValueError(f"samples/{phase} has times that are not greater than 0, or no "
+                             f"numbers")
+    if not run.checks:
+        raise ValueError("verification is empty")
+    GridShape.parse(str(run.configuration["grid"]), str(run.configuration["grid_axes"]))
 
 
-def _directions(traffic: h5py.Group) -> tuple[str, ...]:
+def _directions(file: h5py.Group) -> tuple[str, ...]:
     """Return the directions along which a file counts traffic; `AXES` if it does not say."""
-    if "axis" not in traffic:
+    if "traffic/axis" not in file:
         return AXES
-    found = tuple(label.decode() for label in traffic["axis"][...].tolist())
+    found = tuple(map(str, read_labels(file, "traffic/axis")))
     if len(set(found)) != len(found):
         raise ValueError(f"traffic/axis has a direction twice: {' '.join(found)}")
     return found

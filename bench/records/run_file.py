@@ -7,6 +7,7 @@ finished.  ``bench/records/README.rst`` describes the schema.
 
 import io
 import os
+import stat
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -14,14 +15,19 @@ from typing import Iterator
 
 import h5py
 
-from bench.errors import StoreError
+from bench.errors import StoreError, Unreadable
 from bench.records import atomic
 from bench.records.measurements import (Measurements, fill_checks, fill_measurements,
-                                        parse_measurements)
+                                        parse_measurements, read_attribute)
 from bench.records.model_run import Run, fill_run, parse_model_run
 
 FORMAT = "mm3d run"
 SCHEMA = 3    # the version that is written; all earlier ones are read
+SUFFIX = ".h5"
+SIGNATURE = b"\x89HDF\r\n\x1a\n"    # the first bytes of every file that `write_run` writes
+# Raised by h5py, and by what reads with it, where a file holds something else than it should.
+DAMAGE = (OSError, RuntimeError, MemoryError)
+UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError)
 MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
 
 
@@ -107,6 +113,8 @@ def read_run(path: str | os.PathLike) -> Run | Measurements:
 
     Raises
     ------
+    Unreadable
+        When the file is there but cannot be read.
     StoreError
         When the file is truncated, damaged, of another kind, or of a newer schema.
     """
@@ -114,42 +122,92 @@ def read_run(path: str | os.PathLike) -> Run | Measurements:
         return parse_run(file, path)
 
 
+def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
+    """List the files of results in a folder, by name, that begin with `prefix`.
+
+    Raises
+    ------
+    Unreadable
+        When the folder cannot be listed; one that does not exist has none.
+    """
+    try:
+        return sorted(Path(folder, name) for name in os.listdir(folder)
+                      if name.startswith(prefix) and name.endswith(SUFFIX))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Unreadable(f"{folder} cannot be listed ({error.strerror})") from error
+
+
 @contextmanager
 def open_file(path: str | os.PathLike) -> Iterator[h5py.File]:
-    """Open a file of results; errors of opening and of reading in it become StoreErrors."""
+    """Open a file of results, as it is now: later writers do not change what is read.
+
+    Raises
+    ------
+    Unreadable, StoreError
+        As from `read_run`; errors of the caller's block stay what they are.
+    """
+    image = io.BytesIO(_read_bytes(path))
     try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except StoreError:
-        raise
-    except FileNotFoundError as error:
-        raise StoreError(f"{path} does not exist") from error
-    except (OSError, RuntimeError) as error:
+        file = h5py.File(image, "r")
+    except (*DAMAGE, *UNLIKE) as error:
         raise StoreError(f"{path} is truncated, damaged, or no HDF5 file: {error}") from error
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path} is damaged or not a complete run: {error}") from error
+    with file:
+        yield file
 
 
-def parse_run(file: h5py.Group, path: str | os.PathLike) -> Run | Measurements:
-    """Read the run in an open file, or in a group of one; messages name it `path`.
+def _read_bytes(path: str | os.PathLike) -> bytes:
+    """Read a file as a whole.
+
+    No lock is taken, and none that another program holds matters, since files never change once
+    they are written.  A pipe is refused, not waited for.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(
+                name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise StoreError(f"{path} is no file of results, but a device or a pipe")
+            start = file.read(len(SIGNATURE))
+            if start != SIGNATURE:
+                raise StoreError(f"{path} is truncated, damaged, or no HDF5 file: it does not "
+                                 f"begin like one")
+            return start + file.read()
+    except IsADirectoryError as error:
+        raise StoreError(f"{path} is no file of results, but a folder") from error
+    except FileNotFoundError as error:
+        what = "is a link to nothing" if os.path.islink(path) else "does not exist"
+        raise StoreError(f"{path} {what}") from error
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read ({error.strerror})") from error
+    except MemoryError as error:
+        raise Unreadable(f"{path} cannot be read: it is larger than the memory") from error
+
+
+def parse_run(file: h5py.Group | None, path: str | os.PathLike) -> Run | Measurements:
+    """Read the run in an open file, or in a group of one (if any); messages name it `path`.
 
     Raises
     ------
     StoreError
         When it is not a run, of a newer schema, or incomplete.
     """
-    _check_format(file, path)
-    kind = str(file.attrs.get("kind", "model"))
     try:
+        if file is None:
+            raise StoreError(f"{path} is damaged: it is no group")
+        _check_format(file, path)
+        kind = read_attribute(file, "kind", "model")
         return parse_model_run(file) if kind == "model" else parse_measurements(file, kind)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
+        raise StoreError(f"{path} is truncated, damaged, or no HDF5 file: {error}") from error
+    except UNLIKE as error:
         raise StoreError(f"{path} is damaged or not a complete run: {error}") from error
 
 
 def _check_format(file: h5py.Group, path: str | os.PathLike) -> None:
-    if file.attrs.get("format") != FORMAT:
+    if read_attribute(file, "format", "") != FORMAT:
         raise StoreError(f"{path} is an HDF5 file, but not an mm3d run")
-    schema = int(file.attrs["schema_version"])
+    schema = read_attribute(file, "schema_version", 0)
     if schema > SCHEMA:
         raise StoreError(f"{path} has schema version {schema}; this mm3d reads versions up to "
                          f"{SCHEMA}: update mm3d to read it")

@@ -10,7 +10,7 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.checks import layer_residuals
-from bench.instruments import timing
+from bench.instruments import host, timing
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   read_folder, share_cores)
 from bench.records.model_run import Run
@@ -213,7 +213,8 @@ def machine_notes(results: Results) -> list[str]:
     found: dict[str, list[Key]] = {}
     for key, run in sorted(results.runs.items()):
         env = run.environment
-        commit = env["git_commit"][:12] + ("" if env["git_clean"] else " with changes")
+        unclear = env["git_clean"] or env["git_commit"] == host.UNKNOWN
+        commit = env["git_commit"][:12] + ("" if unclear else " with changes")
         cluster = emulated.describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "

@@ -5,15 +5,16 @@ for the reader.  All that follows from samples or sizes is computed anew.
 """
 
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Callable, Iterator
 
 import h5py
+import numpy as np
 
-from bench.errors import StoreError
+from bench.errors import StoreError, Unreadable
 from bench.records import merged
 from bench.records.measurements import Measurements
-from bench.records.run_file import FORMAT, SCHEMA, open_file, parse_run
-from bench.validation import rules
+from bench.records.run_file import DAMAGE, FORMAT, SCHEMA, UNLIKE, open_file, parse_run
+from bench.validation import private_text, rules
 from bench.validation.warnings import list_warnings
 from mm3d import ModelSizes
 
@@ -25,18 +26,29 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
     -------
     list of str, list of str
         Its violations of the rules, and warnings.
+
+    Raises
+    ------
+    Unreadable
+        When it cannot be read: whether it is valid nobody can tell.
     """
     errors: list[str] = []
     warnings: list[str] = []
     try:
         with open_file(path) as file:
+            together = merged.is_merged(file)
             for place, group in merged.run_groups(file, path):
-                where = "" if group.name == "/" else f"{group.name.rpartition('/')[2]}: "
+                if group is None:
+                    errors.append(f"{place} is damaged: it is no group")
+                    continue
+                where = f"{group.name.rpartition('/')[2]}: " if together else ""
                 found_errors, found_warnings = check_run(group, place)
                 errors += [where + line for line in found_errors]
                 warnings += [where + line for line in found_warnings]
-            if file.attrs.get("format") == merged.FORMAT:
-                errors += check_versions(file)
+            if together:
+                errors += checked(check_versions, file)
+    except Unreadable:
+        raise
     except StoreError as error:
         errors.append(str(error))
     return errors, warnings
@@ -44,10 +56,12 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
 
 def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     """Check one run; return its violations and warnings."""
-    if group.attrs.get("format") != FORMAT:
+    if not np.array_equal(group.attrs.get("format"), FORMAT):
         return [f"{place} is an HDF5 file, but not an mm3d run"], []
-    errors = [*check_schema(group), *rules.find_private_text(group), *check_dimensions(group)]
-    if group.attrs.get("kind", "model") in rules.VERIFIED and "verification" not in group:
+    errors: list[str] = []
+    for look in (check_schema, private_text.find_private_text, check_dimensions):
+        errors += checked(look, group)
+    if str(group.attrs.get("kind", "model")) in rules.VERIFIED and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
         run = parse_run(group, place)
@@ -55,25 +69,35 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
             ModelSizes.from_settings(run.configuration).check()
     except (StoreError, ValueError) as error:
         return [*errors, str(error)], []
-    common = rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL
-    for rule in common:
-        errors += rule(run)
-    return errors, list(list_warnings(run))
+    for rule in rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL:
+        errors += checked(rule, run)
+    return errors, checked(list_warnings, run)
+
+
+def checked(rule: Callable[[Any], Iterator[str]], what: Any) -> list[str]:
+    """Return the violations of a rule; one that says so where its values cannot be judged."""
+    try:
+        return list(rule(what))
+    except (*DAMAGE, *UNLIKE, ArithmeticError) as error:
+        about = (rule.__doc__ or rule.__name__).partition("\n")[0].rstrip(".")
+        return [f"cannot be judged ({about[:1].lower()}{about[1:]}): {error!r}"]
 
 
 def check_schema(group: h5py.Group) -> Iterator[str]:
     """Check that the schema version is known."""
     version = group.attrs.get("schema_version")
-    if version is None or not 1 <= int(version) <= SCHEMA:
+    if not isinstance(version, np.integer) or not 1 <= version <= SCHEMA:
         yield f"schema version {version}: there are versions 1 to {SCHEMA}"
 
 
 def check_versions(file: h5py.File) -> Iterator[str]:
     """Check that all runs of a merged file have its schema version."""
-    for name, group in file["runs"].items():
-        if group.attrs.get("schema_version") != file.attrs.get("schema_version"):
-            yield (f"{name} has schema version {group.attrs.get('schema_version')}, the merged "
-                   f"file {file.attrs.get('schema_version')}: versions must not be mixed")
+    version = file.attrs.get("schema_version")
+    for place, group in merged.run_groups(file, ""):
+        own = group and group.attrs.get("schema_version")
+        if group is not None and not np.array_equal(own, version):
+            yield (f"{group.name.rpartition('/')[2]} has schema version {own}, the merged file "
+                   f"{version}: versions must not be mixed")
 
 
 def check_dimensions(group: h5py.Group) -> Iterator[str]:

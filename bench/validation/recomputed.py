@@ -18,6 +18,7 @@ from bench.experiments.training.record import seconds_of_run, tokens_per_second
 from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
+from bench.records.run_file import UNLIKE
 from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.model import cost
 from mm3d.model.experts.balance import utilisation_entropy
@@ -66,7 +67,7 @@ def check_derived(run: Measurements) -> Iterator[str]:
             if not wanted.agrees(found[name]):
                 yield (f"measurements/{name} is not that of {wanted.source}, "
                        f"{_few(wanted.values)}, but {_few(found[name])}")
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
+    except (*UNLIKE, ArithmeticError, MemoryError) as error:
         yield f"what the measurements say cannot be computed anew: {error!r}"
 
 

@@ -1,12 +1,8 @@
 """Check a run against the rules for citing it; one line explains each violation."""
 
-import getpass
 import math
-import re
-import socket
 from typing import Any, Callable, Iterator
 
-import h5py
 import numpy as np
 from msgspec.structs import replace
 
@@ -29,8 +25,6 @@ from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES
 
-PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
-ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 # Kinds of run whose results are verified.
 VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "checkpoint",
             "experts", "training", "training-meshes", "training-step", "calibration")
@@ -302,26 +296,6 @@ def check_measurements(run: Measurements) -> Iterator[str]:
     """Check the verification of a microbenchmark, and its ratio of ranks to cores."""
     yield from failed_checks(run.checks)
     yield from check_oversubscription(run.environment, run.environment["ranks"])
-
-
-def find_private_text(group: h5py.Group) -> Iterator[str]:
-    """List the attributes that name a user, a host, an address or a private folder."""
-    private = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 2]
-    names = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in private) or r"(?!)")
-    lines: list[str] = []
-
-    def visit(place: str, item: h5py.HLObject) -> None:
-        for key, value in item.attrs.items():
-            if key in ("host", "hostname", "user", "username"):
-                lines.append(f"{place or '/'} has an attribute {key}: mask it")
-            for kind, pattern in (("a folder", PATHS), ("an address", ADDRESS),
-                                  ("this user or host", names)):
-                if isinstance(value, str) and pattern.search(value):
-                    lines.append(f"{place or '/'} attribute {key} names {kind}, which is private: "
-                                 f"mask it")
-    visit("", group)
-    group.visititems(visit)
-    yield from lines
 
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (

@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.checks import layer_residuals
-from bench.instruments import timing
+from bench.instruments import host, timing
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from mm3d import SCHEMES
@@ -22,7 +22,9 @@ WAITED = {"model": "ranks waited for the modelled seconds of their work: only co
 
 def list_warnings(run: Run | Measurements) -> Iterator[str]:
     """List the warnings: facts that break no rule, but must be known to the reader."""
-    if not run.environment["git_clean"]:
+    if run.environment["git_commit"] == host.UNKNOWN:
+        yield "the commit of the source is unknown: nobody can tell what was measured"
+    elif not run.environment["git_clean"]:
         yield "the source had changes that were not committed: nobody else can build it"
     waits = recorded_variant(run.configuration).waits
     if waits:

@@ -1,6 +1,7 @@
 """Join the runs of files and folders in one new file."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from bench.records import merged
@@ -18,15 +19,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the new file and print the number of runs in it; return 0.
+    """Write the new file and print the number of runs in it; 1 if some were left out, else 0.
 
     Raises
     ------
     StoreError
-        When something cannot be read or written, or versions of the schema differ.
+        When there are no runs, the file cannot be written, or versions of the schema differ.
     """
     target = Path(arguments.target)
     files = [path for path in list_files(arguments.sources) if path.resolve() != target.resolve()]
-    count = merged.merge_files(files, target)
+    count, problems = merged.merge_files(files, target)
     print(f"{arguments.target}: {count} runs of {len(files)} files")
-    return 0
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    return int(bool(problems))

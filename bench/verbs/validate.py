@@ -2,6 +2,7 @@
 
 import argparse
 
+from bench.errors import Unreadable
 from bench.records.folder import list_files
 from bench.validation.files import check_file
 from bench.command_line import options
@@ -16,19 +17,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the violations and warnings of each file; return 1 when one is not valid, else 0.
+    """Print the violations and warnings of each file.
+
+    Returns
+    -------
+    int
+        1 when a file is not valid; otherwise 2 when one cannot be read, of which nobody can tell;
+        otherwise 0.
 
     Raises
     ------
     StoreError
         When there is no such file.
     """
-    status = 0
+    status = unread = 0
     for path in list_files(arguments.sources):
-        errors, warnings = check_file(path)
+        try:
+            errors, warnings = check_file(path)
+        except Unreadable as error:
+            print(f"{path}: NOT CHECKED\n  error: {error}")
+            unread = 2
+            continue
         print(f"{path}: {'NOT VALID' if errors else 'valid'}")
         for kind, lines in (("error", errors), ("warning", warnings)):
             for line in lines:
                 print(f"  {kind}: {line}")
         status = max(status, int(bool(errors)))
-    return status
+    return status or unread

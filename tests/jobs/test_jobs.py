@@ -480,7 +480,7 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
     assert main(verb) == 0
     text = capsys.readouterr().out
     assert "2 of 2 rows done, 0 files new" in text and "2 runs merged in " in text
-    runs = merged.runs_in_file(out / "jobs" / "all.h5")
+    runs, _ = merged.runs_in_file(out / "jobs" / "all.h5")
     assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
     assert not list((out / "jobs").glob(".all-*")) and drawn == [out] * 4    # figures and page
 

@@ -1,5 +1,6 @@
 """Resume a reproduction that was stopped: find the rows that it has finished."""
 
+import contextlib
 import os
 import secrets
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ from typing import Any, Callable, Sequence
 from mpi4py import MPI
 
 from bench.cases import variants
-from bench.errors import StoreError
+from bench.errors import StoreError, Unreadable
 from bench.instruments import host
 from bench.records import atomic, journal, model_run, run_file
 from bench.records.journal import Journal, Reproduction
@@ -80,20 +81,38 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
 
 
 def missing_rows(reproduction: Reproduction, folder: Path) -> list[str]:
-    """List the rows of a reproduction that it has not measured."""
-    return [name for name in reproduction.rows
-            if not is_measured(name, reproduction, folder)]
+    """List the rows of a reproduction that it has not measured, as far as files can be read."""
+    missing = []
+    for name in reproduction.rows:
+        with contextlib.suppress(Unreadable):    # there it may be
+            if is_measured(name, reproduction, folder):
+                continue
+        missing.append(name)
+    return missing
 
 
 def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
-    """Return True if the folder has a complete file of the row from this reproduction."""
-    for path in folder.glob(f"{name}-*.h5"):
+    """Return True if the folder has a complete file of the row from this reproduction.
+
+    Raises
+    ------
+    Unreadable
+        When a file that may be the one cannot be read.
+    """
+    unread = ""
+    for path in run_file.list_files(folder, f"{name}-"):
         try:
             run = run_file.read_run(path)
+        except Unreadable as error:
+            unread = str(error)
         except StoreError:
             continue    # it is measured again; tables report the problem of the file
-        if isinstance(run, model_run.Run) and _belongs_to(reproduction, run):
-            return True
+        else:
+            if isinstance(run, model_run.Run) and _belongs_to(reproduction, run):
+                return True
+    if unread:
+        raise Unreadable(f"{unread}, so nobody can tell whether {name} is measured: make it "
+                         f"readable, or begin anew with --fresh")
     return False
 
 

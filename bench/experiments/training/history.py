@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import StoreError, UsageError
+from bench.records import atomic
 from bench.records.journal import UNSUPPORTED, append_entry, read_entries
 from bench.records.measurements import Setting
 
@@ -87,7 +88,8 @@ class HistoryFile:
         self.path = Path(folder) / NAME
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND,
+                                       atomic.SHARED)
             self._lock()
             entries = read_entries(self.path)
         except OSError as error:

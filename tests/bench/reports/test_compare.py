@@ -227,13 +227,13 @@ def test_a_limit_that_cannot_be_meant(sets, capsys):
 
 
 def products(factor, transport):
-    """A made-up run of ``matmul``: the second rank ends last."""
+    """A made-up run of some kind: the second rank ends last."""
     times = np.zeros((1, 8, 2, 2, 2))
     spread = np.linspace(1, 1.1, 8)[:, None]
     times[0, :, :, 0, 1], times[0, :, :, 1, 1] = 0.5 * spread, spread
     times[0, :, 0] *= factor
     times[0, :, 1, 1] = np.nan    # one process has no second rank
-    return Measurements("matmul", {"M": 8, "transport": transport, "seed": 0}, {"cores": 2}, {
+    return Measurements("mine", {"M": 8, "transport": transport, "seed": 0}, {"cores": 2}, {
         "phase": ["forward"], "repetition": range(8), "kind": ["product", "one process"],
         "rank": range(2), "edge": ["begin", "end"]}, {"times": Variable(
             times, "s", ("phase", "repetition", "kind", "rank", "edge"))}, [])
@@ -244,31 +244,31 @@ def test_points_of_microbenchmarks_are_cases(sets, capsys):
         for folder, factor, transport in zip(sets, (1.0, 0.5), ("mpi", "shared")):
             run = replace(products(factor * (1 + again / 1000), transport),
                           created=f"2030-01-02T03:04:{again:02d}+00:00")
-            run_file.write_run(run, folder, "matmul")
+            run_file.write_run(run, folder, "mine")
     assert main(["compare", *map(str, sets)]) == 0
     text = capsys.readouterr().out
     lines = {line.split("|")[0].split(",")[0]: line for line in text.splitlines() if "|" in line}
-    product = lines["matmul phase forward kind product"]
+    product = lines["mine phase forward kind product"]
     assert product.endswith("faster") and " 1.051 " in product and " 0.5255 " in product
-    assert lines["matmul phase forward kind one process"].endswith("no difference shown")
+    assert lines["mine phase forward kind one process"].endswith("no difference shown")
     assert "transport is mpi in A and shared in B" in text
 
 
 def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
     """Of products and of rows; what only one set has is said, not dropped."""
     for transport, factor in (("mpi", 1.0), ("shared", 0.5)):
-        run_file.write_run(products(factor, transport), sets[0], "matmul")
+        run_file.write_run(products(factor, transport), sets[0], "mine")
         run = made_up(ROWS[0], factor, factor)
         run.configuration["transport"] = transport
         run_file.write_run(run, sets[0], "row")
-    run_file.write_run(products(0.5, "shared"), sets[1], "matmul")
+    run_file.write_run(products(0.5, "shared"), sets[1], "mine")
     run = made_up(ROWS[0], 0.5, 0.5)
     run.configuration["transport"] = "shared"
     run_file.write_run(run, sets[1], "row")
     both, one = comparison_sides.name_cases(*(comparison_sides.read_cases([folder])[0]
                                               for folder in sets))
-    names = ["matmul phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",
-             "matmul phase forward kind product, M 8"]
+    names = ["mine phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",
+             "mine phase forward kind product, M 8"]
     assert both.keys() == {f"{name}, transport {transport}" for name in names
                            for transport in ("mpi", "shared")}
     assert one.keys() == {f"{name}, transport shared" for name in names}

@@ -1,0 +1,128 @@
+"""Check a record against ``kinds.toml``: names, kinds and ranges of settings, shapes, labels.
+
+A record that passes can be shown: readers of records find what they look for.  Whether its numbers
+are right is for `bench.validation` to say.
+"""
+
+import functools
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+
+MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float's exact integer
+MOST_LAYERS = 10 ** 4    # each of which is looked at alone
+# What no number is but these: differences that are below 0, losses that have diverged.
+SIGNED = re.compile(r"resident_growth|overhead|\w*difference")
+INFINITE = re.compile(r"(\w+_)?loss|\w*difference")
+
+
+def _whole(least: int, value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+# What a setting has to be, by the names of the lists in kinds.toml, and whether a value is it.
+SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": (f"a whole number of 1 to {MOST:.0e}", functools.partial(_whole, 1)),
+    "whole": (f"a whole number of 0 to {MOST:.0e}", functools.partial(_whole, 0)),
+    "number": ("a number of at least 0", _number),
+    "rate": ("a finite number greater than 0",
+             lambda value: _number(value) and 0 < value < math.inf),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a text", lambda value: isinstance(value, str) and all(
+        line.isprintable() for line in value.split("\n")))}
+
+
+@functools.cache
+def load() -> dict[str, Any]:
+    """Read kinds.toml."""
+    return tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _setting_kinds() -> dict[str, str]:
+    return {name: kind for kind, names in load()["settings"].items() for name in names.split()}
+
+
+def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[str]) -> None:
+    """Check the settings of a group.
+
+    Raises
+    ------
+    ValueError
+        When a required one is missing, or one is of another kind or range than its name's.
+    """
+    for name in required:
+        if name not in settings:
+            raise ValueError(f"{group}/{name} is missing")
+    for name, value in settings.items():
+        about, fits = SETTINGS.get(_setting_kinds().get(name, ""), ("", lambda value: True))
+        choices = load()["choices"].get(name, "").split()
+        if choices:
+            about, fits = " or ".join(choices), choices.__contains__
+        if not fits(value):
+            raise ValueError(f"{group}/{name} is {value!r:.60}, which should be {about}")
+    if settings.get("layers", 1) > MOST_LAYERS:
+        raise ValueError(f"{group}/layers is {settings['layers']}: at most {MOST_LAYERS} would do")
+
+
+def required(kind: str, group: str) -> list[str]:
+    """Return what readers of this kind need of a group: its "settings", or "environment"."""
+    return load().get(kind, {}).get(group, "").split()
+
+
+def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[str, Any]) -> None:
+    """Check dimensions, labels and numbers of a group of this kind; of any if it is unknown.
+
+    Raises
+    ------
+    ValueError
+        When a variable is missing, has other dimensions than its name's or not the lengths of
+        its scales, or numbers that cannot be.
+    """
+    known = load().get(kind, {})
+    wanted = known.get("variables", {})
+    for name in wanted:
+        if name not in variables:
+            raise ValueError(f"{name} is missing")
+    for name, dims in {**wanted, **known.get("optional", {})}.items():
+        if name in variables and " ".join(variables[name].dims) != dims:
+            raise ValueError(f"{name} has the dimensions "
+                             f"{' '.join(variables[name].dims) or 'none'}, which should be "
+                             f"{dims or 'none'}")
+    for dim, choices in {**load()["labels"], **known.get("labels", {})}.items():
+        if dim in scales and list(scales[dim]) not in choices:
+            raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
+                             f"which should be {' or '.join(map(', '.join, choices))}")
+    for name, variable in variables.items():
+        shape = tuple(len(scales[dim]) for dim in variable.dims)
+        if np.shape(variable.values) != shape:
+            raise ValueError(f"{name} has the shape {np.shape(variable.values)}, which should be "
+                             f"{shape}")
+        if 0 in shape:
+            raise ValueError(f"{name} is empty")
+        check_numbers(name, variable.values)
+
+
+def check_numbers(name: str, values: np.ndarray) -> None:
+    """Check that no number is below 0 or infinite where none can be; NaN stands for none.
+
+    Raises
+    ------
+    ValueError
+        When one is, or `values` are no real numbers.
+    """
+    if np.asarray(values).dtype.kind not in "biuf":
+        raise ValueError(f"{name} holds no numbers, but {np.asarray(values).dtype}")
+    last = name.rpartition("/")[2]
+    if not SIGNED.fullmatch(last) and (values < 0).any():
+        raise ValueError(f"{name} has numbers below 0")
+    if not INFINITE.fullmatch(last) and np.isinf(values).any():
+        raise ValueError(f"{name} has infinite numbers")
