@@ -6,6 +6,7 @@ ends, however it ends.  The result files say which rows are finished; the journa
 belong to the reproduction under way.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -16,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench import undo
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError
 from bench.records import atomic, run_file
@@ -44,10 +46,12 @@ class Journal:
         self.folder = Path(folder)
         self.path = self.folder / NAME
         self.claimed = False
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
+        """Open the file; programs that this one starts do not inherit it, and with it the lock."""
         try:
-            # Not inherited by the programs that this one starts, which would keep the lock.
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND,
-                                       atomic.SHARED)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.SHARED)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be opened ({error.strerror}): name another "
                              f"folder with --out") from error
@@ -62,7 +66,12 @@ class Journal:
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not self._is_there():    # another process has just removed it, empty
+                self.close()
+                self._descriptor = self._open()
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.claimed = True
+            undo.when_done(self._remove_empty)
         except BlockingIOError as error:
             raise StoreError(
                 f"{self.folder} is in use: another run or reproduce measures into it. Wait for "
@@ -77,6 +86,19 @@ class Journal:
     def close(self) -> None:
         """Release the folder."""
         os.close(self._descriptor)
+
+    def _is_there(self) -> bool:
+        """Return whether the file that is open is that in the folder."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _remove_empty(self) -> None:
+        """Remove the file if it has no entry; only who holds the lock may."""
+        with contextlib.suppress(OSError):    # it has been closed, or removed
+            if os.fstat(self._descriptor).st_size == 0 and self._is_there():
+                self.path.unlink()
 
     def write(self, event: str, **entry: Any) -> None:
         """Append an entry; if it cannot be written, print a warning and go on."""

@@ -183,4 +183,5 @@ def copy_group(source: h5py.Group, target: h5py.Group) -> None:
     for name, item in datasets.items():
         for index, dim in enumerate(item.dims if not item.is_scale else ()):
             for scale in dim.values():
-                target[name].dims[index].attach_scale(target[scale.name.rpartition("/")[2]])
+                if scale.name:    # the file may have lost it
+                    target[name].dims[index].attach_scale(target[scale.name.rpartition("/")[2]])

@@ -15,6 +15,7 @@ from typing import Iterator
 
 import h5py
 
+from bench import undo
 from bench.errors import StoreError, Unreadable
 from bench.records import atomic
 from bench.records.measurements import (Measurements, fill_checks, fill_measurements,
@@ -35,6 +36,8 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
                  option: str = "--out") -> Path:
     """Make `folder` if need be, and make sure that files can be written in it.
 
+    A folder that it made and that is empty when the command ends is removed.
+
     Parameters
     ----------
     folder : path
@@ -49,12 +52,23 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
     """
     folder = Path(folder)
     try:
+        made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        undo.when_done(lambda: _remove_empty(made))
         atomic.probe_folder(folder)
     except OSError as error:
         raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
                          f"with {option}") from error
     return folder
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove those of some folders, each in the next, that are empty."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:    # something came of it, or somebody else removed it
+            return
 
 
 def write_run(run: Run | Measurements, folder: str | os.PathLike, name: str) -> Path:

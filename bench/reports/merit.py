@@ -11,6 +11,7 @@ from bench.cases.paper import title
 from bench.errors import StoreError
 from bench.instruments import timing
 from bench.records.folder import read_runs
+from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
@@ -206,10 +207,16 @@ def merit_document(path: str | Path) -> list[Part]:
     StoreError
         When there is no run of a model.
     """
-    runs = [run for run in read_runs(path)[0] if isinstance(run, Run)]
+    runs = [run for run in read_runs(path, _show_alone)[0] if isinstance(run, Run)]
     if not runs:
         raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
     return [part for run in runs for part in run_parts(run)]
+
+
+def _show_alone(run: Run | Measurements) -> None:
+    """Make the tables of a run of a model, as a trial."""
+    if isinstance(run, Run):
+        run_parts(run)
 
 
 def run_parts(run: Run) -> list[Part]:

@@ -12,10 +12,11 @@ from bench.cases.variants import recorded_variant
 from bench.checks import layer_residuals
 from bench.instruments import host, timing
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  read_folder, share_cores)
+                                  read_folder, results_by_preset, share_cores)
+from bench.records.measurements import Measurements
 from bench.records.model_run import Run
-from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables, speed_ups,
-                           wire_rows)
+from bench.reports import (certainty, emulated, formats, merit, merit_rows, micro_tables,
+                           speed_ups, wire_rows)
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.reports.emulation import tables as emulation_tables
 from mm3d.tracing.events import PHASES
@@ -34,7 +35,17 @@ def format_tables(folder: str | Path, form: str = "text") -> str:
     StoreError
         When there are no results in `folder`.
     """
-    return formats.render(make_document(read_folder(folder)), form)
+    return formats.render(make_document(read_folder(folder, show_alone)), form)
+
+
+def show_alone(run: Run | Measurements) -> None:
+    """Make all tables of one run, as a trial: an error says what is wrong with its numbers."""
+    if isinstance(run, Run):
+        merit.run_parts(run)
+        parts = [part for one in results_by_preset([run]) for part in preset_parts(one)]
+    else:
+        parts = micro_tables.make_parts([run])
+    formats.render(parts)
 
 
 def make_document(found: FolderContents) -> list[Part]:

@@ -1,0 +1,83 @@
+"""One bad file leaves itself out with its reason, however it is spoiled; the others are shown."""
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
+from bench.errors import StoreError, UsageError
+from bench.records import merged, run_file
+from bench.records.folder import read_runs
+from bench.reports.comparison import compare_sides
+from bench.reports.paper_tables import format_tables
+from bench.validation.files import check_file
+from mutations import mutate, mutations, places
+from records import limited, matmul_record
+
+ROW = select_rows("weak", "3d")[0]
+SPOILED = 24    # of all mutations of a file, evenly
+
+
+@pytest.fixture(scope="module", params=["model", "matmul"])
+def whole(request, tmp_path_factory):
+    """A file that nothing is wrong with, and one of all kinds that are shown."""
+    run = limited(ROW) if request.param == "model" else matmul_record()
+    return run_file.write_run(run, tmp_path_factory.mktemp("whole"), make_case(ROW, "tiny").name)
+
+
+def test_a_spoiled_file_leaves_itself_alone_out(whole, tmp_path):
+    with h5py.File(whole) as file:
+        found = [(name, key, how) for name, key in places(file)
+                 for how in mutations(file, name, key)]
+    good, bad, target = tmp_path / "good.h5", tmp_path / "spoiled.h5", tmp_path / "all" / "all.h5"
+    target.parent.mkdir()
+    shutil.copy(whole, good)
+    with h5py.File(good, "r+") as file:
+        file.attrs["created"] = "2020-01-01T00:00:00+00:00"
+    for name, key, how in found[::max(1, len(found) // SPOILED)]:
+        shutil.copy(whole, bad)
+        with h5py.File(bad, "r+") as file:
+            mutate(file, name, key, how)
+        runs, problems = read_runs(tmp_path)
+        assert len(runs) + len(problems) == 2, (name, key, how)
+        assert all("spoiled.h5" in line for line in problems)
+        text = format_tables(tmp_path)
+        if problems:
+            assert "Left out:" in text and "spoiled.h5" in text.replace("\n    ", "")
+        check_file(bad)
+        assert merged.merge_files([bad, good], target, anew=True) == (len(runs), problems)
+        try:
+            compare_sides([str(good)], [str(bad)], None)
+        except (StoreError, UsageError):    # of one bad file alone nothing is left
+            pass
+
+
+@pytest.mark.parametrize("change, reason", [
+    (lambda file: file.attrs.update(schema_version=np.inf), "schema_version is inf"),
+    (lambda file: file.attrs.update(schema_version=[3, 3]), "schema_version"),
+    (lambda file: mutate(file, "traffic/words", "", "one number"), "traffic/words has the shape"),
+    (lambda file: mutate(file, "clock/offset_error", "", "missing"), "offset_error"),
+    (lambda file: mutate(file, "samples/forward", "", "all negative"), "numbers below 0"),
+    (lambda file: mutate(file, "samples/forward", "", "all nan"), "not greater than 0"),
+    (lambda file: file["configuration"].attrs.update(hidden=np.arange(3)), "hidden is no text"),
+    (lambda file: file["environment"].attrs.update(cores=0), "cores is 0, which should be"),
+    (lambda file: file["configuration"].attrs.update(layers=2 ** 40), "layers is")])
+def test_what_is_checked_once_is_named(tmp_path, change, reason):
+    path = run_file.write_run(limited(ROW), tmp_path, "a")
+    with h5py.File(path, "r+") as file:
+        change(file)
+    with pytest.raises(StoreError, match=reason):
+        run_file.read_run(path)
+    errors, _ = check_file(path)
+    assert any(reason in line for line in errors), errors
+
+
+def test_an_array_larger_than_any_memory_is_not_read(tmp_path):
+    path = run_file.write_run(limited(ROW), tmp_path, "a")
+    with h5py.File(path, "r+") as file:
+        del file["samples/forward"]
+        file["samples"].create_dataset("forward", (2 ** 40, 8), "f8", chunks=(1, 8))
+    with pytest.raises(StoreError, match="more than any run"):
+        run_file.read_run(path)

@@ -1,0 +1,69 @@
+"""A refused command leaves nothing behind: no folder, no journal."""
+import fcntl
+import os
+
+import pytest
+
+from bench.__main__ import main
+from bench.errors import StoreError
+from bench.records import journal
+from jobs.__main__ import main as jobs_main
+from support import run_python, run_ranks
+
+REFUSED = [
+    ("matmul", "--shape", "64", "--grid", "2x2x3"),
+    ("matmul", "--shape", "64", "--scheme", "3d,3d", "--trace", "{}/traces/a.json"),
+    ("layer", "--hidden", "8", "--head", "8", "--grid", "2x2x3"),
+    ("collectives", "--grid", "2x2x3"),
+    ("experts", "--grid", "2x2x3"),
+    ("checkpoint", "--hidden", "7", "--heads", "2"),
+    ("step", "--grid", "2x2x3"),
+    ("train", "--grid", "2x2x3", "--checkpoints", "none"),
+    ("pipeline", "--stages", "2"),
+    ("run", "--scheme", "1d-sp", "--preset", "tiny", "--trace", "{}/a.json", "--traced", "0")]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_a_refused_verb_leaves_nothing(tmp_path, words):
+    out = tmp_path / "new" / "results"
+    done = run_python("-m", "bench", *(word.format(tmp_path / "new") for word in words),
+                      "--out", str(out))
+    assert done.returncode == 2 and "error: " in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_verb_of_ranks_leaves_a_folder_as_it_was(tmp_path):
+    (tmp_path / "here.txt").touch()
+    done = run_ranks(8, "-m", "bench", "matmul", "--shape", "64", "--grid", "2x2x3",
+                     "--out", str(tmp_path))
+    assert done.returncode == 2 and os.listdir(tmp_path) == ["here.txt"], done.stderr
+
+
+def test_what_is_in_use_keeps_its_journal(tmp_path):
+    """Another process may have made it a moment ago: who has no lock removes nothing."""
+    path = tmp_path / journal.NAME
+    with open(path, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert main(["gemm", "--sizes", "8", "--out", str(tmp_path)]) == 2
+        assert path.exists()
+    late = journal.Journal(tmp_path)
+    path.unlink()    # as by a process that ends, between opening and locking
+    late.claim()
+    assert path.exists()
+    with pytest.raises(StoreError, match="in use"):
+        journal.Journal(tmp_path).claim()
+    late.close()
+
+
+def test_a_measurement_leaves_its_file_alone(tmp_path):
+    out = tmp_path / "results"
+    assert main(["gemm", "--sizes", "8", "--threads", "1", "--dtypes", "float32",
+                 "--max-seconds", "0.01", "--out", str(out)]) == 0
+    assert [path.suffix for path in out.iterdir()] == [".h5"]
+
+
+def test_refused_jobs_leave_nothing(tmp_path):
+    for words in (["render", "--inside", "q"], ["render", "--ranks", "7"],
+                  ["submit", "--table", "none"]):
+        assert jobs_main([*words, "--site", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert list(tmp_path.iterdir()) == []

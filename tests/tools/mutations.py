@@ -1,0 +1,67 @@
+"""Ways to spoil one attribute or dataset of a file of results."""
+from typing import Any, Iterator
+
+import h5py
+import numpy as np
+
+SCALE = ("CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST")
+VALUES = {"text": "nonsense", "empty": "", "zero": 0, "negative": -3, "huge": 2 ** 62,
+          "fraction": 1e-300, "nan": np.nan, "inf": np.inf, "truth": True, "list": np.arange(3),
+          "texts": ["a", "b"], "bytes": np.bytes_(b"x\xff"), "complex": 1j,
+          "nothing": h5py.Empty("f8")}
+
+
+def places(file: h5py.File) -> list[tuple[str, str]]:
+    """All (object, attribute) of a file, and (object, "") for each dataset and group."""
+    found = []
+
+    def visit(name: str, item: h5py.HLObject) -> None:
+        found.append((name, ""))
+        found.extend((name, key) for key in item.attrs if key not in SCALE)
+    found.extend(("/", key) for key in file.attrs)
+    file.visititems(visit)
+    return found
+
+
+def mutations(file: h5py.File, name: str, key: str) -> Iterator[str]:
+    """The ways to spoil what is at this place."""
+    yield from ("missing", "reference", *VALUES)
+    if not key and isinstance(file[name], h5py.Dataset):
+        yield from ("fewer", "one number")
+        if file[name].dtype.kind in "iuf":
+            yield from (f"all {what}" for what in ("nan", "inf", "negative", "zero", "huge"))
+
+
+def mutate(file: h5py.File, name: str, key: str, how: str) -> None:
+    """Spoil one place of a file that is open for writing."""
+    if key:
+        del file[name].attrs[key]
+        if how != "missing":
+            file[name].attrs[key] = file.ref if how == "reference" else VALUES[how]
+        return
+    if how.startswith("all "):
+        values = np.empty(file[name].shape, file[name].dtype)
+        with np.errstate(all="ignore"):
+            values[...] = np.array(VALUES[how[4:]]).astype(values.dtype)
+        file[name][...] = values
+        return
+    old = file[name]
+    kept = {k: v for k, v in old.attrs.items() if k not in SCALE}
+    values: Any = old[...] if isinstance(old, h5py.Dataset) else None
+    was_scale = isinstance(old, h5py.Dataset) and old.is_scale
+    dims = [] if values is None or was_scale else [
+        dim[0].name if len(dim) else None for dim in old.dims]
+    del file[name]
+    if how == "missing":
+        return
+    value = {"reference": lambda: file.ref, "fewer": lambda: values[:1] if values.ndim else 7,
+             "one number": lambda: 1.5}.get(how, lambda: VALUES[how])()
+    file[name] = value
+    file[name].attrs.update(kept)
+    if file[name].shape is None:
+        return
+    if was_scale:
+        file[name].make_scale(name.rpartition("/")[2])
+    for index in range(min(len(dims), file[name].ndim)):
+        if dims[index]:
+            file[name].dims[index].attach_scale(file[dims[index]])
