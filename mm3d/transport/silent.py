@@ -65,7 +65,7 @@ class SilentTransport(MpiTransport):
     def _summed(self, terms: Array, out: Array | None) -> tuple[Array, ...]:
         """Return the buffers that MPI is given: those of 16 bits are replaced by wider ones."""
         return tuple(a if (wide := accumulation_dtype(a)) == a.dtype
-                     else self.backend.xp.empty(a.shape, wide)
+                     else self.backend.xp.empty(a.shape, dtype=wide)
                      for a in (terms, out) if a is not None)
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
