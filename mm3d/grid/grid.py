@@ -7,9 +7,9 @@ from mpi4py import MPI
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
+from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
-from mm3d.transport.agreement import same_arguments
 from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
 from mm3d.transport.communicators import create
 from mm3d.transport.nodes import choose_device, node_of

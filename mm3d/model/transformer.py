@@ -8,6 +8,7 @@ import numpy as np
 from mm3d.arrays.backend import Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.arrays.host_arrays import check_real, check_unmasked
+from mm3d.grid.agreement import same_arguments
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.definition import define_transformer
@@ -26,7 +27,6 @@ from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.schemes.scheme import Scheme
-from mm3d.transport.agreement import same_arguments
 
 DTYPES = ("float64", "float32", "float16")
 

@@ -17,14 +17,15 @@ from typing import Any, Mapping
 
 from mpi4py import MPI
 
+from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.activations import Space
+from mm3d.grid.agreement import compared, same_arguments
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.schemes.grid_algorithm import GridAlgorithm
 from mm3d.schemes.product import Product
-from mm3d.transport.agreement import same_arguments
 
 
 SpaceLayout = tuple[str, str, str, str]    # rows, features, vector, gathered_along of a `Space`
@@ -107,7 +108,10 @@ class Scheme(GridAlgorithm):
             shape = self.grid_shape(grid if grid is not None else self.default_grid(comm.size))
             given["grid"] = shape
             self.check_grid(shape)
-        self.grid = Grid(comm, backend, **shape)
+            backend = backends.get(backend)
+            given["backend"] = backend.name
+        with compared():
+            self.grid = Grid(comm, backend, **shape)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grid!r})"

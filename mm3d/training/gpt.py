@@ -7,6 +7,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.grid.agreement import checksum, checksums, compared, gather_alike, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.options import Experts
@@ -21,7 +22,6 @@ from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
 from mm3d.training.stage_ends import StageEnds, build_ends
 from mm3d.training.tied import TiedStages
-from mm3d.transport.agreement import checksum, checksums, gather_alike, same_arguments
 
 
 class GPT(PlainNumbers):
@@ -103,21 +103,28 @@ class GPT(PlainNumbers):
                  recompute: str = "none", tied: bool = True, master: str | None = None,
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
                  dropout: float = 0.0, experts: Experts | None = None, **options: Any) -> None:
-        with same_arguments(mesh.comm, "GPT") as given:
-            given |= {"vocab": vocab, "tied": tied, "label_smoothing": label_smoothing,
-                      "z_loss": z_loss, "ignored": ignored}
-            check_vocabulary(vocab, label_smoothing, z_loss)
-            check_scheme(mesh.scheme, tied)
         if isinstance(schedule, str) and microbatches is None:
             microbatches = 1
+        with same_arguments(mesh.comm, "GPT") as given:
+            given |= {name: value for name, value in options.items()
+                      if name not in ("around", "asleep")}    # which one rank may have alone
+            given |= {
+                "layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "batch": batch,
+                "seq": seq, "seed": seed, "dtype": dtype, "microbatches": microbatches,
+                "schedule": schedule, "recompute": recompute, "tied": tied, "master": master,
+                "label_smoothing": label_smoothing, "z_loss": z_loss, "ignored": ignored,
+                "dropout": dropout, "experts": experts}
+            check_vocabulary(vocab, label_smoothing, z_loss)
+            check_scheme(mesh.scheme, tied)
         self.mesh, self.comm, self.vocab, self.ignored = mesh, mesh.comm, vocab, ignored
         self.shape, self.loss_scale, self.tied = (batch, seq), 1.0, tied
         self.optimizer: Callable[[], Any] = lambda: None
         values = gpt2_values(layers)
-        self.pipeline = Pipeline(
-            mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
-            dtype=dtype, master=master, recompute=recompute, causal=True, initial_values=values,
-            dropout=dropout, experts=experts, **options)
+        with compared():
+            self.pipeline = Pipeline(
+                mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
+                dtype=dtype, master=master, recompute=recompute, causal=True,
+                initial_values=values, dropout=dropout, experts=experts, **options)
         self.experts = experts
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
@@ -165,7 +172,10 @@ class GPT(PlainNumbers):
         """
         tokens, targets, count = check_batch(tokens, targets, self.shape, self.vocab,
                                              self.ignored)
-        facts = self._facts(tokens, targets)
+        optimizer = self.optimizer()
+        facts = self._checksums(tokens, targets) | {
+            "loss_scale": self.loss_scale, "dropout_step": self.dropout_step} | (
+                {} if optimizer is None else optimizer.numbers())
         self.zero_gradients()
         losses: list[Array] = []
         for chunk in self.pipeline.chunks if self.experts else ():
@@ -207,7 +217,7 @@ class GPT(PlainNumbers):
         self.pipeline.forward(
             lambda micro: self._ends_for(micro).embedding.forward(self._part(tokens, micro))[0],
             output)
-        return self._mean("evaluate", losses, count, self._facts(tokens, targets))
+        return self._mean("evaluate", losses, count, self._checksums(tokens, targets))
 
     def _ends_for(self, micro: int) -> StageEnds:
         """Return the ends of this rank's stage for a micro-batch."""
@@ -233,14 +243,11 @@ class GPT(PlainNumbers):
         elif self._output is not None:
             self._output.add_tied_gradient()
 
-    def _facts(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-        """Return what all ranks should have alike when they compute a loss."""
+    def _checksums(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, str]:
+        """Return the checksums of a batch, which all ranks should have alike."""
         if self.comm.size == 1:
             return {}
-        optimizer = self.optimizer()
-        return {"tokens": checksum(tokens), "targets": checksum(targets),
-                "loss_scale": self.loss_scale, "dropout_step": self.dropout_step} | (
-                    {} if optimizer is None else optimizer.numbers())
+        return {"tokens": checksum(tokens), "targets": checksum(targets)}
 
     def _mean(self, call: str, losses: list[Array], count: int, facts: dict[str, Any]) -> float:
         """Return the mean of all losses, from the sums of this rank's micro-batches.

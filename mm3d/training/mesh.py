@@ -8,12 +8,12 @@ from mpi4py import MPI
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
+from mm3d.grid.agreement import compared, same_arguments
 from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
-from mm3d.transport.agreement import same_arguments
 from mm3d.transport.communicators import create
 from mm3d.transport.nodes import choose_device
 
@@ -88,15 +88,18 @@ class Mesh:
             given |= self.options
             given["shards"] = shards = check_data(comm.size, data, shards)
             given["grids"] = self.grids = stage_grids(kind, comm.size // data, stages, grid)
+            backend = backends.get(backend)
+            given["backend"] = backend.name
         data, stages = int(data), int(stages)    # they may be NumPy's
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.comm = comm
         self.shape = GridShape("dst", (data, stages, comm.size // data // stages))
         self.replica, self.stage, self.place = self.shape.coordinates(comm.rank).values()
         # Of all ranks, before a part of them makes a grid.
-        choose_device(comm, backends.get(backend))
+        choose_device(comm, backend)
         self._group = create(comm.Split, self.replica * stages + self.stage, self.place)
-        self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
+        with compared():
+            self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
         self.data_grid = None
         if data > 1:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.

@@ -13,9 +13,9 @@ from typing import Any, Callable
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.blocks import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.grid.agreement import same_arguments
 from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
-from mm3d.transport.agreement import same_arguments
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
 # Of a backend's `block`, elements that are changed at a time: no parameter or moment is in cache
@@ -75,17 +75,13 @@ class Optimizer(PlainNumbers, ABC):
     def __init__(self, model: Any, lr: float, weight_decay: float = 0.0,
                  clip: float | None = None, loss_scaling: LossScaling | None = None,
                  decays: Callable[[Any], bool] = decays) -> None:
-        check_range("lr", lr, 0 <= lr < math.inf, "at least 0")
-        check_range("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "at least 0")
-        check_range("clip", clip, clip is None or clip >= 0, "at least 0, or None")
-        if loss_scaling is not None:
-            check_masters(model, "loss_scaling", "gradients divided by the factor")
         self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip or None
         self.loss_scaling, self.decays = loss_scaling, decays
         with same_arguments(model.comm, type(self).__name__) as given:
             given |= {name: value for name, value in vars(self).items()
                       if name not in ("model", "loss_scaling")}
             given["loss_scaling"] = loss_scaling and vars(loss_scaling)
+            self._check()
         self.steps, self.norm = 0, None
         self.state = {name: [_zeros_like(t.master) for t in model.trained]
                       for name in self.moments}
@@ -93,6 +89,16 @@ class Optimizer(PlainNumbers, ABC):
             model.loss_scale = 1.0    # not that of an earlier optimizer
             model.optimizer = weakref.ref(self)    # whose numbers a step compares over all ranks
         self._announce_scale()
+
+    def _check(self) -> None:
+        """Raise ValueError for numbers out of range, and for models that it cannot train."""
+        check_range("lr", self.lr, 0 <= self.lr < math.inf, "at least 0")
+        check_range("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf,
+                    "at least 0")
+        check_range("clip", self.clip, self.clip is None or self.clip >= 0,
+                    "at least 0, or None")
+        if self.loss_scaling is not None:
+            check_masters(self.model, "loss_scaling", "gradients divided by the factor")
 
     def step(self) -> bool:
         """Change all parameters by their gradients; return whether the step was not skipped.
@@ -191,10 +197,13 @@ class SGD(Optimizer):
     """
 
     def __init__(self, model: Any, lr: float, momentum: float = 0.0, **options: Any) -> None:
-        check_range("momentum", momentum, 0 <= momentum < 1, "at least 0 and below 1")
         self.momentum = momentum
         self.moments = ("momentum",) if momentum else ()
         super().__init__(model, lr, **options)
+
+    def _check(self) -> None:
+        super()._check()
+        check_range("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
 
     def options(self) -> dict[str, float | int | str]:
         return super().options() | {"momentum": self.momentum}
@@ -244,12 +253,16 @@ class AdamW(Optimizer):
 
     def __init__(self, model: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01, **options: Any) -> None:
-        check_range("betas", betas, len(betas) == 2 and all(0 <= b < 1 for b in betas),
-                    "two numbers of at least 0 and below 1")
-        check_range("eps", eps, 0 < eps < math.inf, "above 0")
-        check_masters(model, "AdamW", "squares of gradients")
         self.betas, self.eps = tuple(betas), eps
         super().__init__(model, lr, weight_decay, **options)
+
+    def _check(self) -> None:
+        super()._check()
+        check_range("betas", self.betas,
+                    len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+                    "two numbers of at least 0 and below 1")
+        check_range("eps", self.eps, 0 < self.eps < math.inf, "above 0")
+        check_masters(self.model, "AdamW", "squares of gradients")
 
     def options(self) -> dict[str, float | int | str]:
         beta1, beta2 = self.betas

@@ -9,6 +9,7 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
+from mm3d.grid.agreement import checksums, compared, gather_alike, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.model.experts.options import Experts
 from mm3d.model.parameters import Parameter, check_state
@@ -23,7 +24,6 @@ from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
-from mm3d.transport.agreement import checksums, gather_alike, same_arguments
 
 
 class Pipeline:
@@ -123,7 +123,6 @@ class Pipeline:
                     raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "
                                      f"their number")
                 schedule = build(schedule, mesh.shape["s"], microbatches)
-            given["schedule"] = schedule
         self.mesh, self.schedule = mesh, schedule
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
@@ -147,10 +146,11 @@ class Pipeline:
         self.models: dict[int, list[Transformer]] = {}
         for length in dict.fromkeys(sequences):
             alike = self.models.get(sequences[0], itertools.repeat(None))
-            self.models[length] = [
-                Transformer(mesh.scheme, **replace(sizes, batch=length), **options, like=like,
-                            describe=partial(model_spec, part=self.parts[stage]))
-                for stage, like in zip(schedule.stages[mesh.stage], alike)]
+            with compared():
+                self.models[length] = [
+                    Transformer(mesh.scheme, **replace(sizes, batch=length), **options, like=like,
+                                describe=partial(model_spec, part=self.parts[stage]))
+                    for stage, like in zip(schedule.stages[mesh.stage], alike)]
         self.chunks = self.models[sequences[0]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, sequences, synchronous, asleep)

@@ -5,7 +5,7 @@ from mpi4py import MPI
 
 import mm3d
 from gpts import SIZES, tokens_and_targets
-from mm3d.transport.agreement import checksum, same_arguments, text_of
+from mm3d.grid.agreement import checksum, same_arguments, text_of
 
 GPT = SIZES | {"layers": 2}
 CALLS = {
@@ -73,7 +73,8 @@ def test_a_rank_with_another_argument_of_a_model_or_an_optimizer_is_named(comm, 
         change = {name: value} if comm.rank else {}
         if name in ("schedule", "microbatches"):
             change = change | {"microbatches": 2} if name == "schedule" else change
-        refused(comm, lambda: make(**change), rf"{kind}: .*\b(microbatches|{name}) \(.* on rank 1")
+        call = "GPT" if kind == "Pipeline" else kind
+        refused(comm, lambda: make(**change), rf"{call}: .*\b(microbatches|{name}) \(.* on rank 1")
     model.free()
     scheme.grid.free()
 
@@ -85,6 +86,22 @@ def test_a_rank_that_makes_another_call_or_refuses_is_named(comm, mesh):
     refused(comm, lambda: mm3d.Grid(comm, x=2 + comm.rank),
             "Grid: refused on rank 1: a grid of 3 has 3 ranks, but")
     refused(comm, lambda: mm3d.Grid(comm, x=3), "^a grid of 3 has 3 ranks, but")
+    model = mm3d.GPT(mesh, **GPT)
+    for kind, wrong in ((mm3d.AdamW, {"lr": -1}), (mm3d.AdamW, {"eps": 0}), (mm3d.SGD, {"lr": -1}),
+                        (mm3d.AdamW, {"betas": (1, 1)}), (mm3d.SGD, {"momentum": 2})):
+        refused(comm, lambda: kind(model, **{"lr": 0.1} | (wrong if comm.rank else {})),
+                f"{kind.__name__}: .*refused on rank 1: {[*wrong][0]}=")
+    model.free()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_one_rank_holds_longer_is_no_difference(comm, mesh):
+    model = mm3d.GPT(mesh, **GPT)
+    held = [mm3d.SGD(model, lr=0.1)]
+    if comm.rank:
+        held.clear()
+    assert np.isfinite(model.evaluate(*tokens_and_targets()))
+    model.free()
 
 
 @pytest.mark.ranks(2)
@@ -162,7 +179,7 @@ def test_other_arrays_are_not_loaded(comm, mesh):
 
 
 def test_texts_and_checksums():
-    same = [1, 1.0, np.int8(1), np.float32(1), True]
+    same = [1, 1.0, np.int8(1), np.float32(1), True, np.True_, np.array(1)]
     assert {text_of(one) for one in same} == {"1"}
     assert text_of(np.dtype("float32")) == text_of("float32")
     assert text_of((1, 2.5, None)) == text_of([1, np.float64(2.5), None]) == "(1, 2.5, None)"

@@ -18,6 +18,7 @@ from mm3d.transport.silent import DryCommunicator
 
 Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"
+_compared = 0                # calls around this one whose arguments were the same on all ranks
 SHOWN = 60                   # letters of a value in a message
 LISTED = 8                   # differences in a message
 
@@ -28,6 +29,7 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
 
     Every rank enters the block, and puts its arguments into the dictionary that it gets, by name.
     A ValueError in the block is raised when all ranks have met, so that none waits for another.
+    Inside `compared` nothing is exchanged.
 
     Parameters
     ----------
@@ -48,11 +50,22 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
         yield given
     except ValueError as error:
         problem = error
-    if not isinstance(comm, DryCommunicator) and comm.size > 1:
+    if not (_compared or isinstance(comm, DryCommunicator) or comm.size == 1):
         facts = {"call": call} | {name: text_of(value) for name, value in given.items()}
         _compare(comm, facts | ({REFUSED: str(problem)} if problem else {}))
     if problem is not None:
         raise problem
+
+
+@contextmanager
+def compared() -> Iterator[None]:
+    """Make calls in the block that follow from arguments which were compared: one exchange."""
+    global _compared
+    _compared += 1
+    try:
+        yield
+    finally:
+        _compared -= 1
 
 
 def _compare(comm: MPI.Intracomm, facts: Facts) -> None:
@@ -167,17 +180,21 @@ def text_of(value: Any) -> str:
     1, 1.0 and NumPy's 1 are the same, and so are a dtype and its name, a tuple and a list.  Of
     functions the name counts, and of what is unknown the type.
     """
+    if type(value) in (int, str):    # first: a schedule may have 100,000
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(text_of, value))})"
+    if value is None or isinstance(value, (str, np.dtype)):
+        return str(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()    # of NumPy and other libraries
     if isinstance(value, numbers.Integral):
         return str(int(value))
     if isinstance(value, numbers.Real):
         value = float(value)
         return str(int(value)) if value.is_integer() else repr(value)
-    if value is None or isinstance(value, (str, np.dtype)):
-        return str(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {text_of(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(text_of, value)) + ")"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value).__name__ + text_of({
             one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
