@@ -69,12 +69,16 @@ PROGRAMS = {
 def list_overrides(program: str, words: Sequence[str]) -> Iterator[str]:
     """List what is wrong with `words`, options of `program`, as ``OPTION: REASON``.
 
-    An abbreviation stands for every option that begins with it.
+    An abbreviation stands for every option that begins with it.  What follows a program that srun
+    is to start, which ``--`` or the word itself shows, are options of that program.
     """
-    for word in words:
+    inner = False
+    for before, word in zip(["", *words], words):
         if word == ":":
             yield "':': it begins another program; leave it out"
-        for name in [_own_name(PROGRAMS[program], word)] * word.startswith("-"):
+        a_value = before.startswith("-") and "=" not in before    # may be one
+        inner |= program == "srun" and (word == "--" or not (word.startswith("-") or a_value))
+        for name in [_own_name(PROGRAMS[program], word)] * (word.startswith("-") and not inner):
             if name is None:
                 continue
             key = PROGRAMS[program].own[name]

@@ -138,7 +138,9 @@ def resource_options(site: Site, ranks: int) -> list[str]:
     count, others = gpus_per_node(site, ranks), [site.slurm.gres] * bool(site.slurm.gres)
     gpus = [":".join(filter(None, [site.node.gpu_type, str(count)]))] * bool(count)
     if site.slurm.gpu_option == "gres":
-        gpus, others = [], [*(f"gpu:{text}" for text in gpus), *others]
+        others = [*(f"gpu:{text}" for text in gpus), *others]
+    if site.slurm.gpu_option != "gpus-per-node":
+        gpus = []
     return [*(f"--gpus-per-node={text}" for text in gpus),
             *[f"--gres={','.join(others)}"] * bool(others)]
 

@@ -153,9 +153,9 @@ def _gpu_problems(site: Site) -> Iterator[str]:
     if order and site.launch.gpu_binding != "rank":
         yield ("launch.gpu_order: only with launch.gpu_binding = 'rank' does a rank see all GPUs "
                "of its node")
-    if site.launch.gpu_binding == "task" and site.slurm.gpu_option == "gres":
+    if site.launch.gpu_binding == "task" and site.slurm.gpu_option != "gpus-per-node":
         yield ("launch.gpu_binding = 'task': srun --gpu-bind does that, which a Slurm with "
-               "slurm.gpu_option = 'gres' does not know; use 'rank'")
+               f"slurm.gpu_option = {site.slurm.gpu_option!r} does not know; use 'rank'")
     if re.search(r"(^|,)(gres[:/])?gpu\b", site.slurm.gres or ""):
         yield f"slurm.gres = {site.slurm.gres!r}: GPUs are asked for by node.gpus"
     if site.run.backend == "cupy" and site.launch.gpu_binding == "none":

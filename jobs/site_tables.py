@@ -24,8 +24,9 @@ class Slurm(SiteTable):
         Options of sbatch; Slurm's defaults if not given.
     mail : str or None
         Where Slurm writes that a job has failed, and that the last one has ended.
-    gpu_option : {"gpus-per-node", "gres"}
-        The option of sbatch that asks for GPUs; "gres" for a Slurm that knows only that one.
+    gpu_option : {"gpus-per-node", "gres", "none"}
+        The option of sbatch that asks for GPUs; "gres" for a Slurm that knows only that one,
+        "none" for one that knows no GPUs, where the nodes of a partition have them.
     gres : str or None
         Other generic resources of each node, such as ``nvme:1``.
     exclusive : bool
@@ -43,7 +44,7 @@ class Slurm(SiteTable):
     qos: str | None = None
     constraint: str | None = None
     mail: str | None = None
-    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     gres: str | None = None
     exclusive: bool = True
     warning: int = 180
@@ -139,7 +140,8 @@ class Launch(SiteTable):
     mpi : str
         Value of ``srun --mpi=``: pmix, pmi2, cray_shasta; see ``srun --mpi=list``.
     options : list of str
-        More options of the launcher, such as ``--cpu-bind=cores``.
+        More options of the launcher, such as ``--cpu-bind=cores``; behind ``--`` srun may start
+        a program that starts Python, such as ``-- numactl -l``.
     gpu_binding : {"none", "task", "rank"}
         "task": Slurm makes one GPU visible to each rank.  "rank": all GPUs of a node are visible
         and rank i of the node takes the i-th, so that MPI can copy directly between GPUs.

@@ -142,7 +142,8 @@ def read_queue(work: Work) -> dict[str, slurm.State]:
     SlurmError
         When Slurm does not say what is in one of them.
     """
-    named = [name for option in work.site.slurm.options if option.startswith("--clusters=")
+    named = [name for option in work.site.slurm.options
+             if option.startswith(("--clusters=", "--cluster="))    # two names of one option
              for name in option.partition("=")[2].split(",")]
     last = [jobs[-1] for kind in KINDS for jobs in read_submitted(work, kind).values()]
     # A job without a cluster is one of those that the site names, or of this one.

@@ -50,13 +50,21 @@ def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
     Raises
     ------
     ValueError
-        When a rank has arrays on another device.
+        On every rank alike, when one has arrays on another device.
     """
     if backend.has_device:
         node = physical_node(comm)
         number = node.rank
         node.Free()
-        backend.choose_device(number, math.inf if comm.size == MPI.COMM_WORLD.size else comm.size)
+        counted = math.inf if comm.size == MPI.COMM_WORLD.size else comm.size
+        problem = ""
+        try:
+            backend.choose_device(number, counted)
+        except ValueError as error:
+            problem = f"rank {comm.rank}: {error}"
+        problems = list(filter(None, comm.allgather(problem)))    # so that no rank goes on alone
+        if problems:
+            raise ValueError(problems[0])
 
 
 def node_of(comm: MPI.Intracomm) -> int:

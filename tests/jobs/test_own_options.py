@@ -96,6 +96,9 @@ def test_options_of_sbatch_that_the_site_may_choose(tmp_path):
     ("srun", ["--gpus-per-task=2"], "--gpus-per-task"),
     ("srun", ["--gpu-b=none"], "--gpu-b (--gpu-bind)"), ("srun", ["-o", "x"], "-o (--output)"),
     ("srun", ["--help"], "--help"), ("srun", ["--chdir=/"], "--chdir"),
+    # After what may be a value, and so no program.
+    ("srun", ["-w", "n1", "-n4"], "-n4 (--ntasks)"),
+    ("srun", ["--", "numactl", ":", "-l"], "':'"),
     ("srun", ["--cpu-bind=cores", ":", "-l"], "':'"),
     ("mpirun", ["-n", "4"], "-n"), ("mpirun", ["-np", "4"], "-np"),
     ("mpirun", ["-n4"], "-n4 (--n)"),
@@ -110,6 +113,9 @@ def test_options_of_the_launcher_that_the_job_sets_itself(tmp_path, launcher, wo
     ("srun", ["--cpu-bind=cores", "-l", "--label", "--exact", "--overlap", "-u", "--export=ALL",
               "-W5", "-pall", "-wn1", "--network=x"]),
     ("srun", ["--cpu-bind=cores", "./bind-gpus"]),    # a program that starts the program
+    ("srun", ["numactl", "-m", "0"]), ("srun", ["-l", "--", "numactl", "-m", "0"]),
+    ("srun", ["--cpu-bind=cores", "nsys", "profile", "-o", "x", "--output=y"]),
+    ("srun", ["-w", "n1", "./bind-gpus", "-n"]),
     ("mpirun", ["-ppn", "4", "-f", "hosts", "--map-by", "ppr:4:node", "-x", "A", "-l"])])
 def test_options_of_the_launcher_that_the_site_may_choose(tmp_path, launcher, words):
     found = load(tmp_path, launcher=launcher, launch=words)

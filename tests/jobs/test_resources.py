@@ -42,6 +42,8 @@ def lines(text):
     ("4", 'gpu_option = "gres"', 8, ["--gres=gpu:4"]),
     ('"a100:4"', 'gpu_option = "gres"\ngres = "nvme:1,lscratch:5"', 8,
      ["--gres=gpu:a100:4,nvme:1,lscratch:5"]),
+    ("4", 'gpu_option = "none"', 8, []), ("4", 'gpu_option = "none"\ngres = "nvme:1"', 8,
+                                          ["--gres=nvme:1"]),
     ("4", 'gres = "nvme:1"', 8, ["--gpus-per-node=4", "--gres=nvme:1"])])
 def test_gpus_by_type_and_by_the_option_that_a_site_knows(tmp_path, gpus, slurm, ranks, expected):
     mine = Work(load(tmp_path, slurm, gpus), "x", tmp_path)
@@ -71,6 +73,7 @@ def test_gpus_that_are_neither_a_number_nor_a_type_with_one(tmp_path, gpus):
 
 @pytest.mark.parametrize("slurm, binding, said", [
     ('gpu_option = "gres"', "task", "slurm.gpu_option = 'gres' does not know; use 'rank'"),
+    ('gpu_option = "none"', "task", "slurm.gpu_option = 'none' does not know; use 'rank'"),
     ('gres = "gpu:4"', "rank", "slurm.gres = 'gpu:4': GPUs are asked for by node.gpus"),
     ('gres = "nvme:1,gpu"', "rank", "GPUs are asked for by node.gpus"),
     ('gpu_option = "gpus"', "rank", "Invalid enum value 'gpus'")])

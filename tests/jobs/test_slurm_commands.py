@@ -207,6 +207,17 @@ def test_a_job_of_another_cluster_is_looked_for_there(commands, tmp_path, capsys
         f"weak 3-D 8 ranks: failed, job {job}: TIMEOUT; cancelled\n")
 
 
+@pytest.mark.parametrize("option", ["--clusters=east", "--cluster=east"])
+def test_a_job_whose_cluster_is_not_said_is_looked_for_where_the_site_says(commands, tmp_path,
+                                                                           capsys, option):
+    """sbatch knows its option by two names."""
+    commands.answer("squeue", "[[ \"$*\" != *--clusters=east* ]] || echo '7|PENDING|Priority'")
+    commands.answer("sbatch", "echo 7")
+    for expected in ("0 under way, 1 to submit", "1 under way, 0 to submit"):
+        assert main(arguments(tmp_path, "submit", option)) == 0
+        assert expected in capsys.readouterr().out
+
+
 def test_a_number_that_two_clusters_have(commands):
     commands.answer("squeue", CLUSTERS)
     pending, running = slurm.State("PENDING", "Priority"), slurm.State("RUNNING", "None")

@@ -71,6 +71,9 @@ def worlds_of_one(ranks):
      "1 node with 4 ranks, where at most 2 are wanted"),
     ("modules", ["--module", "cuda", "--module", "hdf5"], {"LOADEDMODULES": "gcc/12:cuda/13"},
      "hdf5 not loaded: load them, or take them out of the site file; loaded: gcc/12, cuda/13"),
+    ("modules", [f"--module={name}" for name in (
+        "gcc/1", "gc", "mpi/open", "mpi", "mpi/openmpi", "mpi/openmpi/4", "mpi/openmpi/4.1.5")],
+     {"LOADEDMODULES": "gcc/13.2:mpi/openmpi/4.1.5"}, "gcc/1, gc, mpi/open not loaded: "),
     ("gpus", ["--ranks", "4", "--gpus-per-node", "4"], {"CUDA_VISIBLE_DEVICES": ""},
      "rank 0 sees no GPU, where 4 a node are wanted"),
     ("gpus", ["--ranks", "4", "--gpus-per-node", "4"], {"CUDA_VISIBLE_DEVICES": "0,1"},

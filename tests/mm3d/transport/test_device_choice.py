@@ -51,6 +51,26 @@ def test_a_gpu_each_whatever_the_launcher_says(comm, monkeypatch, no_backends, v
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("make", [lambda comm: mm3d.Grid(comm, "cupy", x=4),
+                                  lambda comm: mm3d.Mesh(comm, scheme="1d", backend="cupy")])
+def test_arrays_on_another_gpu_are_refused_on_every_rank(comm, monkeypatch, no_backends, make):
+    """Also where the GPU is the right one: else that rank would wait for the others."""
+    placed(monkeypatch, 4)
+    kept = backend.get("cupy").asarray(np.ones(9, "float32"))
+    with pytest.raises(ValueError, match="^rank 1: this rank is number 1 of its "
+                                         "node, so that its GPU is 1, and it has arrays"):
+        make(comm)
+    assert kept.shape == (9,)
+
+
+@pytest.mark.ranks(4)
+def test_an_order_that_one_rank_alone_cannot_use(comm, monkeypatch, no_backends):
+    placed(monkeypatch, 4, MM3D_GPU_ORDER="0,1" if comm.rank == 2 else "3,2,1,0")
+    with pytest.raises(ValueError, match="Mesh: refused on rank 2: MM3D_GPU_ORDER='0,1': give"):
+        mm3d.Mesh(comm, scheme="1d", backend="cupy")
+
+
+@pytest.mark.ranks(4)
 def test_what_a_launcher_says_yields_to_mpi_in_the_world_alone(comm, monkeypatch, no_backends):
     """A launcher that tells every rank that it is the first."""
     placed(monkeypatch, 4, PALS_LOCAL_RANKID="0")
