@@ -4,6 +4,7 @@ import re
 import sys
 from typing import Any, Callable, Container, Iterable
 
+EXPERTS = {"count": "experts"}    # arguments of mm3d.Experts that have other names as options
 ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
 
@@ -42,10 +43,11 @@ def in_options(text: str, names: Container[str]) -> str:
         The arguments of the verb; what is none of them stays.
     """
     def option(found: re.Match[str]) -> str:
-        name = next((one for one in (found[1], f"expert_{found[1]}") if one in names), None)
+        names_of_it = (found[1], f"expert_{found[1]}", EXPERTS.get(found[1]))
+        name = next((one for one in names_of_it if one in names), None)
         if name is None:
             return found[0]
-        value = found[2].strip("'")
+        value = "none" if found[2] == "None" else found[2].strip("'")
         if value.startswith("("):
             value = "x".join(part.strip() for part in value.strip("()").split(",") if part.strip())
         return f"--{name.replace('_', '-')} {value}"

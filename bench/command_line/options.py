@@ -8,7 +8,7 @@ from typing import Callable
 from bench.cluster.spec import Cluster
 from bench.command_line.number_types import (MOST, MOST_SECONDS, SEEDS, number, refused,
                                              whole)
-from bench.errors import UsageError
+from bench.errors import UsageError, in_options
 from bench.instruments import host
 from bench.instruments.stall import unwatched
 from bench.instruments.timing import Limits
@@ -211,7 +211,7 @@ def recompute(text: str) -> str:
     try:
         parse_policy(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(in_options(str(error), {"recompute"})) from error
     return text
 
 

@@ -2,9 +2,9 @@
 import pytest
 
 from bench.errors import in_options
-from support import run_ranks
+from support import run_python, run_ranks
 
-NAMES = {"grid", "data", "recompute", "expert_top", "expert_parallel"}
+NAMES = {"grid", "data", "recompute", "experts", "expert_top", "expert_parallel", "capacity"}
 
 
 @pytest.mark.parametrize("text, printed", [
@@ -13,12 +13,19 @@ NAMES = {"grid", "data", "recompute", "expert_top", "expert_parallel"}
     ("data=3 does not divide", "--data 3 does not divide"),
     ("recompute='some' is unknown: choose", "--recompute some is unknown: choose"),
     ("top=9 experts, count=8: expert_parallel=3",
-     "--expert-top 9 experts, count=8: --expert-parallel 3"),
+     "--expert-top 9 experts, --experts 8: --expert-parallel 3"),
+    ("capacity=None would do", "--capacity none would do"),
     ("--grid 2x2: MM3D_ABORT=0 and --data=3", "--grid 2x2: MM3D_ABORT=0 and --data=3"),
     ("a == b, zero=1", "a == b, zero=1"),
 ])
 def test_arguments_become_options(text, printed):
     assert in_options(text, NAMES) == printed
+
+
+@pytest.mark.parametrize("program, verb", [("bench", "run"), ("jobs", "render")])
+def test_a_policy_is_refused_as_it_is_typed(program, verb):
+    done = run_python("-m", program, verb, "--recompute", "some")
+    assert done.returncode == 2 and "--recompute some is unknown" in done.stderr, done.stderr
 
 
 @pytest.mark.slow_but_first
