@@ -43,12 +43,14 @@ def starting() -> Iterator[None]:
     Raises
     ------
     SystemExit
-        On every rank, with status 2 and after rank 0 has said why, if shared memory lacks room.
+        With status 2, after the first rank of this node has said why, if shared memory lacks
+        room: on every rank of the node, or on the first, if it is other jobs that have the room.
     """
-    ranks = launcher.local_ranks()
+    ranks, place = launcher.local_ranks(), launcher.local_rank()
+    first = not (launcher.launcher_rank() if place is None else place)
     os.environ.update(shared_room.lean_settings(ranks))
-    if problem := shared_room.lack(ranks):
-        if launcher.launcher_rank() == 0:
+    if problem := shared_room.lack(ranks, first=first):
+        if first:
             print(f"error: {problem}", file=sys.stderr, flush=True)
         raise SystemExit(2)
     with neutral_letters():

@@ -57,19 +57,30 @@ def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ,
                 WAYS[-1][0])
 
 
-def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLDER) -> str:
+def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLDER,
+         first: bool = False) -> str:
     """Return why MPICH cannot start `ranks` ranks on this node; "" if it can, or if unknown.
 
     Every rank decides alike, as in `lean_settings`, whose parameters it has.
+
+    Further parameters
+    ------------------
+    first : bool
+        Whether this rank is the first of its node, which also counts what other jobs have left:
+        less than all network libraries need ends in a crash.
     """
     chosen = {name: environ[name].lower() for name in (NETMOD, CELLS)
               if environ.get(name, "ucx").lower() != "ucx"}    # the default
     each = next((each for settings, each in WAYS if settings == chosen), 0)
-    total = free_bytes(folder)[0]
-    if total >= _taken(ranks, each) or not each or not is_from_pypi(environ):
+    total, free = free_bytes(folder)
+    least = min(each, WAYS[1][1])    # UCX may do without its share
+    enough = total >= _taken(ranks, each) and (not first or free >= _taken(ranks, least))
+    if enough or not each or not is_from_pypi(environ):
         return ""
-    has = f"has {_megabytes(total)}" if total else "is not there, or cannot be written"
-    return (f"{ranks} rank{'s' * (ranks > 1)} of MPICH on one node need "
+    has = "is not there, or cannot be written"
+    if total:
+        has = f"has {free / 1e6:.1f} of {_megabytes(total)} free"
+    return (f"{ranks} rank{'s' * (ranks > 1)} of MPICH on one node need{'s' * (ranks == 1)} "
             f"{_megabytes(_taken(ranks, each))} of shared memory, and {folder} {has}: "
             f"{_advice(ranks)}")
 
@@ -104,8 +115,8 @@ def _taken(ranks: int, each: int) -> int:
 
 def _advice(ranks: int) -> str:
     size = math.ceil(AMPLE * _taken(ranks, WAYS[0][1]) / 2 ** 30)
-    return (f"make it larger, in a container by docker run --shm-size={size}g, or start fewer "
-            f"ranks")
+    return (f"end other jobs, make it larger (docker run --shm-size={size}g), or start fewer "
+            "ranks")
 
 
 def _megabytes(count: int) -> str:

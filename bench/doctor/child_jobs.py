@@ -122,8 +122,9 @@ class Facts:
         if child.status is None and launcher.in_slurm_step() and "srun" in command[0]:
             problem += (", as srun within a step waits for the step's own cores: run doctor "
                         "in the job's script, or under salloc")
-        if child.status and shared_room.FOLDER not in problem:
-            problem += "; ".join(["", *filter(None, [shared_room.hint(self.ranks)])])
+        hint = shared_room.hint(self.ranks)
+        if child.status and hint and shared_room.FOLDER not in problem:
+            problem += f"; {hint}"
         return parse_reports(child.out), problem
 
     def read_child_job(self, report: str) -> tuple[list[Any], str]:

@@ -55,11 +55,11 @@ def test_the_leanest_start_that_is_needed(folder, total, ranks, more, chosen):
     (16 << 30, 64, {}, ""),
     (CONTAINER, 64, FEW, ""),
     (CONTAINER, 64, OFI, "64 ranks of MPICH on one node need 67.7 MB of shared memory, and "
-                         "/dev/shm has 67.1 MB: make it larger, in a container by docker run "
-                         "--shm-size=1g, or start fewer ranks"),
+                         "/dev/shm has 67.1 of 67.1 MB free: end other jobs, make it larger "
+                         "(docker run --shm-size=1g), or start fewer ranks"),
     (CONTAINER, 16, {NETMOD: "UCX"}, "need 86.3 MB"),
     (CONTAINER, 256, FEW, "--shm-size=3g"),
-    (0, 1, FEW, "1 rank of MPICH on one node need 0.3 MB of shared memory, and /dev/shm is not "
+    (0, 1, FEW, "1 rank of MPICH on one node needs 0.3 MB of shared memory, and /dev/shm is not "
                 "there, or cannot be written"),
     (0, 1, {NETMOD: "tcp"}, ""),               # not known
     (0, 1, {CELLS: "8"}, ""),
@@ -70,10 +70,25 @@ def test_ranks_that_cannot_start(folder, total, ranks, more, said):
     assert said in found and bool(found) == bool(said)
 
 
+@pytest.mark.parametrize("free, more, said", [
+    (3 << 20, {}, "8 ranks of MPICH on one node need 43.2 MB of shared memory, and /dev/shm has "
+                  "3.1 of 1073.7 MB free: end other jobs"),
+    (3 << 20, FEW, ""),
+    (1 << 20, FEW, "need 2.2 MB"),
+    (20 << 20, {}, ""),                        # UCX may do without
+])
+def test_the_first_rank_of_a_node_counts_what_other_jobs_have_left(folder, free, more, said):
+    folder(1 << 30, free)
+    found = shared_room.lack(8, hydra(8) | more, first=True)
+    assert said in found and bool(found) == bool(said)
+    assert not shared_room.lack(8, hydra(8) | more)
+
+
 def test_what_other_jobs_have_left_is_said_of_ranks_that_crashed(folder):
     folder(CONTAINER, 3 << 20)
     assert shared_room.hint(16).startswith(
-        "/dev/shm has 3.1 MB free, of which MPI may need more for 16 ranks: make it larger")
+        "/dev/shm has 3.1 MB free, of which MPI may need more for 16 ranks: end other jobs, "
+        "make it larger")
     folder(1 << 30)
     assert shared_room.hint(16) == ""
 
@@ -88,12 +103,13 @@ def test_another_mpi_is_not_known():
     assert not shared_room.is_from_pypi({"MPI4PY_LIBMPI": "libmpi.so.40"})
 
 
-def in_small_memory(size, *command):
-    """Run a command with a /dev/shm of its own."""
+def in_small_memory(size, *command, taken=0):
+    """Run a command with a /dev/shm of its own, of which other jobs have taken some bytes."""
     if not shared_room.is_from_pypi():
         pytest.skip("the MPI is not the MPICH of PyPI")
     mount = ["unshare", "-m", "sh", "-c",
-             f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+             f"mount -t tmpfs -o size={size} tmpfs /dev/shm && "
+             f'head -c {taken} /dev/zero > /dev/shm/taken && exec "$@"', "sh"]
     if not shutil.which("unshare") or run_command([*mount, "true"]).returncode:
         pytest.skip("no small /dev/shm can be mounted here")
     return run_command([*mount, *command])

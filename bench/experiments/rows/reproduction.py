@@ -10,7 +10,7 @@ from typing import Any, Iterable, Iterator, Protocol
 
 from bench.cases.case import Case
 from bench.errors import UsageError
-from mm3d import launcher
+from mm3d import launcher, shared_room
 from mm3d.child_process import end_child, start_child
 
 OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
@@ -91,7 +91,7 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
 
     Cases are removed from `pending` as the job reports them.
     """
-    command = job_command(job, options)
+    command, before = job_command(job, options), len(pending)
     with start_child(command, stderr=subprocess.PIPE, env=launcher.environment_to_start(command),
                      grace=GRACE, with_parent=True) as child, JobErrors(child) as errors:
         for line in job_lines(child):
@@ -103,7 +103,9 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
             pending.remove(reported[0])
             progress.row(line.rstrip())
         status = child.wait()
-        return f"{errors.finish()}mpirun ended with status {status}"
+        room = shared_room.hint(job[0].row.gpus) if status and len(pending) == before else ""
+        return "; ".join(filter(None, [f"{errors.finish()}mpirun ended with status {status}",
+                                       room]))
 
 
 def job_lines(child: subprocess.Popen) -> Iterator[str]:
