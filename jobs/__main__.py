@@ -261,6 +261,9 @@ def run_verb(arguments) -> int:
             print(format_standing(one))
         for line in single.list_standings(work, queue):
             print(line)
+        for why in dict.fromkeys(queue.silent.values()):
+            print(f"error: {why}", file=sys.stderr)
+        return 2 if queue.silent else 0
     return 0
 
 

@@ -4,7 +4,7 @@ from bench.cases.case import Case
 from bench.records import atomic, merged, run_file
 from bench.reports.finish import write_tables_and_figures
 from bench.reports.page import write_page
-from jobs import slurm, standings
+from jobs import standings
 from jobs.scripts import Work
 from jobs.standings import DONE, Standing
 
@@ -51,7 +51,7 @@ def collect(work: Work, cases: list[Case]) -> int:
     """
     run_file.check_folder(work.out)
     new = sum(copy_results(work, one) for one in cases)
-    missing = [one for one in standings.list_standings(work, cases, read_queue_if_any(work))
+    missing = [one for one in standings.list_standings(work, cases, standings.read_queue(work))
                if one.state != DONE]
     done = len(cases) - len(missing)
     if run_file.list_files(work.out):
@@ -62,14 +62,6 @@ def collect(work: Work, cases: list[Case]) -> int:
         print(f"missing: {format_standing(one)}")
     print(merge_runs(work, cases))
     return int(bool(missing))
-
-
-def read_queue_if_any(work: Work) -> dict[str, slurm.State]:
-    """Read the queue; it is empty without Slurm, since results can be collected anywhere."""
-    try:
-        return standings.read_queue(work)
-    except slurm.SlurmError:
-        return {}
 
 
 def format_standing(one: Standing) -> str:

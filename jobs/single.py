@@ -84,25 +84,21 @@ def _submit(work: Work, kind: str, name: str, script: Path) -> None:
     standings.record_job(work, kind, name, f"{kind} {name}", job)
 
 
-def list_standings(work: Work, queue: dict[str, slurm.State]) -> list[str]:
+def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
     """Say how each submitted pipeline and training stands: state, job, log and its last line."""
     found = []
     for kind in standings.KINDS[1:]:
         for name, jobs in standings.read_submitted(work, kind).items():
             folder = work.folder / "runs" / name
-            waiting = [job for job in jobs if job in queue]
+            waiting = [job for job in jobs if job in queue.jobs]
             job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
             ended = folder / f"ended-{slurm.number_of(job)}"
-            done = ended.exists() and ended.read_text().strip() == "done"
-            now = None if done and not waiting else standings.find_state(job, queue)
-            if now is None:
-                state, reason = standings.DONE, ""
-            elif now.name and now.name not in slurm.ENDED:
-                state, _, reason = standings.state_in_queue(job, now)
-            else:
-                stopped = ended.exists() and ended.read_text().startswith("stopped near")
-                state = standings.STOPPED if stopped else standings.FAILED
-                reason = standings.explain_failure(work, folder, job, now)
+            own = ended.read_text().strip() if ended.exists() else ""
+            state, reason = standings.DONE, ""
+            if waiting or own != "done":
+                state, reason = standings.describe_job(work, folder, job, queue)
+            if state == standings.FAILED and own.startswith("stopped near"):
+                state = standings.STOPPED
             parts = [reason, progress(work, name) if kind == "training" else "",
                      *_last_lines(work, job)]
             found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [

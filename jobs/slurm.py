@@ -1,12 +1,15 @@
 """Call sbatch, squeue, sacct and scontrol, with a message for each kind of failure."""
 
+import contextlib
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Iterable
 
 LIMIT = 60    # seconds for an answer: sbatch retries a full queue for minutes
+SHORT_LIMIT = 20    # for one about a single job
 
 # Variables by which a user changes what Slurm's commands print and do, and in which a job inherits
 # its own options.  None reaches the commands here, but where Slurm is, and who asks.
@@ -17,11 +20,15 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
          "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "TIMEOUT")
 REVOKED = "REVOKED"    # of a job that another cluster of a federation has taken
+UNKNOWN = "UNKNOWN"    # of a job of which no command says whether it has ended
 
 # Lines that are Slurm's; others are what wrappers of its commands print.
 SUBMITTED = re.compile(r"^\s*(\d+(?:;[\w.-]+)?)\s*$", re.M)
 QUEUED = re.compile(r"^(\d+(?:[_+]\d+)?)\|([A-Z_]+)\|(.*)$", re.M)
+SHOWN = re.compile(r"\bJobState=(\w+)")
 ACCOUNTED = re.compile(r"^([A-Z_]{4,})(?: by \S+)?$", re.M)
+FORGOTTEN = re.compile(r"Invalid job id|Job [\d_+]+ not found")    # a job that ended long ago
+IN_DOUBT = re.compile("did not end|timed out|transmitted", re.I)    # sbatch's, of a lost answer
 
 
 class SlurmError(Exception):
@@ -30,10 +37,42 @@ class SlurmError(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """State of a job in the queue, such as RUNNING or PENDING, and the reason why it waits."""
+    """State of a job, such as RUNNING, and the reason why it waits, or why it is not known.
+
+    The name is "" for a job that Slurm has forgotten, minutes after its end.
+    """
 
     name: str
     reason: str
+
+    @property
+    def ended(self) -> bool:
+        """True if the job has ended; False if not, and if that is not known."""
+        return not self.name or self.name in ENDED
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What clusters say of this user's waiting and running jobs.
+
+    Attributes
+    ----------
+    jobs : dict of str to State
+        By job as `submit` returns it; elements of arrays as 12_3.
+    silent : dict of str to str
+        The clusters that gave no answer, and why; "" if a job without a cluster may be there.
+    """
+
+    jobs: dict[str, State] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+
+    def state(self, job: str) -> State:
+        """Return the state of a job: in the queue, final, forgotten or unknown."""
+        if job in self.jobs:
+            return self.jobs[job]
+        if cluster_of(job) in self.silent:
+            return State(UNKNOWN, self.silent[cluster_of(job)])
+        return look_up(job)
 
 
 def run_command(*command: str, limit: float | None = None) -> str:
@@ -70,13 +109,19 @@ def submit(script: Path, *options: str) -> str:
     Raises
     ------
     SlurmError
-        As from `run_command`, and when sbatch prints no number: it may have taken the job.
+        As from `run_command`, and when sbatch prints no number.  Where it may have taken the job
+        the message says so.
     """
-    text = run_command("sbatch", "--parsable", *options, str(script))
+    doubt = f"look with squeue whether it has taken {script.name}, and cancel it"
+    try:
+        text = run_command("sbatch", "--parsable", *options, str(script))
+    except SlurmError as error:
+        if IN_DOUBT.search(str(error)):
+            raise SlurmError(f"{error}; {doubt}") from error
+        raise
     found = SUBMITTED.findall(text)
     if not found:
-        raise SlurmError(f"sbatch printed no number of a job, but {text.strip()!r}; look with "
-                         f"squeue whether it has taken {script.name}, and cancel it")
+        raise SlurmError(f"sbatch printed no number of a job, but {text.strip()!r}; {doubt}")
     return found[-1]
 
 
@@ -102,38 +147,50 @@ def test_only(script: Path) -> str:
     return (own or lines)[-1].removeprefix("sbatch: ")
 
 
-def read_queue(*clusters: str) -> dict[str, State]:
-    """Read this user's waiting and running jobs, by number; elements of arrays as 12_3.
+def read_queue(clusters: Iterable[str] = ("",), homes: Iterable[str] = ("",)) -> Queue:
+    """Read this user's waiting and running jobs.
 
-    With `clusters` these are asked, "" for this one, and their jobs are also there with their
-    cluster, as `submit` returns them.
+    Parameters
+    ----------
+    clusters : iterable of str
+        The clusters to ask; "" is this one.
+    homes : iterable of str
+        Those of them where jobs without a cluster may be.
     """
-    found: dict[str, State] = {}
-    for cluster in clusters or [""]:
-        # All: also in partitions that are hidden.
-        text = run_command("squeue", "--noheader", "--array", "--all", f"--user={os.geteuid()}",
-                           "--format=%i|%T|%r", *on_cluster(cluster))
-        for number, state, reason in QUEUED.findall(text):
-            if state == REVOKED:
-                continue
-            found[f"{number};{cluster}".rstrip(";")] = State(state, reason)
-            found.setdefault(number, State(state, reason))
-    return found
-
-
-def job_ending(job: str) -> str:
-    """Return the final state of a job, such as TIMEOUT; "" if Slurm no longer knows it."""
-    number, cluster, found = number_of(job), on_cluster(cluster_of(job)), ""
-    # Without a database sacct fails, and scontrol forgets after minutes.
-    for command, pattern in (
-            (("scontrol", *cluster, "--oneliner", "show", "job", number), r"\bJobState=(\w+)"),
-            (("sacct", *(cluster or ["--federation"]), "--noheader", "--allocations",
-              "--parsable2", "--format=State", f"--jobs={number}"), ACCOUNTED)):
+    queue = Queue()
+    for cluster in clusters:
+        names = [cluster, *[""] * (cluster in homes)]
         try:
-            states = re.findall(pattern, run_command(*command, limit=20))
-        except SlurmError:
+            # All: also in partitions that are hidden.
+            text = run_command("squeue", "--noheader", "--array", "--all",
+                               f"--user={os.geteuid()}", "--format=%i|%T|%r",
+                               *on_cluster(cluster))
+        except SlurmError as error:
+            queue.silent.update(dict.fromkeys(names, str(error)))
             continue
-        found = (states or [found])[-1]
-        if found not in ("", REVOKED):
-            break
-    return found
+        for number, state, reason in QUEUED.findall(text):
+            for name in names if state != REVOKED else []:
+                queue.jobs.setdefault(f"{number};{name}".rstrip(";"), State(state, reason))
+    return queue
+
+
+def look_up(job: str) -> State:
+    """Return the state of a job that squeue does not show: a final one, or of somebody else's."""
+    number, cluster = number_of(job), on_cluster(cluster_of(job))
+    name, problem = "", ""
+    try:
+        text = run_command("scontrol", *cluster, "--oneliner", "show", "job", number,
+                           limit=SHORT_LIMIT)
+        name = (SHOWN.findall(text) or [""])[-1]
+        problem = f"scontrol says nothing of job {job}"
+    except SlurmError as error:
+        problem = "" if FORGOTTEN.search(str(error)) else str(error)
+    if name in ("", REVOKED):
+        with contextlib.suppress(SlurmError):    # without a database it fails
+            text = run_command(
+                "sacct", *(cluster or ["--federation"]), "--noheader", "--allocations",
+                "--parsable2", "--format=State", f"--jobs={number}", limit=SHORT_LIMIT)
+            name = (ACCOUNTED.findall(text) or [name])[-1]
+    if problem and not name:
+        return State(UNKNOWN, problem)
+    return State(name, "squeue does not show it")

@@ -16,7 +16,7 @@ from jobs.scripts import Work
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
-UNCLEAR = "cannot tell"    # whether it is done: a file of the row cannot be read
+UNCLEAR = "cannot tell"    # whether it is done, or its last job has ended
 UNDER_WAY = (RUNNING, WAITING)
 KINDS = ("row", "pipeline", "training")
 QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD",
@@ -134,69 +134,58 @@ def _read_results(work: Work, case: Case) -> tuple[list[tuple[Path, model_run.Ru
     return found, unread
 
 
-def read_queue(work: Work) -> dict[str, slurm.State]:
-    """Read the queues of the clusters that the site names, and of those of submitted jobs.
-
-    Raises
-    ------
-    SlurmError
-        When Slurm does not say what is in one of them.
-    """
-    named = [name for option in work.site.slurm.options
+def read_queue(work: Work) -> slurm.Queue:
+    """Read the queues of the clusters that the site names, and of those of submitted jobs."""
+    homes = [name for option in work.site.slurm.options
              if option.startswith(("--clusters=", "--cluster="))    # two names of one option
-             for name in option.partition("=")[2].split(",")]
+             for name in option.partition("=")[2].split(",")] or [""]
     last = [jobs[-1] for kind in KINDS for jobs in read_submitted(work, kind).values()]
-    # A job without a cluster is one of those that the site names, or of this one.
-    clusters = dict.fromkeys([*(named or [""]), *filter(None, map(slurm.cluster_of, last))])
-    return slurm.read_queue(*clusters) if any(clusters) else slurm.read_queue()
+    return slurm.read_queue(dict.fromkeys([*homes, *filter(None, map(slurm.cluster_of, last))]),
+                            homes)
 
 
-def list_standings(work: Work, cases: list[Case], queue: dict[str, slurm.State]) -> list[Standing]:
+def list_standings(work: Work, cases: list[Case], queue: slurm.Queue) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
     jobs = read_submitted(work)
     return [_standing(work, one, jobs.get(one.name, [""])[-1], queue) for one in cases]
 
 
-def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -> Standing:
+def _standing(work: Work, case: Case, job: str, queue: slurm.Queue) -> Standing:
     results, unread = _read_results(work, case)
     found = [run for _, run in results]
     whole = [run for run in found if run.ended_by != "stopped"]
     if whole:
         return Standing(case, DONE, job, f"{len(whole[-1].samples['forward'])} repetitions")
-    state = find_state(job, queue) if job else slurm.State("", "")
-    if state.name and state.name not in slurm.ENDED:
-        return Standing(case, *state_in_queue(job, state))
-    if unread:
+    state, reason = MISSING, ""
+    if job:
+        state, reason = describe_job(work, work.runs(case), job, queue)
+    if unread and state in (MISSING, FAILED):
         return Standing(case, UNCLEAR, job, unread[0])
-    if found:
+    if found and state in (MISSING, FAILED):
         return Standing(case, STOPPED, job, f"with {len(found[-1].samples['forward'])} "
                                             "repetitions, as its time was over")
-    if job:
-        return Standing(case, FAILED, job, explain_failure(work, work.runs(case), job, state))
-    return Standing(case, MISSING)
+    return Standing(case, state, job, reason)
 
 
-def find_state(job: str, queue: dict[str, slurm.State]) -> slurm.State:
-    """Return the state of a job in the queue, or else its final one; "" if Slurm knows neither.
-
-    Also a job that squeue does not show may be under way: one of somebody else, for example.
-    """
-    return queue.get(job) or slurm.State(slurm.job_ending(job), "squeue does not show it")
-
-
-def state_in_queue(job: str, state: slurm.State) -> tuple[str, str, str]:
-    """Return state, job and reason, as those of a `Standing`, of a job that has not ended."""
-    if state.name in QUEUEING:
-        return WAITING, job, state.reason
-    return RUNNING, job, state.name.lower() * (state.name != "RUNNING")
-
-
-def explain_failure(work: Work, folder: Path, job: str, state: slurm.State) -> str:
-    """Explain why a job has no result, by its final state, and the words of its script and log.
+def describe_job(work: Work, folder: Path, job: str, queue: slurm.Queue) -> tuple[str, str]:
+    """Return the state, as of a `Standing`, of a job that has no result, and the reason.
 
     `folder` is the one into which the job writes how it ended.
     """
-    parts, number = [state.name], slurm.number_of(job)
+    state = queue.state(job)
+    if state.name in QUEUEING:
+        return WAITING, state.reason
+    if state.name == slurm.UNKNOWN:
+        return UNCLEAR, explain_ending(work, folder, job,
+                                       f"whether it has ended: {state.reason}")
+    if state.ended:
+        return FAILED, explain_ending(work, folder, job, state.name)
+    return RUNNING, state.name.lower() * (state.name != "RUNNING")
+
+
+def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
+    """Explain why a job has no result, by what Slurm has said, and by its script and log."""
+    parts, number = [said], slurm.number_of(job)
     own = folder / f"ended-{number}"
     if own.exists():
         parts.append(own.read_text().strip())

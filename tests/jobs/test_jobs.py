@@ -358,13 +358,13 @@ def test_what_was_seen_by_somebody_else(tmp_path):
 
 def test_how_a_row_stands(tmp_path, monkeypatch):
     mine, row = work(tmp_path, site_file(tmp_path)), ROW.row
-    monkeypatch.setattr(slurm, "job_ending", lambda job: "TIMEOUT")
+    monkeypatch.setattr(slurm, "look_up", lambda job: slurm.State("TIMEOUT", ""))
     (mine.folder / "logs").mkdir(parents=True)
     mine.runs(ROW).mkdir(parents=True)
 
     def standing(**queue):
         found = {"7": slurm.State(**queue)} if queue else {}
-        one, = standings.list_standings(mine, [ROW], found)
+        one, = standings.list_standings(mine, [ROW], slurm.Queue(found))
         return one.state, one.reason
 
     assert standing() == ("not submitted", "")
@@ -391,8 +391,8 @@ def test_how_pipelines_and_trainings_stand(tmp_path, monkeypatch, capsys):
     """Beside the rows: state, job, log and its last line."""
     numbers, queue = iter("789"), {}
     monkeypatch.setattr(slurm, "submit", lambda script: next(numbers))
-    monkeypatch.setattr(slurm, "read_queue", lambda: queue)
-    monkeypatch.setattr(slurm, "job_ending", lambda job: "TIMEOUT")
+    monkeypatch.setattr(slurm, "read_queue", lambda *clusters: slurm.Queue(queue))
+    monkeypatch.setattr(slurm, "look_up", lambda job: slurm.State("TIMEOUT", ""))
     given = ["--site", site_file(tmp_path), "--out", str(tmp_path / "out")]
     single = [*given, "--ranks", "8", "--submit", "--name"]
     assert main(["pipeline", *single, "flow", "--", "--stages", "4"]) == 0
@@ -443,7 +443,7 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
 @pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
 def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, array, job):
     """Half a line fits on the disk; the queue has the job, so somebody must know."""
-    monkeypatch.setattr(slurm, "read_queue", dict)
+    monkeypatch.setattr(slurm, "read_queue", lambda *clusters: slurm.Queue())
     monkeypatch.setattr(slurm, "submit", lambda *command: "77")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))

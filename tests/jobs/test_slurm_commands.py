@@ -72,8 +72,8 @@ def test_no_variable_of_the_user_reaches_a_command(commands, monkeypatch):
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
     commands.answer("squeue", "echo '7|PENDING|Priority'")
-    assert slurm.read_queue() == {"7": slurm.State("PENDING", "Priority")}
-    slurm.job_ending("7")
+    assert slurm.read_queue().jobs == {"7": slurm.State("PENDING", "Priority")}
+    slurm.look_up("7")
     env = [line.partition("=") for line in
            (commands.said.parent / "said.env").read_text().splitlines()]
     found = {name: value for name, _, value in env
@@ -104,8 +104,8 @@ def test_banners_around_the_queue_and_around_an_error(commands, tmp_path):
     answer = ["Maintenance | on | Monday", "CLUSTER: here", "7_3|RUNNING|None", "8|PENDING|(a|b)",
               "9|REVOKED|None"]
     commands.answer("squeue", f"printf '%s\\n' {shlex.join(answer)} '' bye")
-    assert slurm.read_queue() == {"7_3": slurm.State("RUNNING", "None"),
-                                  "8": slurm.State("PENDING", "(a|b)")}
+    assert slurm.read_queue().jobs == {"7_3": slurm.State("RUNNING", "None"),
+                                       "8": slurm.State("PENDING", "(a|b)")}
     commands.answer("sbatch", "printf '%s\\n' hello 'sbatch: error: Invalid account' bye >&2; "
                               "exit 1")
     with pytest.raises(slurm.SlurmError, match="^sbatch: error: Invalid account$"):
@@ -114,20 +114,30 @@ def test_banners_around_the_queue_and_around_an_error(commands, tmp_path):
                               "echo bye >&2")
     assert slurm.test_only(tmp_path / "x.sh") == "Job 7 to start at noon"
     commands.answer("squeue", "printf '\\xff\\n7|RUNNING|None\\n'")    # no UTF-8
-    assert set(slurm.read_queue()) == {"7"}
+    assert set(slurm.read_queue().jobs) == {"7"}
 
 
-@pytest.mark.parametrize("scontrol, sacct, ending", [
-    ("JobId=7 JobState=TIMEOUT Reason=None", "RUNNING", "TIMEOUT"),
-    ("", "CANCELLED by 0", "CANCELLED"), ("", "Hello\nCOMPLETED", "COMPLETED"), ("", "", ""),
+# What scontrol and sacct do of a job that Slurm has forgotten, and that they cannot tell.
+GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+LOST = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+
+
+@pytest.mark.parametrize("scontrol, sacct, name", [
+    ("echo JobId=7 JobState=TIMEOUT Reason=None", "echo RUNNING", "TIMEOUT"),
+    (GONE, "echo CANCELLED by 0", "CANCELLED"), (LOST, "printf 'Hello\nCOMPLETED\n'", "COMPLETED"),
+    (GONE, LOST, ""), (GONE, "", ""), ("echo Job 7_3 not found; exit 1", "", ""),
+    (LOST, LOST, slurm.UNKNOWN), (LOST, "", slurm.UNKNOWN), ("", "", slurm.UNKNOWN),
+    ("exit 1", "exit 1", slurm.UNKNOWN), ("sleep 9", "sleep 9", slurm.UNKNOWN),
     # Another cluster of the federation has taken it.
-    ("JobState=REVOKED", "RUNNING", "RUNNING"), ("JobState=REVOKED", "TIMEOUT", "TIMEOUT"),
-    ("JobState=REVOKED", "", "REVOKED"),
-    ("slurm_load_jobs error: Invalid job id specified", "OUT_OF_MEMORY", "OUT_OF_MEMORY")])
-def test_the_final_state_of_a_job(commands, scontrol, sacct, ending):
-    commands.answer("scontrol", f"echo '{scontrol}'")
-    commands.answer("sacct", f"echo '{sacct}'")
-    assert slurm.job_ending("7") == ending
+    ("echo JobState=REVOKED", "echo RUNNING", "RUNNING"),
+    ("echo JobState=REVOKED", "echo TIMEOUT", "TIMEOUT"),
+    ("echo JobState=REVOKED", LOST, "REVOKED"), (GONE, "echo OUT_OF_MEMORY", "OUT_OF_MEMORY")])
+def test_the_state_of_a_job_that_squeue_does_not_show(
+        commands, monkeypatch, scontrol, sacct, name):
+    monkeypatch.setattr(slurm, "SHORT_LIMIT", 0.5 if "sleep" in scontrol else 20)
+    commands.answer("scontrol", scontrol)
+    commands.answer("sacct", sacct)
+    assert slurm.look_up("7").name == name
 
 
 @pytest.mark.parametrize("state, standing", [
@@ -136,13 +146,15 @@ def test_the_final_state_of_a_job(commands, scontrol, sacct, ending):
     ("COMPLETING", "running"), ("STAGE_OUT", "running"), ("RESIZING", "running"),
     ("REVOKED", "running"), ("STOPPED", "running"), ("NEW_STATE", "running"),
     ("PREEMPTED", "failed"), ("TIMEOUT", "failed"), ("CANCELLED", "failed"),
-    ("NODE_FAIL", "failed"), ("BOOT_FAIL", "failed"), ("DEADLINE", "failed"), ("", "failed")])
+    ("NODE_FAIL", "failed"), ("BOOT_FAIL", "failed"), ("DEADLINE", "failed"), ("", "failed"),
+    ("?", "not known")])
 @pytest.mark.parametrize("kind", ["row", "training"])
 def test_a_job_that_squeue_does_not_show_is_under_way_by_its_final_state(
         commands, tmp_path, capsys, kind, state, standing):
     """It may be somebody else's, who submitted it into the same folder."""
     commands.answer("squeue", "")
-    commands.answer("scontrol", f"echo 'JobId=7 JobState={state} Reason=None'" if state else "")
+    commands.answer("scontrol", {"": GONE, "?": LOST}.get(
+        state, f"echo 'JobId=7 JobState={state} Reason=None'"))
     commands.answer("sbatch", "echo 9")
     given = arguments(tmp_path, "status")
     mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
@@ -152,7 +164,7 @@ def test_a_job_that_squeue_does_not_show_is_under_way_by_its_final_state(
     line = capsys.readouterr().out.splitlines()[kind == "training"]
     assert f": {standing}, job 7" in line, line
     if kind == "row":
-        assert main(arguments(tmp_path, "submit")) == 0
+        assert main(arguments(tmp_path, "submit")) == int(state == "?")
         assert len(commands.asked("sbatch")) == 2 * (standing == "failed")    # and the last job
 
 
@@ -219,12 +231,53 @@ def test_a_job_whose_cluster_is_not_said_is_looked_for_where_the_site_says(comma
 
 
 def test_a_number_that_two_clusters_have(commands):
+    """A job whose cluster is not recorded is one of the site's clusters."""
     commands.answer("squeue", CLUSTERS)
     pending, running = slurm.State("PENDING", "Priority"), slurm.State("RUNNING", "None")
-    both = {"7": running, "7;east": pending, "7_0": pending, "7_0;east": pending}
-    assert slurm.read_queue("", "east") == slurm.read_queue("east", "") == both
-    with pytest.raises(slurm.SlurmError):
-        slurm.read_queue("", "gone")
+    east = {"7;east": pending, "7_0;east": pending}
+    assert slurm.read_queue(["", "east"]).jobs == {"7": running, **east}
+    assert slurm.read_queue(["east"], ["east"]).jobs == {"7": pending, "7_0": pending, **east}
+
+
+def test_a_cluster_that_is_gone_keeps_nobody_from_the_others(commands, tmp_path, capsys):
+    """It does not tell whether its jobs have ended, and they are not submitted again."""
+    commands.answer("squeue", CLUSTERS.replace("exit 1", "echo no cluster gone >&2; exit 1"))
+    commands.answer("scontrol", GONE)
+    commands.answer("sbatch", "echo '8;west'")
+    given = arguments(tmp_path, "submit", "--clusters=west")
+    given[given.index("weak")] = "all"
+    mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
+    mine.folder.mkdir(parents=True)
+    standings.record_submission(mine, ROW, "7;gone")
+    assert main(given) == 1
+    said = capsys.readouterr()
+    assert "2 rows: 0 done, 0 under way, 1 to submit, 1 not known\n" in said.out
+    assert "job 8;west: strong 3-D 8 ranks\n" in said.out
+    line = "weak 3-D 8 ranks: not known, job 7;gone: no cluster gone"
+    assert f"not submitted: {line}\nSubmit again when" in said.err
+    assert main(["status", *given[1:]]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"{line}\nstrong 3-D 8 ranks: running, job 8;west\n"
+    assert said.err == "error: no cluster gone\n"
+    # How the job says that it ended is said too.
+    mine.runs(ROW).mkdir(parents=True)
+    (mine.runs(ROW) / "ended-7").write_text("cancelled, or killed by Slurm\n")
+    assert main(["collect", *given[1:]]) == 1
+    assert f"missing: {line}; cancelled, or killed by Slurm\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("body, doubt", [
+    ("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' "
+     ">&2; exit 1", True), ("sleep 9", True),
+    ("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1", False)])
+def test_a_lost_answer_of_sbatch_leaves_in_doubt_whether_it_took_the_job(
+        commands, tmp_path, monkeypatch, body, doubt):
+    monkeypatch.setattr(slurm, "LIMIT", 0.5 if "sleep" in body else 60)
+    commands.answer("sbatch", body)
+    with pytest.raises(slurm.SlurmError) as caught:
+        slurm.submit(tmp_path / "x.sh")
+    assert str(caught.value).endswith("; look with squeue whether it has taken x.sh, and cancel "
+                                      "it") == doubt
 
 
 def test_no_last_job_waits_for_those_of_two_clusters(commands, tmp_path, capsys):
