@@ -9,10 +9,9 @@ PART = re.compile(r"(?P<text>[^$]+|\$\$)|\$\{(?P<braced>[A-Za-z_]\w*)\}"
                   r"|\$(?P<plain>[A-Za-z_]\w*)", re.ASCII)
 # Variables that scripts or Bash set themselves, with the key of the site file that says them.
 OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gpu_order",
-       **dict.fromkeys("SRUN_EXPORT_ENV BASHOPTS BASH_VERSINFO EUID IFS PPID SECONDS SHELLOPTS "
-                       "UID begun checkpoints folder init job launch memory mm3d_options "
-                       "mm3d_trouble needs program row scripts status step try "
-                       "wanted".split(), "")}
+       **dict.fromkeys("BASHOPTS BASH_SOURCE BASH_VERSINFO EUID IFS PPID SECONDS SHELLOPTS UID "
+                       "begun checkpoints folder init job launch memory mm3d_options mm3d_trouble "
+                       "name needs program row scripts status step try wanted".split(), "")}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ from mm3d.arrays.device_choice import ORDER_VARIABLE
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
 STOPPING = ("run", "train")                   # verbs with a --stop-file
 LIMIT = 120                                   # seconds for each step of the pre-flight checks
+# Options of sbatch of which srun hears by a variable: SLURM_HINT.
+HANDED_ON = ("gpus-per-node", "gpu-bind", "gpu-freq", "hint", "mem-bind", "mem-per-cpu",
+             "mem-per-gpu", "network", "ntasks-per-core", "ntasks-per-socket", "overcommit",
+             "profile", "threads-per-core")
 EVEN = "block:block,NoPack"                   # srun's distribution of equally many ranks a node
 
 
@@ -241,9 +245,11 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
         doctor.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
     if site.run.device_buffers:
         doctor.append("--device-buffers")
+    options = [*row_options(work, name, ranks, stops), *more]
+    names = {option.removeprefix("--").partition("=")[0] for option in options}
     return TEMPLATES.get_template("row.sh.j2").render(
-        verb=verb, stops=stops, title=title, site=site, root=ROOT, folder=folder,
-        options=[*row_options(work, name, ranks, stops), *more],
+        verb=verb, stops=stops, title=title, site=site, root=ROOT, folder=folder, options=options,
+        handed_on=[one.upper().replace("-", "_") for one in HANDED_ON if one in names],
         launch=launch_command(site, ranks),
         environment=describe_environment(site),
         variables=[name for name in variables_of(site) if not launcher.is_launchers(name)],

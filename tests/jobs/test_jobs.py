@@ -144,7 +144,7 @@ def stubs(tmp_path, **more):
     """A PATH with programs that write down how they are called."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("srun", "python", "apptainer", "timeout"):
+    for name in ("srun", "mpirun", "python", "apptainer", "timeout"):
         path = folder / name
         path.write_text(STUB.format(said=tmp_path / "said", more=more.get(name, "")))
         path.chmod(0o755)
@@ -194,21 +194,51 @@ def test_a_folder_that_slurm_would_misread(tmp_path, folder):
         scripts.check_path(tmp_path / folder)
 
 
-def executed(tmp_path, status=0, more="", **programs):
+def executed(tmp_path, status=0, more="", variables=(), **programs):
     """Run a row's script with stubs: its exit status, output, and why it ended."""
     env = stubs(tmp_path, **programs)
     name = site_file(tmp_path, GOOD + f'[software]\npython = "python"\n{more}')
     mine = work(tmp_path, name)
     script = tmp_path / "row.sh"
     script.write_text(scripts.row_script(mine, ROW))
-    done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
-                          capture_output=True, timeout=60)
+    done = subprocess.run(["bash", str(script)], text=True, timeout=60, capture_output=True,
+                          env=env | {"SLURM_JOB_ID": "7"} | dict(variables))
     return done, (mine.runs(ROW) / "ended-7").read_text().strip()
 
 
 def test_a_script_that_succeeds_says_so(tmp_path):
     done, ended = executed(tmp_path)
     assert done.returncode == 0 and ended == "done"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_what_the_submitting_shell_has_set_for_slurm_reaches_no_rank(tmp_path, launcher):
+    """As in a shell of another job, from which the script is submitted by hand."""
+    own = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4",
+           "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_CONF": "/etc/s.conf", "SLURM_HINT": "nothing",
+           "SLURM_GPUS_PER_NODE": "4", "SLURM_SUBMIT_DIR": "/x", "SLURM_NODEID": "0"}
+    other = {"SLURM_STDOUTMODE": "stolen", "SLURM_HOSTFILE": "hosts", "SLURM_GRES": "gpu:1",
+             "SLURM_GPUS": "2", "SLURM_EXPORT_ENV": "NONE", "SRUN_EXPORT_ENV": "NONE",
+             "SLURM_MEM_PER_CPU": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "2",
+             "SLURM_CONSTRAINT": "x", "SLURM_WHAT_COMES_NEXT": "1", "SRUN_CPUS_PER_TASK": "9",
+             "PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_EXACT": "1", "SLURM_CLUSTERS": "east"}
+    array = {"SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "3"}
+    done, ended = executed(
+        tmp_path, variables=own | other | array, **{launcher: "env > " + str(tmp_path / "env")},
+        more=f'[launch]\nlauncher = "{launcher}"\n')
+    assert done.returncode == 0 and ended == "done"    # of its own number
+    found = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    del own["SLURM_HINT"], own["SLURM_GPUS_PER_NODE"]    # of no option of the script
+    assert {name: value for name, value in found.items()
+            if name.startswith(("SLURM", "SRUN", "PMI"))} == (
+        own | array | {"SLURM_JOB_ID": "7", "SRUN_CPUS_PER_TASK": "1"})
+
+
+@pytest.mark.parametrize("options, kept", [("[]", False), ('["--hint=nomultithread"]', True)])
+def test_what_options_of_the_site_say_to_srun_stays(tmp_path, options, kept):
+    name = site_file(tmp_path, GOOD, ("[node]", f"options = {options}\n[node]"))
+    text = scripts.row_script(work(tmp_path, name), ROW)
+    assert ("        SLURM_HINT) ;;\n" in text) == kept
 
 
 def test_a_missing_module_ends_the_job(tmp_path):

@@ -65,6 +65,27 @@ def test_no_node_has_more_ranks_than_the_site_says(spare, tmp_path):
             assert all(re.fullmatch(r"n\d-so", place) for place in found), user.logs()
 
 
+# What a user's shell, or one in another job, may have set; srun obeys all of it.
+HOSTILE = {"SLURM_STDOUTMODE": "none", "SLURM_GPUS_PER_NODE": "1", "SLURM_GRES": "gpu:1",
+           "SLURM_CONSTRAINT": "x", "SLURM_EXCLUSIVE": "1", "SLURM_TASK_PROLOG": "/bin/false",
+           "SLURM_EXPORT_ENV": "NONE", "SRUN_EXPORT_ENV": "NONE", "SLURM_DISTRIBUTION": "cyclic",
+           "SLURM_MEM_PER_CPU": "1", "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS_PER_NODE": "1",
+           "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_ARRAY_JOB_ID": "99",
+           "SLURM_ARRAY_TASK_ID": "3", "PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_LABELIO": "1"}
+
+
+def test_a_script_that_is_submitted_by_hand_from_a_shell_of_another_job(spare, tmp_path):
+    user = User(spare, tmp_path, ranks=4, cores=8, gpus=0)
+    assert user.jobs("render")[0] == 0
+    script, = (user.out / "jobs").glob("strong-*.sh")
+    done = spare.command("sbatch", "--parsable", str(script), **HOSTILE)
+    job = done.stdout.strip()
+    assert spare.quiet(PATIENCE, [job]), user.logs()
+    ended, = user.out.rglob("ended-*")
+    assert ended.name == f"ended-{job}" and ended.read_text() == "done\n", user.logs()
+    assert "2 nodes with 4 ranks" in user.logs()
+
+
 def test_a_row_on_nodes_with_spare_cores(spare, tmp_path):
     """From submission to the result, with the pre-flight checks."""
     user = User(spare, tmp_path, ranks=4, cores=8, gpus=4, exclusive=True)
