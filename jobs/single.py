@@ -73,15 +73,17 @@ def submit_training(site: str, out: str | None, ranks: int, words: list[str],
     script = work.folder / f"{name}.sh"
     write(script, scripts.training_script(work, name, ranks, words))
     print(f"{name}: {standing(work, name)}")
+    cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(jobs):
-        _submit(work, "training", name, script)
+        cluster = slurm.cluster_of(_submit(work, "training", name, script, cluster))
 
 
-def _submit(work: Work, kind: str, name: str, script: Path) -> None:
-    """Submit a script, print its job and record it for `list_standings`."""
-    job = slurm.submit(script)
+def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -> str:
+    """Submit a script, print its job, record it for `list_standings` and return it."""
+    job = slurm.submit(script, *slurm.on_cluster(cluster))
     print(f"job {job}")
     standings.record_job(work, kind, name, f"{kind} {name}", job)
+    return job
 
 
 def list_standings(work: Work, queue: slurm.Queue) -> list[str]:

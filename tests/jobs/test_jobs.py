@@ -420,7 +420,7 @@ def test_how_a_row_stands(tmp_path, monkeypatch):
 def test_how_pipelines_and_trainings_stand(tmp_path, monkeypatch, capsys):
     """Beside the rows: state, job, log and its last line."""
     numbers, queue = iter("789"), {}
-    monkeypatch.setattr(slurm, "submit", lambda script: next(numbers))
+    monkeypatch.setattr(slurm, "submit", lambda *command: next(numbers))
     monkeypatch.setattr(slurm, "read_queue", lambda *clusters: slurm.Queue(queue))
     monkeypatch.setattr(slurm, "look_up", lambda job: slurm.State("TIMEOUT", ""))
     given = ["--site", site_file(tmp_path), "--out", str(tmp_path / "out")]

@@ -244,7 +244,7 @@ def test_a_cluster_that_is_gone_keeps_nobody_from_the_others(commands, tmp_path,
     commands.answer("squeue", CLUSTERS.replace("exit 1", "echo no cluster gone >&2; exit 1"))
     commands.answer("scontrol", GONE)
     commands.answer("sbatch", "echo '8;west'")
-    given = arguments(tmp_path, "submit", "--clusters=west")
+    given = arguments(tmp_path, "submit", "--cluster=west")
     given[given.index("weak")] = "all"
     mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
     mine.folder.mkdir(parents=True)
@@ -278,6 +278,15 @@ def test_a_lost_answer_of_sbatch_leaves_in_doubt_whether_it_took_the_job(
         slurm.submit(tmp_path / "x.sh")
     assert str(caught.value).endswith("; look with squeue whether it has taken x.sh, and cancel "
                                       "it") == doubt
+
+
+def test_jobs_of_a_training_are_on_one_cluster(commands, tmp_path):
+    """Where Slurm runs them one at a time, as they have one name."""
+    commands.answer("sbatch", "echo '7;west'")
+    given = arguments(tmp_path, "train", "--clusters=east,west")[:3]
+    assert main([*given, "--out", str(tmp_path / "out"), "--ranks", "8", "--jobs", "3", "--submit",
+                 "--", "--steps", "5"]) == 0
+    assert ["--clusters=west" in line for line in commands.asked("sbatch")] == [False, True, True]
 
 
 def test_no_last_job_waits_for_those_of_two_clusters(commands, tmp_path, capsys):
