@@ -91,7 +91,7 @@ def test_divided_experts_are_not_divided_again_by_zero(capsys):
     (["--stages", "2", "--data", "1", "--expert-parallel", "1", "--layers", "6"],
      "begins with layer 3 of a model with experts in one of 2 layers"),
     (["--rank", "8"], "--rank 8: 0 to 7 would do"),
-    (["--expert-parallel", "3"], "expert_parallel=3")])
+    (["--expert-parallel", "3"], "--expert-parallel 3 does not divide")])
 def test_what_dry_cannot_count_is_refused(capsys, more, said):
     assert main([*DRY, *more]) != 0
     assert said in " ".join(capsys.readouterr().err.split())
