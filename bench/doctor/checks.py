@@ -56,9 +56,10 @@ def software(facts: Facts) -> Finding:
 def modules(facts: Facts) -> Finding:
     """Check that the environment modules that are required are loaded."""
     loaded = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
-    # A module is known with and without its version.
-    known = {*loaded, *(name.partition("/")[0] for name in loaded)}
-    missing = [name for name in facts.modules if name not in known]
+    # A module is known with its version, without it, and by the beginning of it.
+    missing = [name for name in facts.modules if not any(
+        f"{one}/".startswith((f"{name}/", f"{name}." if "/" in name else f"{name}/"))
+        for one in loaded)]
     text = f"loaded: {', '.join(loaded) or 'none'}"
     if missing:
         return Finding("modules", FAILED, f"{', '.join(missing)} not loaded: load them, or take "
