@@ -17,6 +17,7 @@ from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_variant,
                                              check_verifiable)
+from bench.experiments.training.stopping import stop_file_exists
 from bench.instruments import chrome_trace, slow_links, timing
 from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
@@ -207,7 +208,7 @@ def grid_chooser(arguments: argparse.Namespace,
 
 def stopper(file: str | None) -> Callable[[], bool]:
     """Return a function that returns True when the stop file exists; never without a file."""
-    return lambda: file is not None and Path(file).exists()
+    return lambda: file is not None and stop_file_exists(Path(file))
 
 
 def measure_and_write(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,

@@ -7,6 +7,7 @@ where a number came from, such as a learning rate before and after a checkpoint.
 
 import numbers
 from dataclasses import fields
+from decimal import Decimal
 from typing import Any
 
 
@@ -21,7 +22,7 @@ def plain_number(value: Any) -> Any:
         return tuple(map(plain_number, value))
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Real):
+    if isinstance(value, (numbers.Real, Decimal)):
         return float(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         item = value.item()

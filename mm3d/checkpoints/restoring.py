@@ -15,7 +15,8 @@ from mm3d.checkpoints.facts import compare_facts
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
 from mm3d.checkpoints.saving import check_whole
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
-from mm3d.checkpoints.together import check_same, on_each, on_root
+from mm3d.checkpoints.together import on_each, on_root
+from mm3d.grid.agreement import same_arguments
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         On rank 0, of what differs and changes the training alone, and of what cannot be told.
     """
     folder, comm = Path(folder), model.comm
-    step = step if step is None else check_whole("step", step, 0)
-    check_same(comm, {"folder": str(folder), "step": step})
+    with same_arguments(comm, "restore") as given:
+        step = step if step is None else check_whole("step", step, 0)
+        given |= {"folder": str(folder), "step": step}
     arrays = stored_arrays(model, optimizer)
     moments = tuple(optimizer.state) if optimizer is not None else ()
     while True:

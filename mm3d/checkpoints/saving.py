@@ -11,8 +11,9 @@ from mm3d.checkpoints.facts import known_facts
 from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
                                          storable_attributes)
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
-from mm3d.checkpoints.together import check_same, on_each, on_root
+from mm3d.checkpoints.together import on_each, on_root
 from mm3d.checkpoints.writer import Writer
+from mm3d.grid.agreement import same_arguments
 
 
 def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None = None,
@@ -58,18 +59,20 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     UserWarning
         On rank 0, of what could not be removed, and of another job that saves there.
     """
-    step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
-    keep = check_whole("keep", keep, 1)
-    for name in attributes:
-        if name in RESERVED:
-            raise ValueError(f"{name}={attributes[name]!r}: checkpoints have an attribute {name} "
-                             f"of their own, another name would do")
-    attributes = storable_attributes(attributes)
-    described = {} if optimizer is None else storable_attributes({
-        "name": type(optimizer).__name__, **optimizer.numbers()})
-    facts = tuple(map(storable_attributes, known_facts(model, optimizer)))
     folder, comm = Path(folder), model.comm
-    check_same(comm, {"folder": str(folder), "step": step, "keep": keep, **attributes})
+    with same_arguments(comm, "save") as given:
+        step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
+        keep = check_whole("keep", keep, 1)
+        for name in attributes:
+            if name in RESERVED:
+                raise ValueError(f"{name}={attributes[name]!r}: checkpoints have an attribute "
+                                 f"{name} of their own, another name would do")
+        attributes = storable_attributes(attributes)
+        described = {} if optimizer is None else storable_attributes({
+            "name": type(optimizer).__name__, **optimizer.numbers()})
+        facts = tuple(map(storable_attributes, known_facts(model, optimizer)))
+        given |= {"folder": str(folder), "step": step, "keep": keep} | {
+            f"attribute {name}": value for name, value in attributes.items()}
     arrays = stored_arrays(model, optimizer)
     own = [stored for stored in arrays if stored.counted and stored.size]
     problem = f"no checkpoint of step {step} was written in {folder}, earlier ones are unchanged"

@@ -9,17 +9,6 @@ from typing import Any, Callable
 PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
 
 
-def check_same(comm: Any, given: dict[str, Any]) -> None:
-    """Raise ValueError on every rank alike unless all were given the same."""
-    every = comm.allgather({name: repr(value) for name, value in given.items()})
-    for rank, found in enumerate(every):
-        for name in sorted({*found} | {*every[0]}):
-            one, other = every[0].get(name, "nothing"), found.get(name, "nothing")
-            if one != other:
-                raise ValueError(f"{name} is {one} on rank 0 and {other} on rank {rank}: the same "
-                                 f"on all ranks would do")
-
-
 def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     """Call `act` on rank 0, and return its result on all ranks.
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mm3d.arrays.plain_numbers import plain_number
+from mm3d.grid.agreement import text_of
 from mm3d.model.experts.options import Experts
 from mm3d.model.layers import LayerNorm
 from mm3d.model.sizes import ModelSizes
@@ -37,7 +39,7 @@ def define_transformer(sizes: ModelSizes, causal: bool, dropout: float, experts:
                 "causal": bool(causal), "epsilon": LayerNorm.eps}
     described = getattr(describe, "func", describe)    # a part of the layers of a pipeline
     training = {"dtype": dtype, "dropout": dropout,
-                "described_by": getattr(described, "__qualname__", repr(described))}
+                "described_by": text_of(described)}
     if dropout or experts and experts.jitter:
         training["mask_seed"] = seed
     found = Definition({}, {}).extended(function, training)
@@ -59,4 +61,5 @@ def _define_experts(experts: Experts) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _as_facts(values: dict[str, Any]) -> dict[str, Fact]:
     """Return values as facts."""
-    return {name: "none" if value is None else value for name, value in values.items()}
+    return {name: "none" if value is None else plain_number(value)
+            for name, value in values.items()}

@@ -13,7 +13,7 @@ from typing import Any, Callable
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.blocks import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
-from mm3d.grid.agreement import same_arguments
+from mm3d.grid.agreement import same_arguments, text_of
 from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
@@ -140,7 +140,7 @@ class Optimizer(PlainNumbers, ABC):
         """Return what defines the steps beside `numbers`: with others a training goes on, too."""
         scaling = self.loss_scaling
         return {"weight_decay": self.weight_decay, "clip": self.clip or 0.0,
-                "decays": getattr(self.decays, "__qualname__", repr(self.decays)),
+                "decays": text_of(self.decays),
                 "loss_scaling": "none" if scaling is None else scaling.rule()}
 
     def set_numbers(self, numbers: dict[str, float | int]) -> None:
@@ -265,13 +265,13 @@ class AdamW(Optimizer):
         check_masters(self.model, "AdamW", "squares of gradients")
 
     def options(self) -> dict[str, float | int | str]:
-        beta1, beta2 = self.betas
+        beta1, beta2 = map(float, self.betas)
         return super().options() | {"beta1": beta1, "beta2": beta2, "eps": self.eps}
 
     def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
         """Change a piece of a parameter; few passes, since factors are joined."""
-        (m, v), (beta1, beta2) = moments, self.betas
+        (m, v), (beta1, beta2) = moments, map(float, self.betas)    # also of a list or an array
         root = math.sqrt(1 - beta2 ** self.steps)
         xp.multiply(g, (1 - beta1) * factor, out=scratch)
         xp.multiply(m, beta1, out=m)

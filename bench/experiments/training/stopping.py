@@ -2,6 +2,7 @@
 
 import signal
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
@@ -12,6 +13,24 @@ from mpi4py import MPI
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REASONS = ("signal", "time", "file")
 PAUSE = 0.5    # seconds between two looks for the file, which may be on a slow file system
+
+
+def stop_file_exists(file: Path) -> bool:
+    """Return whether a file that asks for a stop is there.
+
+    Warns
+    -----
+    UserWarning
+        Where that cannot be told, such as in a folder that may not be read: nothing stops then.
+    """
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        warnings.warn(f"whether {file} is there cannot be told: {error.strerror}", stacklevel=2)
+        return False
+    return True
 
 
 class Stop:
@@ -59,7 +78,7 @@ class Stop:
         if self.file is None or time.monotonic() < self._looked + PAUSE:
             return False
         self._looked = time.monotonic()
-        return self.file.exists()
+        return stop_file_exists(self.file)
 
 
 @contextmanager

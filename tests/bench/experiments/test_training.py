@@ -127,6 +127,14 @@ def test_it_stops_when_a_file_is_there(comm, tmp_path):
     training.free()
 
 
+@pytest.mark.filterwarnings("ignore:whether:UserWarning")
+def test_a_stop_file_that_cannot_be_looked_for_stops_nothing(comm, tmp_path):
+    """Its name is too long here; rank 0 alone looks, and the others would wait for it."""
+    training, found = run(comm, replace(COURSE, stop_file=str(tmp_path / ("s" * 300))))
+    assert found.ended_by == "steps"
+    training.free()
+
+
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_float16_skips_steps_that_overflow_and_says_so(comm, monkeypatch):
     """Masters are float32; the scale of the loss begins too large for gradients of two tokens."""

@@ -68,11 +68,23 @@ def test_ranks_that_differ_are_named(comm, shared_tmp_path, name):
     both = {key: options[key] for key in ("folder", "step")}
     acts = [lambda: mm3d.save(model=model, **options), lambda: mm3d.restore(model=model, **both)]
     for act in acts if name in both else acts[:1]:
-        with pytest.raises(ValueError, match=f"^{name} is .* on rank 0 and .* on rank 3"
+        with pytest.raises(ValueError, match=rf"the ranks differ in (attribute )?{name} \("
                            ) as caught:
             act()
         assert len({*comm.allgather(str(caught.value))}) == 1
         assert not os.listdir(shared_tmp_path)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("options", (dict(step=2.5), dict(keep=0), dict(note="\0")))
+def test_what_one_rank_alone_may_not_give_is_refused_on_all(comm, shared_tmp_path, options):
+    """No rank waits for it."""
+    model = transformer(comm)
+    given = dict(step=1) | (options if comm.rank == 3 else {})
+    with pytest.raises(ValueError, match="refused on rank 3: .* would do") as caught:
+        mm3d.save(shared_tmp_path, model, **given)
+    assert len({*comm.allgather(str(caught.value))}) == 1
+    assert not os.listdir(shared_tmp_path)
 
 
 def test_numbers_of_the_optimizer_are_checked_too(tmp_path):

@@ -1,7 +1,9 @@
 """A checkpoint of another function is refused; another training is said, as is what is unknown."""
+import functools
 import inspect
 import warnings
 from dataclasses import fields
+from fractions import Fraction
 
 import h5py
 import numpy as np
@@ -180,6 +182,22 @@ def test_other_options_of_the_optimizer_are_said(tmp_path, other, name):
     assert (f"optimizer.{name} was" in text) if name else not text
     assert again.lr == 0.1
     assert restored(tmp_path, model) == ""    # the model alone
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("number", (Fraction(1, 10), np.float32(0.1), np.array(0.1)))
+def test_the_same_options_are_not_said(tmp_path, number):
+    """Whatever kind of number they are; a partial function shows its place in memory."""
+    def which(kind, trained):
+        return kind in trained.name
+    for step in (1, 2):
+        model = gpt(z_loss=number, label_smoothing=number, dropout=number)
+        optimizer = mm3d.AdamW(model, number, decays=functools.partial(which, "weight"))
+        if step == 1:
+            mm3d.save(tmp_path, model, optimizer)
+        else:
+            mm3d.restore(tmp_path, model, optimizer)
+        release(model)
 
 
 def test_every_argument_of_an_optimizer_is_said_or_restored():

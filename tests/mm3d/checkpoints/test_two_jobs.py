@@ -32,19 +32,27 @@ class Steps:
         return call
 
 
+def small(seed: int = 0):
+    """A model of two arrays, of which a hundred saves do not take long."""
+    model = transformer(seed=seed)
+    model.trained = model.trained[:2]
+    return model
+
+
 def filled(value: float):
-    model = transformer()
+    model = small()
     for t in model.trained:
         t.master[...] = value
     return model
 
 
+@pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("other_step, keep", [(3, 1), (4, 1), (2, 3)])
 def test_another_job_saves_at_any_moment_of_a_save(tmp_path, monkeypatch, other_step, keep):
     """The whole save of the other, before each call of the system of this one: what has a name
     afterwards is whole, both are there if the step is the same, and nothing else."""
-    one, other, probe = filled(1), filled(2), transformer(seed=1)
+    one, other, probe = filled(1), filled(2), small(seed=1)
     for at in range(1, 200):
         folder = tmp_path / str(at)
         mm3d.save(folder, filled(0), step=1)
@@ -90,6 +98,7 @@ def test_the_second_writer_is_told(tmp_path, monkeypatch):
         "step-00000003", "step-00000003.1"]
 
 
+@pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_reader_while_a_writer_removes(tmp_path, monkeypatch):
     """At any moment: the newest that is there when the reader comes to it."""
@@ -97,7 +106,7 @@ def test_a_reader_while_a_writer_removes(tmp_path, monkeypatch):
         folder = tmp_path / str(at)
         mm3d.save(folder, filled(1), step=1)
         with monkeypatch.context() as patch:
-            model = transformer(seed=1)
+            model = small(seed=1)
             steps = Steps(patch, at, lambda: mm3d.save(folder, filled(2), step=2, keep=1))
             patch.setattr(os, "preadv", steps.watched(
                 os.preadv, at, lambda: mm3d.save(folder, filled(2), step=2, keep=1)))
@@ -108,10 +117,11 @@ def test_a_reader_while_a_writer_removes(tmp_path, monkeypatch):
     assert 5 < at < 199
 
 
+@pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_two_jobs_of_which_neither_is_done_before_the_other_begins(tmp_path, monkeypatch):
     """One stops before a call, the other goes up to one of its own, and both go on in turn."""
-    probe, arrived, go = transformer(seed=1), threading.Event(), threading.Event()
+    probe, arrived, go = small(seed=1), threading.Event(), threading.Event()
     for number, (first, second) in enumerate((a, b) for a in range(2, 24, 4)
                                              for b in range(2, 24, 4)):
         folder, count, threads = tmp_path / str(number), {}, []

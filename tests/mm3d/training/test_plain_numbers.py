@@ -1,5 +1,7 @@
 """A caller's scalars of NumPy give the bits of Python's numbers: float32 arrays stay float32."""
 import inspect
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -72,6 +74,23 @@ def test_a_number_that_is_set_later_is_pythons_too(name):
     assert {type(n) for n in (found if isinstance(found, tuple) else (found,))} == {float}
 
 
+@pytest.mark.parametrize("kind", (list, np.array, lambda betas: list(map(Decimal, betas))))
+def test_betas_that_are_set_later_in_no_tuple(kind):
+    found = []
+    for convert in (tuple, kind):
+        model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=4, heads=1,
+                                 batch=1, seq=1)
+        optimizer = mm3d.AdamW(model, 0.1)
+        optimizer.betas = convert([np.float64(0.7), np.float64(0.9)])
+        for t in model.trained:
+            t.grad[...] = model.random("gradient").ravel()[0]
+        for _ in range(3):
+            optimizer.step()
+        found.append(everything(model, optimizer) | {"betas": optimizer.options()["beta1"]})
+    assert type(found[1].pop("betas")) is float is type(found[0].pop("betas"))
+    assert same(*found)
+
+
 def test_a_scale_of_the_loss_that_the_caller_sets():
     found = []
     for scale in (3.1, np.float64(3.1)):
@@ -111,6 +130,7 @@ def test_sizes_and_dropout_of_numpy():
 @pytest.mark.parametrize("given, expected", [
     (np.float64(0.5), 0.5), (np.float32(0.5), 0.5), (np.longdouble(0.5), 0.5),
     (np.float16(0.5), 0.5), (np.array(0.5), 0.5), (np.int32(7), 7), (np.array(7), 7), (3, 3),
+    (Decimal("0.5"), 0.5), (Fraction(1, 2), 0.5),
     ((np.float64(0.9), 0.5), (0.9, 0.5))])
 def test_plain_numbers(given, expected):
     found = plain_number(given)
