@@ -101,12 +101,13 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         if dim in scales and list(scales[dim]) not in choices:
             raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
                              f"which should be {' or '.join(map(', '.join, choices))}")
+    may_be_empty = known.get("empty", "").split()    # of a run that was stopped before its first
     for name, variable in variables.items():
         shape = tuple(len(scales[dim]) for dim in variable.dims)
         if np.shape(variable.values) != shape:
             raise ValueError(f"{name} has the shape {np.shape(variable.values)}, which should be "
                              f"{shape}")
-        if 0 in shape:
+        if 0 in (shape[n] for n, dim in enumerate(variable.dims) if dim not in may_be_empty):
             raise ValueError(f"{name} is empty")
         check_numbers(name, variable.values)
 
