@@ -140,5 +140,6 @@ def show(records: list[Measurements], out: Path) -> None:
     from bench.reports.figures.every_figure import make_sweep_drawings, save_drawings
     from bench.reports.formats import render
     say(f"\n{render(link_sweep.sweep_parts(records))}\n")
-    for path in save_drawings(make_sweep_drawings(records), out)[0]:
-        say(f"picture: {path}")
+    drawn, left_out = save_drawings(make_sweep_drawings(records), out)
+    for line in [f"picture: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
+        say(line)

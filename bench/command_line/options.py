@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
 from bench.cluster.spec import Cluster
 from bench.command_line.number_types import (MOST, MOST_SECONDS, SEEDS, number, refused,
@@ -195,9 +195,26 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         "format of the tables (default text); csv is one table of all, with all digits"))
 
 
-def name_file(path: Path, form: str) -> None:
-    """Print the path of a drawn file; apart from a document that another program may read."""
-    print(path, file=sys.stdout if form == "text" else sys.stderr)
+def draw_pictures(draws: Iterable[Callable[[], Path]], form: str = "text") -> int:
+    """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
+
+    Parameters
+    ----------
+    draws : iterable of callables
+        Each draws a picture and returns its path, or raises `LeftOut`.
+    form : str
+        The format of the document that was printed; lines stand apart from one that another
+        program may read.
+    """
+    from bench.reports.figures.style import LeftOut
+    status = 0
+    for draw in draws:
+        try:
+            line = str(draw())
+        except LeftOut as why:
+            line, status = f"not drawn: {why}", 1
+        print(line, file=sys.stdout if form == "text" else sys.stderr)
+    return status
 
 
 def add_pictures(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.document import Notes, Part, Table
-from bench.reports.figures.every_figure import METADATA, make_drawings
-from bench.reports.figures.style import figure_style, image_bytes
+from bench.reports.figures.every_figure import make_drawings
+from bench.reports.figures.style import LeftOut, draw_image
 from bench.reports.paper_tables import make_document, show_alone
 
 # Notes that begin with one or more words in capitals.
@@ -67,12 +67,12 @@ def render_page(found: FolderContents) -> str:
 def embed_figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
     """Draw every figure as SVG in base64, with its name and meaning, and list those left out."""
     drawn, left_out = [], []
-    with figure_style():
-        for one in make_drawings(found):
-            if one.figure is None:
-                left_out.append(f"{one.name}: {one.about}")
-                continue
-            image = image_bytes(one.figure, "svg", metadata=METADATA["svg"])
+    for one in make_drawings(found):
+        try:
+            image = draw_image(one.make, "svg")
+        except LeftOut as why:
+            left_out.append(f"{one.name}: {why}")
+        else:
             drawn.append({"name": one.name, "about": one.about,
                           "image": base64.b64encode(image).decode()})
     return drawn, left_out

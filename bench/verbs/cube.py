@@ -1,7 +1,9 @@
 """Draw which rank of a cube holds which block."""
 
 import argparse
+from functools import partial
 
+from bench.command_line import options
 from bench.reports.figures import cube
 
 GROUP = "Plan and predict"
@@ -14,6 +16,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the picture and name its file; 0."""
-    print(cube.draw_cube(arguments.file))
-    return 0
+    """Draw the picture and name its file; 1 when it cannot be drawn, else 0."""
+    return options.draw_pictures([partial(cube.draw_cube, arguments.file)])

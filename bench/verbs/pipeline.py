@@ -4,6 +4,7 @@ import argparse
 import gc
 import re
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from bench.agreement import make_on_rank_0
@@ -153,7 +154,8 @@ def draw(record: Measurements, path: Path) -> None:
     """Draw the measured timeline above the clock's."""
     from bench.reports import pipeline_tables
     from bench.reports.figures import schedules
-    say(str(schedules.picture(path, pipeline_tables.timelines(record), "s", "group of ranks")))
+    options.draw_pictures([partial(schedules.picture, path, pipeline_tables.timelines(record),
+                                   "s", "group of ranks")])
 
 
 def table(records: list[Measurements]) -> str:

@@ -84,8 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(render(parts, arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
-        for path in draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes):
-            options.name_file(path, arguments.format)
+        return options.draw_pictures(
+            draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes),
+            arguments.format)
     return 0
 
 

@@ -17,8 +17,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the figures and name their files; 0."""
+    """Draw the figures and name their files; 1 when none is drawn, else 0."""
     formats = tuple(arguments.format.split(","))
     drawn, left_out = every_figure.draw_figures(arguments.folder, formats)
     print(*drawn, *[f"not drawn: {why}" for why in left_out], sep="\n")
-    return 0
+    return int(not drawn)

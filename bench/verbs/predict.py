@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+from functools import partial
 
 from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
@@ -67,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(render([*parts, *tables.prediction_remarks(outcome)], arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_scaling
-        options.name_file(draw_scaling(arguments.pictures, outcome), arguments.format)
+        return options.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)],
+                                     arguments.format)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from fractions import Fraction
+from functools import partial
 
 from bench.errors import UsageError
 from bench.prediction import schedule_costs
@@ -67,15 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(render([schedule_tables.costs(timelines), schedule_tables.cost_notes(),
                   schedule_tables.chains(timelines),
                   *([Notes("More than the memory", warnings)] if warnings else [])]))
-    if arguments.picture or arguments.curves:
-        from bench.reports.figures import schedules as figures
-        if arguments.picture:
-            print(figures.picture(arguments.picture, timelines))
-        if arguments.curves:
-            names = list(dict.fromkeys([*[arguments.name] * (not schedule), *arguments.compare]))
-            print(figures.curves(arguments.curves, f"{pipeline.ranks} ranks",
-                                 schedule_costs.costs_by_microbatches(names, pipeline)))
-    return 0
+    from bench.reports.figures import schedules as figures
+    draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
+    if arguments.curves:
+        names = list(dict.fromkeys([*[arguments.name] * (not schedule), *arguments.compare]))
+        draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
+                             schedule_costs.costs_by_microbatches(names, pipeline)))
+    return options.draw_pictures(draws)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def draw(found: Measurements | None, folder: str | None, name: str, comm) -> Non
         from bench.reports.figures import training
         picture = (training.training_picture if found.kind == record.KIND
                    else training.meshes_picture)
-        say(str(picture(Path(folder) / f"{name}.png", found)))
+        options.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
     comm.Barrier()
 
 

@@ -3,7 +3,6 @@
 import itertools
 from pathlib import Path
 
-from bench.errors import UsageError
 from bench.reports.figures import style
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
@@ -28,20 +27,21 @@ def draw_cube(path: str | Path) -> Path:
     ------
     UsageError
         When the name has another ending.
+    LeftOut
+        When it cannot be drawn.
     """
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure = pyplot.figure(figsize=(10, 5.2))
+    style.check_name(path)
+    return style.save_picture(path, _cube, dpi=150)
+
+
+def _cube():
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(10, 5.2))
     _ranks(figure.add_axes((0.01, 0.05, 0.36, 0.8)))
     _product(figure.add_axes((0.39, 0.02, 0.6, 0.86)))
     figure.suptitle("C = A B on a 2 x 2 x 2 cube of ranks (i, j, l): every rank stores "
                     "an eighth of each matrix", y=0.96)
-    style.save_figure(figure, path, dpi=150)
-    pyplot.close(figure)
-    return Path(path)
+    return figure
 
 
 def _colour(i: int, j: int, l: int) -> str:  # noqa: E741  (the paper's index)

@@ -4,8 +4,9 @@ import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
@@ -47,60 +48,56 @@ MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {
                          "Parts of a layer of experts, forward and backward, with tokens routed "
                          "uniformly, unevenly, and to a few experts; and the tokens of each "
                          "expert.")}}
-METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of one preset, or the reason why there is none.
+    """A figure that can be drawn.
 
     Attributes
     ----------
     name : str
         The name, such as "roofline-laptop".
     about : str
-        Its description, or the reason why it was left out.
-    figure : matplotlib.figure.Figure or None
-        The figure; None if it was left out.
+        Its description.
+    make : callable
+        Makes the matplotlib figure; raises `style.LeftOut` for want of results.
     """
 
     name: str
     about: str
-    figure: object
+    make: Callable[[], Any]
 
 
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
-    """Make every figure of a folder, to be iterated over within `style.figure_style`."""
+    """List every figure of a folder."""
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
                            make_sweep_drawings(found.measurements))
 
 
 def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:
-    """Make the figures of the rows of every preset."""
+    """List the figures of the rows of every preset."""
     for results in found.results:
         # It becomes part of a file's name, and a record may contain any text.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
         for name, (draw, about) in FIGURES.items():
-            try:
-                yield Drawing(f"{name}-{preset}", about, draw(results))
-            except style.LeftOut as reason:
-                yield Drawing(f"{name}-{preset}", str(reason), None)
+            yield Drawing(f"{name}-{preset}", about, partial(draw, results))
 
 
 def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
-    """Make the figures of microbenchmarks."""
+    """List the figures of microbenchmarks."""
     for record in records:
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
-                          draw(record))
+                          partial(draw, record))
     if trainings := experts.comparable_trainings(records):
         yield Drawing("balance-of-experts", "Last validation loss and use of the experts, against "
                       "the coefficient of the balance loss.",
-                      experts.draw_balance(trainings))
+                      partial(experts.draw_balance, trainings))
 
 
 def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
-    """Make the figures of sweeps over rates of links; those of one name are numbered."""
+    """List the figures of sweeps over rates of links; those of one name are numbered."""
     names: Counter[str] = Counter()
     for group in link_sweep.group_sweeps(records):
         name = link_sweep.picture_name(group)
@@ -108,7 +105,7 @@ def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
         yield Drawing(f"{name}-{names[name]}" if names[name] > 1 else name,
                       "Milliseconds a sequence of each scheme and grid against the rate of links, "
                       "and the rates at which schemes of one batch cross.",
-                      link_sweep.draw_sweeps(group))
+                      partial(link_sweep.draw_sweeps, group))
 
 
 def _sizes(record: Measurements) -> str:
@@ -129,7 +126,7 @@ def draw_figures(folder: str | Path,
     folder : path
         With the results.
     formats : tuple of str
-        Of `METADATA`.
+        Of `style.METADATA`.
 
     Returns
     -------
@@ -143,10 +140,10 @@ def draw_figures(folder: str | Path,
     UsageError
         When a format is unknown.
     """
-    unknown = [form for form in formats if form not in METADATA]
+    unknown = [form for form in formats if form not in style.METADATA]
     if unknown:
-        raise UsageError(f"--format {','.join(formats)}: {', '.join(METADATA)} would do, with "
-                         f"commas between")
+        raise UsageError(f"--format {','.join(formats)}: {', '.join(style.METADATA)} would do, "
+                         f"with commas between")
     found = read_folder(folder, show_alone)
     drawn, left_out = save_drawings(make_drawings(found), found.folder, formats)
     if not drawn and not left_out:
@@ -158,13 +155,10 @@ def save_drawings(drawings: Iterable[Drawing], folder: Path,
                   formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[str]]:
     """Save drawings in a folder; return the files, and the figures left out with the reasons."""
     drawn, left_out = [], []
-    with style.figure_style():
-        for one in drawings:
-            if one.figure is None:
-                left_out.append(f"{one.name}: {one.about}")
-                continue
+    for one in drawings:
+        try:
             for form in formats:
-                path = folder / f"{one.name}.{form}"
-                style.save_figure(one.figure, path, metadata=METADATA[form])
-                drawn.append(path)
+                drawn.append(style.save_picture(folder / f"{one.name}.{form}", one.make))
+        except style.LeftOut as why:
+            left_out.append(f"{one.name}: {why}")
     return drawn, left_out

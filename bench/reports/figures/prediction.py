@@ -1,8 +1,9 @@
 """Draw predicted words, time and memory to a million ranks, and a map of grids."""
 
 import math
+from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable
 
 import numpy as np
 
@@ -21,32 +22,31 @@ FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, 
 
 
 def draw_plans(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: dict[str, int]) -> Iterator[Path]:
-    """Draw words, time, memory and the map of grids of one model; return the PNG files."""
+               sizes: dict[str, int]) -> list[Callable[[], Path]]:
+    """Return what draws words, time, memory and the map of grids of one model, each to a PNG."""
     found = plan_families(machine, dtype, recompute, sizes)
     text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), dtype,
                       f"recompute {recompute}"])
-    for name, draw in (("words", _words), ("time", _time), ("memory", _memory)):
-        yield _save(folder, f"plan-{name}.png",
-                    lambda panel: draw(panel, found, machine, sizes), text)
+    drawings = [partial(_save, folder, f"plan-{name}.png",
+                        partial(draw, found=found, machine=machine, sizes=sizes), text)
+                for name, draw in (("words", _words), ("time", _time), ("memory", _memory))]
     grids = [screen_grid("3d", grid, machine, dtype, recompute, sizes)
              for _, grid in planner.list_candidates(ranks, "3d")]
-    yield _save(folder, f"plan-grids-{ranks}.png",
-                lambda panel: _map(panel, grids, ranks, machine.name), text)
+    return [*drawings, partial(_save, folder, f"plan-grids-{ranks}.png",
+                               partial(_map, found=grids, ranks=ranks, machine=machine.name),
+                               text)]
 
 
 def _save(folder: str, name: str, draw: Callable, text: str,
           size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
     """Draw on a number of panels, with a line of text below them; return the PNG file."""
-    from matplotlib.figure import Figure
-    with style.figure_style():
+    def make():
+        from matplotlib.figure import Figure
         figure = Figure(figsize=size, layout="constrained")
         draw(*figure.subplots(1, columns, squeeze=False).flat)
         figure.supxlabel(text, fontsize=8.5)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / name
-        style.save_figure(figure, path)
-    return path
+        return figure
+    return style.save_picture(Path(folder) / name, make)
 
 
 def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:

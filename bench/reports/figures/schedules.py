@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from bench.errors import UsageError
 from bench.reports.figures import style
 from mm3d.training.schedules.clock import Timeline
 
@@ -36,11 +35,14 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
     ------
     UsageError
         When it is to be of another kind.
+    LeftOut
+        When it cannot be drawn.
     """
-    check_name(path)
+    style.check_name(path)
     end = max(float(max(ends[-1] for ends in one.ends)) for one in timelines.values())
     height = sum(0.8 + 0.28 * one.schedule.ranks for one in timelines.values())
-    with style.figure_style():
+
+    def make():
         figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")
         for panel, (title, timeline) in zip(panels.flat, timelines.items()):
             _rows(panel, timeline, end)
@@ -51,14 +53,8 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
             panel.set_title(f"{title}:{space}cost {cost}, "
                             f"bubble {float(timeline.bubble_rate):.1%} of it")
         _legend(figure, timelines.values())
-        style.save_figure(figure, path, dpi=110)
-    return Path(path)
-
-
-def check_name(path: str | os.PathLike) -> None:
-    """Check the name of a picture; UsageError when its kind is none."""
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
+        return figure
+    return style.save_picture(path, make, dpi=110)
 
 
 def _rows(panel, timeline: Timeline, end: float) -> None:
@@ -113,9 +109,12 @@ def curves(path: str | os.PathLike, heading: str,
         Of the figure.
     found : mapping
         By schedule: micro-batches, and the numbers by the keys of `CURVES`.
+
+    Errors are those of `picture`.
     """
-    check_name(path)
-    with style.figure_style():
+    style.check_name(path)
+
+    def make():
         figure, panels = style.make_figure(1, len(CURVES), (WIDTH, 4.2), heading)
         for panel, (key, label) in zip(panels.flat, CURVES.items()):
             for place, (name, points) in enumerate(found.items()):
@@ -129,5 +128,5 @@ def curves(path: str | os.PathLike, heading: str,
             panel.set(xlabel="micro-batches", title=label)
             style.start_at_zero(panel)
         panels.flat[0].legend()
-        style.save_figure(figure, path, dpi=110)
-    return Path(path)
+        return figure
+    return style.save_picture(path, make, dpi=110)

@@ -7,9 +7,10 @@ import os
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 from bench.cases.paper import PAPER, TITLES, title
+from bench.errors import UsageError
 from bench.records import atomic
 from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.reports import emulated
@@ -26,34 +27,79 @@ ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # where intervals of the schemes are, in
 IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
 BESIDE = 1.9    # inches for it
 TICKS = (8, 16, 36, 64)
+# Without what changes from day to day: the same figure is the same file.
+METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 Point = tuple[int, float]
 
 
 class LeftOut(Exception):
-    """Raised for a figure for which results are missing; names them."""
+    """Raised for a figure that is not drawn; says why, such as which results are missing."""
 
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Return a context in which figures are made and saved in the common style."""
-    import matplotlib
-    from matplotlib import style as sheets
-    matplotlib.use("Agg")
-    with (resources.as_file(resources.files("bench.reports.figures") / "figures.mplstyle") as path,
-          sheets.context(path)):
-        yield
+    """Return a context in which figures are made in the common style, whatever the user's is."""
+    with resources.as_file(resources.files("bench.reports.figures") / "figures.mplstyle") as path:
+        # The import reads a backend and settings of the user, and fails where it cannot.
+        users = {name: os.environ.get(name) for name in ("MPLBACKEND", "MATPLOTLIBRC")}
+        os.environ.update(MPLBACKEND="agg", MATPLOTLIBRC=str(path))
+        try:
+            from matplotlib import style as sheets
+        finally:
+            for name, value in users.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
+        with sheets.context(path, after_reset=True):
+            yield
 
 
-def image_bytes(figure: Any, form: str, **options: Any) -> bytes:
-    """Return a figure as the content of a file of this format, such as "png"."""
+def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
+    """Make a figure and return it as the content of a file.
+
+    Parameters
+    ----------
+    make : callable
+        Makes a matplotlib figure.
+    form : str
+        The format, one of `METADATA`.
+    **options
+        Of ``Figure.savefig``.
+
+    Raises
+    ------
+    LeftOut
+        When it cannot be drawn, for whatever reason that a library may have.
+    """
     image = io.BytesIO()
-    figure.savefig(image, format=form, **options)
+    try:
+        with figure_style():
+            make().savefig(image, format=form, metadata=METADATA[form], **options)
+    except LeftOut:
+        raise
+    except Exception as error:
+        raise LeftOut(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     return image.getvalue()
 
 
-def save_figure(figure: Any, path: str | os.PathLike, **options: Any) -> None:
-    """Write a figure as a whole file, in the format that the file's name ends in."""
-    atomic.replace(path, image_bytes(figure, Path(path).suffix[1:], **options))
+def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:
+    """Draw a figure into a file, in the format that the file's name ends in; return the file.
+
+    Parameters and errors as those of `draw_image`; LeftOut also when the file cannot be written.
+    """
+    image = draw_image(make, Path(path).suffix[1:], **options)
+    try:
+        if not (folder := Path(path).parent).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+        atomic.replace(path, image)
+    except OSError as error:
+        raise LeftOut(f"{path} cannot be written ({error.strerror})") from error
+    return Path(path)
+
+
+def check_name(path: str | os.PathLike) -> None:
+    """Check the name of a picture; UsageError when its kind is none."""
+    if Path(path).suffix[1:] not in METADATA:
+        raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
 
 
 def scheme_style(scheme: str) -> tuple[str, str]:

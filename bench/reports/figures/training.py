@@ -8,7 +8,6 @@ import numpy as np
 from bench.experiments.training.comparison import loss_differences
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
-from bench.reports.figures.schedules import check_name
 from bench.reports.training_tables import allowed_differences
 
 SIZE = (9.0, 4.6)    # inches
@@ -29,12 +28,15 @@ def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
     ------
     UsageError
         When it is to be of another kind.
+    LeftOut
+        When it cannot be drawn.
     """
-    check_name(path)
+    style.check_name(path)
     found = {name: variable.values for name, variable in record.variables.items()}
     steps, validated = (np.array(record.scales[name]) for name in ("step", "validated"))
     chosen = record.configuration
-    with style.figure_style():
+
+    def make():
         figure, panels = style.make_figure(1, 1, SIZE, (
             f"{chosen['layers']} layers of {chosen['hidden']} features learn the bytes of "
             f"{chosen['text']}"))
@@ -48,8 +50,8 @@ def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
                    markersize=4, label="validation, mm3d")
         panel.set(xlabel="step", ylabel="cross entropy (nats a byte)", xlim=(0, None))
         panel.legend()
-        style.save_figure(figure, path, dpi=110)
-    return Path(path)
+        return figure
+    return style.save_picture(path, make, dpi=110)
 
 
 def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
@@ -57,13 +59,14 @@ def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
 
     Parameters and errors as those of `training_picture`; the record is of kind "training-meshes".
     """
-    check_name(path)
+    style.check_name(path)
     losses, steps = record.variables["loss"].values, np.array(record.scales["step"])
     apart = loss_differences(record)
     count, dtype = len(losses), str(record.configuration["dtype"])
     eps, allowed = np.finfo(dtype).eps, allowed_differences(record).get("loss", 1e-12)
     floor = eps / FLOOR    # the sum of the loss is float64, so a difference may be smaller
-    with style.figure_style():
+
+    def make():
         figure, (panels,) = style.make_figure(
             1, 2, (11.0, 4.6), f"The same training on {count} meshes, {dtype}")
         for n in range(count):
@@ -83,5 +86,5 @@ def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
                       title=f"to the loss of one rank (at the bottom: below eps / {FLOOR})")
         style.label_powers(panels[1].yaxis)
         panels[1].legend()
-        style.save_figure(figure, path, dpi=110)
-    return Path(path)
+        return figure
+    return style.save_picture(path, make, dpi=110)

@@ -144,7 +144,8 @@ def test_crossovers_and_figures(tmp_path, outcome):
                    if p.scheme == "3d"), family
     changes = scaling.find_crossovers(found)
     assert changes[0][0] == 2 and len({ranks for ranks, _ in changes}) == len(changes)
-    paths = [*prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", sizes),
+    draws = prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", sizes)
+    paths = [*(draw() for draw in draws),
              prediction.draw_scaling(str(tmp_path), outcome)]
     assert len(paths) == 5
     for path in paths:

@@ -95,7 +95,7 @@ def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     monkeypatch.setattr(planner, "list_candidates",
                         lambda ranks, scheme: [("3d", GridShape("xyz", (ranks, 1, 1)))])
     drawn = prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
-    assert len(list(drawn)) == 4
+    assert len([draw() for draw in drawn]) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4
 
 
@@ -129,8 +129,8 @@ def test_pictures_of_schedules(tmp_path, texts):
 def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
     """Later ones are narrower, and have their markers elsewhere."""
     kept = []
-    monkeypatch.setattr(schedules.style, "save_figure", lambda figure, *rest, **how: kept.append(
-        figure))
+    monkeypatch.setattr(schedules.style, "save_picture", lambda path, make, **how: kept.append(
+        make()))
     points = [(m, {"bubble / cost": 0.5, "in flight": 2, "messages": 8}) for m in range(1, 9)]
     schedules.curves(tmp_path / "a.png", "", dict.fromkeys(["1f1b", "zb-h1", "gpipe"], points))
     for panel in kept[0].axes:

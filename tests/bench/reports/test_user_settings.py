@@ -1,0 +1,150 @@
+"""Figures are the same whatever a user's matplotlib is set to; what is not drawn is a line."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench.__main__ import main
+from bench.cases.selection import select_rows
+from bench.command_line import options
+from bench.records import run_file
+from bench.reports import page
+from bench.reports.figures import every_figure, style
+from bench.reports.finish import write_tables_and_figures
+from records import made_up, write_all
+
+RC = """
+text.usetex: True
+font.family: serif
+font.size: 30
+figure.dpi: 37
+savefig.dpi: 40
+savefig.format: pdf
+savefig.bbox: tight
+savefig.transparent: True
+axes.formatter.use_locale: True
+backend: nonsense
+svg.fonttype: none
+path.sketch: 1, 100, 2
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Pictures without settings of a user."""
+    folder = tmp_path_factory.mktemp("plain")
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), folder, "weak")
+    draw(folder)
+    return folder
+
+
+DRAW = """
+import sys
+from bench.__main__ import main
+from bench.records.folder import read_folder
+from bench.reports.figures import every_figure
+figures = [one for one in every_figure.make_drawings(read_folder(".")) if "step" in one.name]
+drawn, left_out = every_figure.save_drawings(figures, every_figure.Path(), ("png", "svg"))
+assert len(drawn) == 2 and not left_out
+sys.exit(main(["cube", "cube.png"]) or main(
+    "schedule --name 1f1b --stages 2 --microbatches 4 --picture a.png --curves b.svg".split()))
+"""
+
+
+def draw(folder, **variables):
+    done = subprocess.run([sys.executable, "-c", DRAW], cwd=folder, text=True,
+                          capture_output=True, env=os.environ | variables)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def pictures(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()
+            if path.suffix in (".png", ".svg")}
+
+
+@pytest.mark.parametrize("kind, value", [
+    ("MPLBACKEND", "module://matplotlib_inline.backend_inline"), ("rc", RC),
+    ("rc", b"\xff\xfe nothing")])
+def test_settings_of_the_user_change_no_figure(plain, tmp_path, kind, value):
+    folder = tmp_path / plain.name
+    folder.mkdir()
+    [run] = plain.glob("*.h5")
+    (folder / run.name).symlink_to(run)
+    settings = tmp_path / "settings"
+    if kind == "rc":
+        settings.mkdir()
+        (settings / "matplotlibrc").write_bytes(value if isinstance(value, bytes)
+                                                else value.encode())
+    draw(folder, **({"MPLCONFIGDIR": str(settings), "MATPLOTLIBRC": str(settings)}
+                    if kind == "rc" else {kind: value}))
+    assert len(pictures(plain)) == 5 and pictures(folder) == pictures(plain)
+
+
+def test_settings_in_the_working_folder_change_no_figure(plain, tmp_path):
+    folder = tmp_path / plain.name
+    folder.mkdir()
+    (folder / "matplotlibrc").write_text(RC.replace("backend: nonsense", ""))
+    for path in plain.glob("*.h5"):
+        (folder / path.name).symlink_to(path)
+    draw(folder)
+    assert pictures(folder) == pictures(plain)
+
+
+def test_variables_and_settings_of_a_program_stay(monkeypatch):
+    import matplotlib
+    monkeypatch.setenv("MPLBACKEND", "svg")
+    monkeypatch.delenv("MATPLOTLIBRC", raising=False)
+    with matplotlib.rc_context({"font.size": 31}):
+        with style.figure_style():
+            assert matplotlib.rcParams["font.size"] == 9
+        assert matplotlib.rcParams["font.size"] == 31
+    assert os.environ["MPLBACKEND"] == "svg" and "MATPLOTLIBRC" not in os.environ
+
+
+def broken(*_):
+    raise RuntimeError("no\n  letters")
+
+
+def test_a_figure_that_cannot_be_drawn_is_one_line(tmp_path, monkeypatch):
+    """The others are drawn, and what is printed and written beside them is not lost."""
+    write_all(tmp_path)
+    monkeypatch.setitem(every_figure.FIGURES, "roofline", (broken, ""))
+    lines = []
+    write_tables_and_figures(tmp_path, lines.append)
+    outcome = [line for line in lines if line.startswith(("drawn", "not drawn"))]
+    assert [line for line in outcome if line.startswith("not drawn: roofline")] == [
+        "not drawn: roofline-laptop: RuntimeError: no letters"]
+    assert len(outcome) == len(every_figure.FIGURES) and (tmp_path / "tables.txt").exists()
+    assert "RuntimeError: no letters" in page.write_page(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("where, why", [("/dev/null/a.png", "Not a directory"),
+                                        ("/dev/full/a.png", "Not a directory")])
+def test_a_picture_that_cannot_be_written_is_one_line(where, why, capsys):
+    assert main(["cube", where]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"not drawn: {where} cannot be written ({why})\n" and not said.err
+
+
+def test_pictures_after_one_that_fails_are_drawn(tmp_path, capsys):
+    def fails():
+        raise style.LeftOut("for a reason")
+    assert options.draw_pictures([fails, lambda: tmp_path], "csv") == 1
+    said = capsys.readouterr()
+    assert said.err == f"not drawn: for a reason\n{tmp_path}\n" and not said.out
+
+
+def test_without_matplotlib_tables_are_written(tmp_path):
+    """A program that nothing was drawn in, in a folder whose matplotlib is broken."""
+    results = tmp_path / "results"
+    results.mkdir()
+    write_all(results)
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('no matplotlib')")
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "plot", "results"], cwd=tmp_path, text=True,
+        capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and not done.stderr
+    assert {line.split(": ", 2)[2] for line in done.stdout.splitlines()} == {
+        "ImportError: no matplotlib"}
