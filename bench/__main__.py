@@ -14,7 +14,8 @@ mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 from bench import undo, verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.errors import UsageError, in_options  # noqa: E402
-from mm3d import launcher  # noqa: E402
+from mm3d import guard, launcher  # noqa: E402
+from mm3d.console import complain, protect  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +31,7 @@ class VerbsParser(Parser):
 
     def format_help(self) -> str:
         """Return the help."""
-        width = min(100, shutil.get_terminal_size().columns) - 2
+        width = max(40, min(100, shutil.get_terminal_size().columns)) - 2
         lines = [self.format_usage(), textwrap.fill(str(self.description), width)]
         for group, entries in verbs.groups().items():
             lines += ["", f"{group}:"]
@@ -86,14 +87,13 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     except (UsageError, StoreError) as error:
         # The same on every rank, so one of them says it; all leave together.
         if comm.rank == launcher.launcher_rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            complain(f"error: {error}")
         comm.Barrier()
         return 2
-    except BaseException:
+    except BaseException as error:
         if comm.size == 1:
             raise
-        launcher.abort_with_traceback(comm)
-        raise
+        guard.end_job(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,6 +128,7 @@ def run_words(words: list[str]) -> int:
 
 def command() -> NoReturn:
     """Run the program."""
+    protect()
     if launcher.has_launched():
         mpi.start()    # so that no rank ends before rank 0 has said what is wrong
     sys.exit(main())

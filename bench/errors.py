@@ -1,7 +1,6 @@
 """Errors that the benchmark reports to its user, and their exit status."""
 
 import re
-import sys
 from typing import Any, Callable, Container, Iterable
 
 EXPERTS = {"count": "experts"}    # arguments of mm3d.Experts that have other names as options
@@ -22,9 +21,9 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
     try:
         return work()
     except (UsageError, StoreError, OSError, *known) as error:
+        from mm3d.console import complain    # here: other programs import neither NumPy nor MPI
         named = isinstance(error, OSError) and error.filename and error.strerror
-        print(f"error: {f'{error.filename}: {error.strerror}' if named else error}",
-              file=sys.stderr)
+        complain(f"error: {f'{error.filename}: {error.strerror}' if named else error}")
         return 2
 
 

@@ -19,6 +19,7 @@ from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.scripts import Work
 from jobs.standings import DONE, UNCLEAR, UNDER_WAY
+from mm3d.console import complain, protect, say
 from mm3d.schemes import find_scheme
 
 SCRIPT = 0o777    # permissions of a script, less the umask
@@ -164,25 +165,25 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
         found = standings.list_standings(work, cases, standings.read_queue(work))
         unclear = [one for one in found if one.state == UNCLEAR]
         for one in unclear:
-            print(f"not submitted: {format_standing(one)}", file=sys.stderr)
+            complain(f"not submitted: {format_standing(one)}")
         due = [one.case for one in found if one.state not in (DONE, UNCLEAR, *UNDER_WAY)]
         refused = [one for one in due if not work.fit(one).fits]
         for one in refused:
             most = fitting.rank_memory(work.site, one.row.gpus)
-            print(f"refused: {one.title}: {work.fit(one).refusal(most)}", file=sys.stderr)
+            complain(f"refused: {one.title}: {work.fit(one).refusal(most)}")
         due = [one for one in due if one not in refused]
         under_way = [one.job for one in found if one.state in UNDER_WAY]
-        print(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
-              f"{len(under_way)} under way, {len(due)} to submit")
+        say(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
+            f"{len(under_way)} under way, {len(due)} to submit")
         new: list[str] = []
         try:
             for group in grouped(due) if arguments.array else [[one] for one in due]:
                 new += submit_group(work, group, arguments.array)
             if new:
-                print(submit_collect(work, under_way + new))
+                say(submit_collect(work, under_way + new))
         except slurm.SlurmError as error:
-            print(f"error: the queue took {len(new)} of {len(due)} rows: {error}\nSubmit again "
-                  "for the others; python -m jobs collect collects", file=sys.stderr)
+            complain(f"error: the queue took {len(new)} of {len(due)} rows: {error}\nSubmit again "
+                     "for the others; python -m jobs collect collects")
             return 1
     return int(bool(refused or unclear))
 
@@ -204,7 +205,7 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
         jobs = [f"{number}_{index}{sign}{cluster}" for index in range(len(group))]
     for one, job in zip(group, jobs):
         standings.record_submission(work, one, job)
-        print(f"job {job}: {one.title}")
+        say(f"job {job}: {one.title}")
     return jobs
 
 
@@ -226,10 +227,10 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     refused = 0
     for path in [*map(work.script, cases), work.folder / "collect.sh"]:
         try:
-            print(f"{path.name}: {slurm.test_only(path)}")
+            say(f"{path.name}: {slurm.test_only(path)}")
         except slurm.SlurmError as error:
             refused += 1
-            print(f"{path.name}: refused: {error}")
+            say(f"{path.name}: refused: {error}")
     return int(bool(refused))
 
 
@@ -254,15 +255,15 @@ def run_verb(arguments) -> int:
         return collect(work, cases)
     if arguments.verb == "render":
         render(work, cases, arguments)
-        print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
+        say(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
     else:
         queue = standings.read_queue(work)
         for one in standings.list_standings(work, cases, queue):
-            print(format_standing(one))
+            say(format_standing(one))
         for line in single.list_standings(work, queue):
-            print(line)
+            say(line)
         for why in dict.fromkeys(queue.silent.values()):
-            print(f"error: {why}", file=sys.stderr)
+            complain(f"error: {why}")
         return 2 if queue.silent else 0
     return 0
 
@@ -278,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Run the program."""
+    protect()
     sys.exit(main())
 
 

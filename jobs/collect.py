@@ -7,6 +7,7 @@ from bench.reports.page import write_page
 from jobs import standings
 from jobs.scripts import Work
 from jobs.standings import DONE, Standing
+from mm3d.console import say
 
 
 def copy_results(work: Work, case: Case) -> int:
@@ -55,12 +56,12 @@ def collect(work: Work, cases: list[Case]) -> int:
                if one.state != DONE]
     done = len(cases) - len(missing)
     if run_file.list_files(work.out):
-        write_tables_and_figures(work.out, print)
-        print(f"all of it on one page: {write_page(work.out)}")
-    print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
+        write_tables_and_figures(work.out)
+        say(f"all of it on one page: {write_page(work.out)}")
+    say(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:
-        print(f"missing: {format_standing(one)}")
-    print(merge_runs(work, cases))
+        say(f"missing: {format_standing(one)}")
+    say(merge_runs(work, cases))
     return int(bool(missing))
 
 

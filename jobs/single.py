@@ -11,6 +11,7 @@ from jobs import scripts, site as sites, slurm, standings
 from jobs.own_options import list_overrides
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
+from mm3d.console import say
 
 SCRIPT = 0o777    # permissions of a script, less the umask
 DIGITS = 8        # that tell the options of pipelines apart in names
@@ -72,7 +73,7 @@ def submit_training(site: str, out: str | None, ranks: int, words: list[str],
     work = make_work(site, out)
     script = work.folder / f"{name}.sh"
     write(script, scripts.training_script(work, name, ranks, words))
-    print(f"{name}: {standing(work, name)}")
+    say(f"{name}: {standing(work, name)}")
     cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(jobs):
         cluster = slurm.cluster_of(_submit(work, "training", name, script, cluster))
@@ -81,7 +82,7 @@ def submit_training(site: str, out: str | None, ranks: int, words: list[str],
 def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -> str:
     """Submit a script, print its job, record it for `list_standings` and return it."""
     job = slurm.submit(script, *slurm.on_cluster(cluster))
-    print(f"job {job}")
+    say(f"job {job}")
     standings.record_job(work, kind, name, f"{kind} {name}", job)
     return job
 
@@ -165,4 +166,4 @@ def make_work(site: str, out: str | None) -> Work:
 def write(script: Path, text: str) -> None:
     """Write a script as a whole, and print where it is: a job may be reading the old one."""
     atomic.replace(script, text, SCRIPT)
-    print(script)
+    say(script)

@@ -1,4 +1,4 @@
-"""End the job of all ranks when one rank fails.
+"""End the job of all ranks when one rank fails, and print once what fails on many alike.
 
 Under plain ``mpirun python program.py`` a rank that raises, or calls ``sys.exit(3)``, waits in
 ``MPI_Finalize`` for the others, which wait for it in their next collective: the job hangs.  After
@@ -9,21 +9,30 @@ is in ``sys.last_value``, also where a program has set ``sys.excepthook``.  The 
 recorded when the interpreter itself reads it from the exception.  So an exception at a prompt, an
 exception in a thread, and an exit that the program catches do not count as failures.  An exit
 that bypasses ``sys.exit``, such as ``raise SystemExit(3)``, is not detected.
+
+A rank that fails lets all others know of its error, by messages that only ranks that fail receive:
+the others may be anywhere.  One that has heard of the same error says nothing of its own.
 """
 from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
+import hashlib
 import os
 import sys
 import threading
 import time
+import traceback
+from types import TracebackType
 from typing import Any, NoReturn
 
+from mm3d import console
 from mpi4py import MPI
 
 FLUSH_SECONDS = 2.0    # in which the launcher passes on what was written
+ARRIVAL_SECONDS = 0.2    # in which a rank hears of ranks that have failed earlier
+EARLIER_SECONDS = 1.0    # in which it hears of those before it that fail in the same moment
+DIGEST = 16    # bytes that stand for an error
 ABORT_VARIABLE = "MM3D_ABORT"    # "0" leaves the guard out
 
 
@@ -38,6 +47,8 @@ class Exit(SystemExit):
         found = SystemExit.code.__get__(self)
         if sys._getframe().f_back is None:    # read by the interpreter: no Python frame is left
             self.guard.code = found
+            if isinstance(found, str) and self.guard.is_in_charge() and self.guard.is_told(found):
+                return 1    # instead of the message
         return found
 
     @code.setter
@@ -60,7 +71,9 @@ class Guard:
 
     def __init__(self) -> None:
         self.code: Any = None
-        self._process = os.getpid()
+        self._process, self._silent = os.getpid(), False
+        self._sent: list[Any] = []
+        self._hook = sys.excepthook
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """Raise the exit as ``sys.exit`` does."""
@@ -84,14 +97,52 @@ class Guard:
     def abort_if_failed(self) -> None:
         """End the job at the end of the interpreter, if this rank has failed."""
         status = self.exit_status()
-        if not status or not self.is_in_charge():
-            return
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError, ValueError):    # a full disk, a closed stream
-                    stream.flush()
-        time.sleep(FLUSH_SECONDS)
+        if status and self.is_in_charge():
+            self.abort(status)
+
+    def abort(self, status: int) -> NoReturn:
+        """End the job, after all that was printed is passed on, here and where it is told."""
+        console.flush()
+        end = time.monotonic() + FLUSH_SECONDS + self._silent * (EARLIER_SECONDS + FLUSH_SECONDS)
+        while time.monotonic() < end:
+            MPI.COMM_WORLD.Iprobe(tag=_tag())    # messages go on their way only in calls of MPI
+            time.sleep(0.05)
         MPI.COMM_WORLD.Abort(status)
+        os._exit(status)    # where MPI returns from it
+
+    def report(self, kind: type[BaseException], error: BaseException,
+               trace: TracebackType | None) -> None:
+        """Print an uncaught exception as ``sys.excepthook``, unless another rank has the same."""
+        if self.exit_status() and sys.last_value is error and self.is_in_charge():
+            self.print_once(error)
+        else:
+            self._hook(kind, error, trace)
+
+    def print_once(self, error: BaseException) -> None:
+        """Print an exception that ends this rank, unless another rank prints the same."""
+        if not self.is_told("".join(traceback.format_exception(error))):
+            world = MPI.COMM_WORLD
+            console.complain(f"rank {world.rank} of {world.size}; ranks with the same error say "
+                             f"nothing:")
+            self._hook(type(error), error, error.__traceback__)
+
+    def is_told(self, text: str) -> bool:
+        """Return whether another rank that fails tells `text`; otherwise this rank is to tell it.
+
+        A rank that hears of it before it fails relies on the ranks that it hears of, and does not
+        let others know.  Of several that fail in the same moment the first tells it.
+        """
+        world = MPI.COMM_WORLD
+        mine = hashlib.blake2b(text.encode(errors="replace"), digest_size=DIGEST).digest()
+        try:
+            self._silent = _is_heard(mine, range(world.size), ARRIVAL_SECONDS)
+            if not self._silent:
+                self._sent += [world.Isend([mine, MPI.BYTE], rank, _tag())
+                               for rank in range(world.size) if rank != world.rank]
+                self._silent = _is_heard(mine, range(world.rank), EARLIER_SECONDS)
+        except MPI.Exception:    # of a world that is broken: better twice than never
+            return False
+        return self._silent
 
     def is_in_charge(self) -> bool:
         """Return whether the guard may end the job: not at a prompt, in a fork or under pytest."""
@@ -106,17 +157,17 @@ def install() -> Guard | None:
     Returns
     -------
     Guard or None
-        None if no guard is installed: in a job of one rank, where MPI has not been started, under
-        ``python -m mpi4py``, which ends the job itself, and with ``MM3D_ABORT=0``.
+        None if no guard is installed: in a job of one rank, where MPI has not been started, and
+        with ``MM3D_ABORT=0``.
     """
-    if (os.environ.get(ABORT_VARIABLE) == "0" or "mpi4py.run" in sys.modules
-            or not MPI.Is_initialized() or MPI.COMM_WORLD.size == 1):
+    if (os.environ.get(ABORT_VARIABLE) == "0" or not MPI.Is_initialized()
+            or MPI.COMM_WORLD.size == 1):
         return None
     guard = Guard()
     for name in ("exit", "quit"):    # of the module site, for prompts, but used in programs too
         if type(getattr(builtins, name, None)).__name__ == "Quitter":
             setattr(builtins, name, guard.exit)
-    sys.exit = guard.exit
+    sys.exit, sys.excepthook = guard.exit, guard.report
     atexit.register(guard.abort_if_failed)
     return guard
 
@@ -130,3 +181,32 @@ def disarm() -> None:
     guard = getattr(sys.exit, "__self__", None)
     if isinstance(guard, Guard):
         atexit.unregister(guard.abort_if_failed)
+
+
+def end_job(error: BaseException) -> NoReturn:
+    """Print an exception, once for all ranks that have the same, and end the job with status 1.
+
+    For a program that installs no guard.
+    """
+    guard = Guard()
+    guard.print_once(error)
+    guard.abort(1)
+
+
+def _tag() -> int:
+    """Return the tag of messages about errors, which programs hardly use."""
+    return MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+
+
+def _is_heard(mine: bytes, ranks: range, seconds: float) -> bool:
+    """Receive messages for some time; return whether one of `ranks` has the error `mine`."""
+    status, end = MPI.Status(), time.monotonic() + seconds * bool(ranks)
+    while True:
+        while MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, _tag(), status):
+            digest = bytearray(DIGEST)
+            MPI.COMM_WORLD.Recv([digest, MPI.BYTE], status.source, _tag())
+            if digest == mine and status.source in ranks:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)

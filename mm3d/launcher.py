@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping
 
@@ -76,8 +74,6 @@ PERMISSIONS = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",    # Open MPI 5
     "OMPI_MCA_rmaps_base_oversubscribe": "1",                     # Open MPI 4
 }
-
-FLUSH_SECONDS = 2.0    # in which the launcher passes on what was written
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
@@ -304,23 +300,6 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
     chosen = {name: value for name, value in chosen.items() if name not in environ}
     environ.update(chosen)
     return chosen
-
-
-def abort_with_traceback(comm) -> None:
-    """Print the traceback of the exception being handled, and end the job with status 1.
-
-    A launcher that ends a job drops output that it has not yet passed on, so it gets
-    `FLUSH_SECONDS` first.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks of the job.
-    """
-    traceback.print_exc()
-    sys.stderr.flush()
-    time.sleep(FLUSH_SECONDS)
-    comm.Abort(1)
 
 
 def _first_number(names: Iterable[str], environ: Mapping[str, str]) -> int | None:

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
-from mm3d import guard, launcher
+from mm3d import guard
+from mm3d.console import protect, say
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.transport.pending import Pending
@@ -93,14 +94,15 @@ def main() -> int:
     wrong = failed_collectives(grid)
     if grid.rank == 0:
         name = grid.x.transport.name
-        print(*wrong or [f"{name}: all collectives are right on {grid.size} ranks"], sep="\n")
+        say(*wrong or [f"{name}: all collectives are right on {grid.size} ranks"])
     grid.free()
     return min(1, len(wrong))
 
 
 if __name__ == "__main__":
+    protect()
     guard.disarm()    # all ranks end with the same status; a rank that raises aborts below
     try:
         sys.exit(main())
-    except Exception:
-        launcher.abort_with_traceback(MPI.COMM_WORLD)
+    except Exception as error:
+        guard.end_job(error)

@@ -13,11 +13,11 @@ from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster, parse_rate
 from bench.command_line import options
 from bench.command_line.publish import publish, report_failure
-from bench.console import say
 from bench.errors import Failed, UsageError
 from bench.experiments.rows.link_sweep import SweepPlan, measure_sweep
 from bench.experiments.rows.settings import Settings
 from bench.records.measurements import Measurements
+from mm3d.console import say
 from mm3d.model.sizes import SIZES
 from mm3d.schemes import find_scheme
 
@@ -141,5 +141,4 @@ def show(records: list[Measurements], out: Path) -> None:
     from bench.reports.formats import render
     say(f"\n{render(link_sweep.sweep_parts(records))}\n")
     drawn, left_out = save_drawings(make_sweep_drawings(records), out)
-    for line in [f"picture: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
-        say(line)
+    say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

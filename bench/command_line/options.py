@@ -1,7 +1,6 @@
 """Define the options that several verbs share, and the types of options."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Callable, Iterable
 
@@ -15,6 +14,7 @@ from bench.instruments.timing import Limits
 from bench.reports import formats
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
+from mm3d.console import complain, say
 from mm3d.model.recomputation import parse_policy
 
 RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but products with "
@@ -213,7 +213,7 @@ def draw_pictures(draws: Iterable[Callable[[], Path]], form: str = "text") -> in
             line = str(draw())
         except LeftOut as why:
             line, status = f"not drawn: {why}", 1
-        print(line, file=sys.stdout if form == "text" else sys.stderr)
+        (say if form == "text" else complain)(line)
     return status
 
 

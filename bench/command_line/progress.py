@@ -1,8 +1,8 @@
 """Show the progress of many rows on a terminal or in a log."""
 
-import sys
 import time
 
+from mm3d.console import say
 from tqdm import tqdm
 
 
@@ -30,8 +30,8 @@ class RowProgress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        with tqdm.external_write_mode():
+            say(line)
 
     def row(self, line: str) -> None:
         """Print a line that ends a row; it begins with "done", "failed" or "left out"."""

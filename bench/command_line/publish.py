@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Callable
 
 from bench.agreement import make_on_rank_0
-from bench.console import say
 from bench.errors import StoreError, UsageError
 from bench.prediction import machine_file
 from bench.prediction.machine_model import Machine
 from bench.records import run_file
 from bench.records.measurements import Measurements
+from mm3d.console import say
 
 
 def publish(record: Measurements | None, out: Path, name: str, comm,

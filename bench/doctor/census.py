@@ -19,6 +19,7 @@ import numpy as np
 from bench.instruments import host
 from mm3d import blas_kernels, control_groups, launcher
 from mm3d.arrays.device_choice import gpu_of_rank
+from mm3d.console import protect, say
 
 MARK = "mm3d-census "
 WORDS = 1 << 16    # of a message: too long to be sent eagerly, short enough to take no time
@@ -138,9 +139,9 @@ def main(report: str, *variables: str) -> None:
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
         # One write: several worlds may share the output.
-        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
-        sys.stdout.flush()
+        say(f"{MARK}{json.dumps(found)}")
 
 
 if __name__ == "__main__":
+    protect()
     main(*sys.argv[1:])

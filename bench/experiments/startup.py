@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from bench.errors import UsageError
 from mm3d import launcher
 from mm3d.child_process import run_child
+from mm3d.console import protect, say
 from mm3d.grid.split import Split
 
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
@@ -117,8 +118,9 @@ def run_rank(launched: float) -> None:
     found["transport"] = scheme.grid.x.transport.name
     comm.Barrier()
     if comm.rank == 0:
-        print(json.dumps(found), flush=True)
+        say(json.dumps(found))
 
 
 if __name__ == "__main__":
+    protect()
     run_rank(float(sys.argv[1]))

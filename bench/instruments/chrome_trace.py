@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, Sequence
 
-from bench.console import say
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Span
 from bench.records import atomic
+from mm3d.console import say
 
 NANO = 10 ** 9
 

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +20,7 @@ from bench import undo
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError
 from bench.records import atomic, run_file
+from mm3d.console import complain
 
 NAME = "journal.jsonl"
 # Hands the token of its entry in the journal from `reproduce` to the ranks that it starts.
@@ -80,8 +80,8 @@ class Journal:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise StoreError(f"{self.path} cannot be locked ({error.strerror})") from error
-            print(f"warning: {self.folder} has no locks ({error.strerror}): see to it yourself "
-                  f"that nothing else measures into it", file=sys.stderr)
+            complain(f"warning: {self.folder} has no locks ({error.strerror}): see to it yourself "
+                     f"that nothing else measures into it")
 
     def close(self) -> None:
         """Release the folder."""
@@ -105,8 +105,8 @@ class Journal:
         try:
             append_entry(self._descriptor, {"event": event, "at": utc_now(), **entry})
         except OSError as error:
-            print(f"warning: {self.path} could not be written ({error.strerror}); what was "
-                  f"measured is in files of its own", file=sys.stderr)
+            complain(f"warning: {self.path} could not be written ({error.strerror}); what was "
+                     f"measured is in files of its own")
 
     def entries(self) -> list[dict]:
         """Read all complete entries."""

@@ -1,23 +1,22 @@
 """Write the tables and figures of a folder of results into it."""
 
 from pathlib import Path
-from typing import Callable
 
 from bench.records import atomic
 from bench.reports.figures.every_figure import draw_figures
 from bench.reports.paper_tables import format_tables
+from mm3d.console import say
 
 
-def write_tables_and_figures(out: Path, say: Callable[[str], object],
-                             figures: bool = True) -> None:
-    """Write ``tables.txt`` and, unless `figures` is False, the figures into the folder `out`.
+def write_tables_and_figures(out: Path, figures: bool = True) -> None:
+    """Print the tables and the names of the figures, and write them into the folder `out`.
+
+    The tables are in ``tables.txt``.
 
     Parameters
     ----------
     out : Path
         A folder of results.
-    say : callable
-        Prints a text: the tables, and the names of the figures.
     figures : bool
         Whether to draw the figures.
 
@@ -32,5 +31,4 @@ def write_tables_and_figures(out: Path, say: Callable[[str], object],
     say(f"\n{text}\n")
     atomic.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old file
     drawn, left_out = draw_figures(out) if figures else ([], [])
-    for line in [f"drawn: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
-        say(line)
+    say(*[f"drawn: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

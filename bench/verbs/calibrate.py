@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 
 from bench.agreement import make_on_rank_0
-from bench.console import say
 from bench.errors import StoreError, WrongResult
 from bench.prediction import machine_file, machine_model
 from bench.prediction.calibration import fit, measure
 from bench.prediction.calibration.record import read_calibration
 from bench.command_line import options
 from bench.command_line.publish import publish, publish_machine, report_failure
+from mm3d.console import say
 from mm3d.transport.choice import in_place_collectives
 
 GROUP = "Plan and predict"

@@ -3,7 +3,6 @@
 import argparse
 
 from bench.agreement import make_on_rank_0
-from bench.console import say
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.prediction import machine_model, whole_steps, work_list
@@ -14,6 +13,7 @@ from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
 from bench.command_line import options
 from bench.command_line.publish import publish, report_failure
+from mm3d.console import say
 from mm3d.schemes import registry
 from mm3d.transport.choice import HOST_TRANSPORTS
 

@@ -2,7 +2,6 @@
 
 import argparse
 
-from bench.console import say
 from bench.errors import WrongResult
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
@@ -13,6 +12,7 @@ from bench.command_line import options
 from bench.command_line.number_types import MOST_BYTES
 from bench.command_line.publish import publish, publish_machine, report_failure
 from mm3d import launcher
+from mm3d.console import say
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True

@@ -8,6 +8,7 @@ from bench.reports import formats
 from bench.reports.comparison import compare_sides
 from bench.command_line import options
 from bench.command_line.number_types import number
+from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
     heading = ("\n" if arguments.format == "text" else ", ").join(names)
-    print(formats.render([heading, *found.parts], arguments.format))
+    say(formats.render([heading, *found.parts], arguments.format))
     return 1 if found.slower else 0
 
 

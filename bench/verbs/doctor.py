@@ -13,6 +13,7 @@ from bench.errors import UsageError
 from bench.command_line import options
 from bench.command_line.number_types import number
 from mm3d import launcher
+from mm3d.console import say
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -79,11 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
         checks += MORE
     findings = [check(facts) for check in checks]
     if arguments.json:
-        print(json.dumps({"findings": [asdict(one) for one in findings], "ranks": facts.world},
-                         indent=1))
+        say(json.dumps({"findings": [asdict(one) for one in findings], "ranks": facts.world},
+                       indent=1))
     else:
         for one in findings:
-            print(f"{one.state:8}{one.check:12}{one.text}", flush=True)
+            say(f"{one.state:8}{one.check:12}{one.text}")
     return int(any(one.state == FAILED for one in findings))
 
 

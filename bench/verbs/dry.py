@@ -13,6 +13,7 @@ from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import render
 from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes, model_spec
+from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import Experts
@@ -119,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.scheme, grid.sizes, arguments.dtype, arguments.recompute, sizes, limit,
             Variant(arguments.keep or "none", arguments.overlap, arguments.causal))
         parts.append(line)
-    print(render(parts, arguments.format))
+    say(render(parts, arguments.format))
     return int(not fits)
 
 
@@ -186,7 +187,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
     if limit:
         parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of a rank of this stage, by the "
                      f"closed form, with AdamW: it {'fits' if peak <= limit else 'does not fit'}")
-    print(render(parts, arguments.format))
+    say(render(parts, arguments.format))
     return int(bool(limit) and peak > limit)
 
 

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from bench.console import say
 from bench.doctor import gpu_suite
 from bench.command_line.number_types import number, whole
+from mm3d.console import say
 
 GROUP = "This machine"
 ON_ALL_RANKS = False

@@ -1,12 +1,12 @@
 """Join the runs of files and folders in one new file."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from bench.records import merged
 from bench.records.folder import list_files
 from bench.command_line import options
+from mm3d.console import complain, say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
     files = [path for path in list_files(arguments.sources) if path.resolve() != target.resolve()]
     count, problems = merged.merge_files(files, target)
-    print(f"{arguments.target}: {count} runs of {len(files)} files")
+    say(f"{arguments.target}: {count} runs of {len(files)} files")
     for problem in problems:
-        print(f"left out: {problem}", file=sys.stderr)
+        complain(f"left out: {problem}")
     return int(bool(problems))

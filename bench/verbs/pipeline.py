@@ -9,7 +9,6 @@ from pathlib import Path
 
 from bench.agreement import make_on_rank_0
 from bench.cases.variants import WORK
-from bench.console import say
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
@@ -23,6 +22,7 @@ from bench.command_line import options
 from bench.command_line.number_types import fractions
 from bench.command_line.publish import check_trace_file, publish, report_failure
 from mm3d import Mesh, ModelSizes
+from mm3d.console import say
 from mm3d.training.schedules import registry
 
 GROUP = "Measure the parts alone"

@@ -16,6 +16,7 @@ from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
 from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes
+from mm3d.console import say
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import Experts
 from mm3d.model.sizes import SIZES
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.costs:
         parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
         parts += layer_costs_parts(*list_layer_costs(ranks, sizes), ranks, sizes)
-    print(render(parts, arguments.format))
+    say(render(parts, arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
         return options.draw_pictures(
@@ -126,5 +127,5 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     parts = [machine.about, *predicted_pipelines.plan_parts(found, len(every))]
     if experts:
         parts.append(dry_experts.plan_notes(experts))
-    print(render(parts, arguments.format))
+    say(render(parts, arguments.format))
     return 0

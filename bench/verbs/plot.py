@@ -3,7 +3,9 @@
 import argparse
 
 from bench.reports.figures import every_figure
+from bench.reports.figures.style import NotDrawn
 from bench.command_line import options
+from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -17,8 +19,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the figures and name their files; 1 when none is drawn, else 0."""
+    """Draw the figures and name their files; 1 when one cannot be drawn, else 0."""
     formats = tuple(arguments.format.split(","))
     drawn, left_out = every_figure.draw_figures(arguments.folder, formats)
-    print(*drawn, *[f"not drawn: {why}" for why in left_out], sep="\n")
-    return int(not drawn)
+    say(*drawn, *[f"not drawn: {why}" for why in left_out])
+    return int(any(isinstance(why, NotDrawn) for why in left_out))

@@ -11,6 +11,7 @@ from bench.prediction import machine_model
 from bench.reports.document import Notes
 from bench.reports.formats import render
 from bench.command_line import grids, options, pipeline_options
+from mm3d.console import say
 from mm3d.model.experts.options import Experts
 
 GROUP = "Plan and predict"
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     parts = [tables.prediction_table(outcome, name) for name in HEADINGS if name in wanted]
-    print(render([*parts, *tables.prediction_remarks(outcome)], arguments.format))
+    say(render([*parts, *tables.prediction_remarks(outcome)], arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_scaling
         return options.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)],
@@ -88,8 +89,8 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     rows = select_rows(arguments.table or "all")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)
-    print(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
-                 arguments.format))
+    say(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
+               arguments.format))
     return 0
 
 
@@ -114,8 +115,8 @@ def _experts(arguments: argparse.Namespace) -> int:
                          f"ranks divide them, than there are; --top 1 --expert-parallel 2 would "
                          f"do")
     found = [predict_overhead(machine, *case, sizes, dtype) for case in cases]
-    print(render(overhead_parts(found, machine, sizes, dtype,
-                                dense_seconds(machine, sizes, dtype)), arguments.format))
+    say(render(overhead_parts(found, machine, sizes, dtype,
+                              dense_seconds(machine, sizes, dtype)), arguments.format))
     return 0
 
 
@@ -148,5 +149,5 @@ def _measured(arguments: argparse.Namespace) -> int:
     parts = compare_predictions(machine_model.load_machine(arguments.machine), found)
     if problems:
         parts.append(Notes("Left out:", problems))
-    print(render(parts, arguments.format))
+    say(render(parts, arguments.format))
     return 0

@@ -4,6 +4,7 @@ import argparse
 
 from bench.reports import page
 from bench.command_line import options
+from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -17,5 +18,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and name its file; 0."""
-    print(page.write_page(arguments.folder, arguments.out))
+    say(page.write_page(arguments.folder, arguments.out))
     return 0

@@ -6,7 +6,6 @@ memory, is reported; the others are measured all the same.
 
 import argparse
 import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping
@@ -30,6 +29,7 @@ from bench.command_line import options, row_options
 from bench.command_line.progress import RowProgress
 from mm3d import launcher
 from mm3d.arrays import backend as backends
+from mm3d.console import complain, say
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     log.claim()
     resume.remove_leftovers(out)
     reproduction, finished = resume.begin_or_resume(
-        log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, print_line)
+        log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, say)
     progress = RowProgress(len(cases), len(finished))
     announce_start(progress, arguments.preset, out, reproduction)
     predict_rows(arguments, cases)
@@ -112,7 +112,7 @@ def zero_bubble() -> int:
     from bench.prediction import zero_bubble    # not needed to measure
     from bench.reports import schedule_tables
     rows = [(row, list(zero_bubble.cells(row))) for row in zero_bubble.load().table.rows]
-    print(render(schedule_tables.table_5(rows)))
+    say(render(schedule_tables.table_5(rows)))
     return int(any(cell.verdict == "!" for _, cells in rows for cell in cells))
 
 
@@ -238,8 +238,8 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
     if found is None or cluster is None:
         return
     rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute) for one in cases]
-    print_line(f"predicted before the run:\n"
-               f"{render(emulation_tables.tables_of(rows, measured=False))}\n")
+    say(f"predicted before the run:\n"
+        f"{render(emulation_tables.tables_of(rows, measured=False))}\n")
 
 
 def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
@@ -278,28 +278,28 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     print_lines(f"{len(progress.left_out)} of {progress.total} rows left out for lack of memory:",
                 progress.left_out)
     if progress.measured:
-        write_tables_and_figures(log.folder, print, figures=not stopped)
+        write_tables_and_figures(log.folder, figures=not stopped)
     if stopped or lacking:
         print_rest(log.folder, progress, stopped, words)
     elif missing:
-        print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
-              f"measured yet: the command that began it goes on with them")
+        say(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
+            f"measured yet: the command that began it goes on with them")
     return stopped.status if stopped else int(lacking > 0)
 
 
 def print_lines(heading: str, lines: list[str]) -> None:
     """Print lines below a heading to standard error; nothing without lines."""
     if lines:
-        print(f"\n{heading}", *lines, sep="\n  ", file=sys.stderr)
+        complain(f"\n{heading}", *(f"  {line}" for line in lines))
 
 
 def print_rest(folder: Path, progress: RowProgress, stopped: Stopped | None,
                words: list[str]) -> None:
     """Print to standard error how many rows are there, and the command that measures the rest."""
-    print(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "
-          f"{folder}; {command_for_rest(words)}", file=sys.stderr)
+    complain(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "
+             f"{folder}; {command_for_rest(words)}")
     if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
-        print(left_behind, file=sys.stderr)
+        complain(left_behind)
 
 
 def command_for_rest(words: list[str]) -> str:
@@ -307,8 +307,3 @@ def command_for_rest(words: list[str]) -> str:
     left = [word for word in words if len(word) < 3 or not "--fresh".startswith(word)]
     return (f"the same command{' without --fresh' * (left != words)} measures the others:\n  "
             f"{shlex.join(['python', '-m', 'bench', *left])}")
-
-
-def print_line(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)

@@ -12,7 +12,6 @@ from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.checks import layer_residuals
-from bench.console import say
 from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_variant,
@@ -29,6 +28,7 @@ from bench.command_line import grids, link_rates, row_options
 from bench.command_line.number_types import whole
 from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
+from mm3d.console import say
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES
 

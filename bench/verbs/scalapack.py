@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 
-from bench.console import say
 from bench.errors import WrongResult
 from bench.experiments.products.scalapack import (Comparison, Products, compare_products,
                                                   load_libraries)
 from bench.instruments.statistics import median_interval
 from bench.command_line import options
 from bench.command_line.publish import report_failure
+from mm3d.console import say
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True

@@ -12,6 +12,7 @@ from bench.reports.document import Notes
 from bench.reports.formats import render
 from bench.command_line import options
 from bench.command_line.number_types import fraction, fractions
+from mm3d.console import say
 from mm3d.training.schedules import format_schedule, registry
 
 GROUP = "Plan and predict"
@@ -64,10 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     timelines |= {name: schedule_costs.timed(name, pipeline) for name in arguments.compare}
     warnings = [f"MEMORY: {name} {problem}" for name, timeline in timelines.items()
                 if (problem := schedule_costs.over_memory(timeline, pipeline))]
-    print(format_schedule(first.schedule))
-    print(render([schedule_tables.costs(timelines), schedule_tables.cost_notes(),
-                  schedule_tables.chains(timelines),
-                  *([Notes("More than the memory", warnings)] if warnings else [])]))
+    say(format_schedule(first.schedule))
+    say(render([schedule_tables.costs(timelines), schedule_tables.cost_notes(),
+                schedule_tables.chains(timelines),
+                *([Notes("More than the memory", warnings)] if warnings else [])]))
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
     if arguments.curves:

@@ -1,13 +1,13 @@
 """Measure the cost of many ranks: starting them, making their grid, a tiny step."""
 
 import argparse
-import sys
 
 from bench.experiments.startup import CALLS, FailedJob, PHASES, Start, check_cubes, measure_start
 from bench.reports.document import Column, Notes, Rows, Table
 from bench.reports.formats import render
 from bench.command_line import options
 from mm3d import launcher
+from mm3d.console import complain, say
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -25,9 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = [measure_start(ranks) for ranks in arguments.ranks]
     except FailedJob as error:
-        print(f"failed: {error}", file=sys.stderr)
+        complain(f"failed: {error}")
         return 1
-    print(table(found))
+    say(table(found))
     return 0
 
 

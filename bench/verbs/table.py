@@ -4,6 +4,7 @@ import argparse
 
 from bench.reports import formats, merit, paper_tables
 from bench.command_line import options
+from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -20,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables; 0."""
     if arguments.parts:
-        print(formats.render(merit.merit_document(arguments.folder), arguments.format))
+        say(formats.render(merit.merit_document(arguments.folder), arguments.format))
     else:
-        print(paper_tables.format_tables(arguments.folder, arguments.format))
+        say(paper_tables.format_tables(arguments.folder, arguments.format))
     return 0

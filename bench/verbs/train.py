@@ -11,7 +11,6 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
-from bench.console import say
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History
@@ -29,6 +28,7 @@ from bench.records.measurements import Measurements
 from bench.reports import training_tables
 from bench.reports.formats import render
 from bench.validation.rules import failed_checks
+from mm3d.console import say
 
 GROUP = "Train a model"
 ON_ALL_RANKS = True

@@ -6,6 +6,7 @@ from bench.errors import Unreadable
 from bench.records.folder import list_files
 from bench.validation.files import check_file
 from bench.command_line import options
+from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -35,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             errors, warnings = check_file(path)
         except Unreadable as error:
-            print(f"{path}: NOT CHECKED\n  error: {error}")
+            say(f"{path}: NOT CHECKED\n  error: {error}")
             unread = 2
             continue
-        print(f"{path}: {'NOT VALID' if errors else 'valid'}")
+        say(f"{path}: {'NOT VALID' if errors else 'valid'}")
         for kind, lines in (("error", errors), ("warning", warnings)):
             for line in lines:
-                print(f"  {kind}: {line}")
+                say(f"  {kind}: {line}")
         status = max(status, int(bool(errors)))
     return status or unread

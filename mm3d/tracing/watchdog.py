@@ -14,7 +14,8 @@ import threading
 import time
 from typing import Any, Iterator
 
-from mm3d.launcher import FLUSH_SECONDS
+from mm3d.console import complain
+from mm3d.guard import FLUSH_SECONDS
 from mm3d.tracing.heartbeats import HeartbeatChannel
 from mm3d.tracing.observe import observed
 from mm3d.tracing.status_board import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, TEXT_BYTES, WORKED,
@@ -168,7 +169,7 @@ class Watchdog:
 
     def end_job(self, states: list[str]) -> None:
         """Print the report, and end the job."""
-        os.write(2, f"\n{self.format_report(states)}\n".encode())
+        complain(f"\n{self.format_report(states)}")
         # If MPI does not end the job, as where the launcher is not reached, this rank ends.  Abort
         # keeps Python's lock meanwhile, so that no thread of Python could see to it.
         faulthandler.dump_traceback_later(5 * FLUSH_SECONDS, exit=True, file=open(os.devnull, "w"))

@@ -15,10 +15,10 @@ import mm3d
 from support import ROOT
 
 FLOORS = {
-    "mm3d": ["blas_kernels control_groups", "launcher shared_room",
+    "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
              "tracing training", "checkpoints", "selftest", "__init__"],
-    "bench": ["errors console mpi undo", "agreement", "cases cluster", "records", "instruments",
+    "bench": ["errors mpi undo", "agreement", "cases cluster", "records", "instruments",
               "checks", "experiments", "prediction validation doctor", "reports", "command_line",
               "verbs", "__main__ __init__"],
     "jobs": ["slurm own_options environment site_tables", "site", "fitting", "scripts",
@@ -28,8 +28,8 @@ BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 NARROWER = {
     "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
-    "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "bench.console",
-                      "bench.undo", "mm3d.grid", "mm3d.tracing"},
+    "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "bench.undo",
+                      "mm3d.console", "mm3d.grid", "mm3d.tracing"},
     "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.prediction", "bench.records",
              "bench.reports", "bench.command_line", "bench.undo"}}
 PACKAGES = {

@@ -94,9 +94,9 @@ WHO = 'import mm3d, sys; print(type(getattr(sys.exit, "__self__", None)).__name_
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks, before, variables, name", [
     (1, (), {}, "module"), (2, (), {}, "Guard"),
-    (2, (), {"MM3D_ABORT": "0"}, "module"), (2, ("-m", "mpi4py"), {}, "module")])
+    (2, (), {"MM3D_ABORT": "0"}, "module"), (2, ("-m", "mpi4py"), {}, "Guard")])
 def test_where_it_is_installed(ranks, before, variables, name):
-    """Not in a job of one rank, where it is declined, and where mpi4py does the same."""
+    """Not in a job of one rank, nor where it is declined."""
     run = (lambda *words, **env: run_ranks(ranks, *words, **env)) if ranks > 1 else run_python
     done = run(*before, "-c", WHO, **variables)
     assert done.returncode == 0, done.stderr
@@ -107,3 +107,63 @@ def test_ranks_that_leave_together_are_left_alone():
     """As those of bench do when all refuse the same arguments: no word of an aborted job."""
     done = run_ranks(2, "-m", "bench", "matmul", "--shape", "nonsense")
     assert done.returncode == 2 and "Abort" not in done.stderr, done.stderr
+
+
+def tell(ranks, source, *before):
+    """Run ranks that fail, and return what they print; the job must end by itself."""
+    done = run_ranks(ranks, *before, "-c", f"import sys\nimport mm3d\nfrom mpi4py import MPI\n"
+                     f"comm = MPI.COMM_WORLD\n{source}\ncomm.Barrier()\n", timeout=90)
+    text = done.stdout + done.stderr
+    assert "killed: did not end" not in text and done.returncode, text
+    return text
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("source, said", [
+    ('mm3d.scheme("3d", comm, grid=(2, 2, 3))', "ValueError:"),
+    ('mm3d.Mesh(comm, data=3, scheme="serial")', "ValueError:"),
+    ('mm3d.Transformer(mm3d.scheme("3d", comm), layers=1, hidden=5, heads=2, batch=1, seq=1)',
+     "ValueError:"),
+    ('sys.exit("no such file")', "no such file")])
+@pytest.mark.parametrize("before", [(), ("-m", "mpi4py")])
+def test_an_error_of_all_ranks_is_printed_once(source, said, before):
+    text = tell(8, source, *before)
+    assert len(re.findall(f"^{said}", text, re.M)) == 1, text
+    assert text.count("Traceback") == (said == "ValueError:"), text
+    assert len(text.splitlines()) < 40, text
+
+
+def test_errors_that_differ_are_all_printed():
+    """Each with its rank and its whole traceback; those that are the same once."""
+    text = tell(5, """
+def fail(what):
+    raise ValueError(what)
+fail("odd" if comm.rank % 2 else f"even {comm.rank}")
+""")
+    assert [text.count(f"ValueError: {what}") for what in ("odd", "even 0", "even 2", "even 4")
+            ] == [1, 1, 1, 1], text
+    assert text.count("Traceback") == 4 and text.count("in fail") == 4, text
+    assert {"0", "2", "4"} < set(re.findall(r"^rank (\d) of 5;", text, re.M)), text
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_long_after_the_first_say_nothing():
+    text = tell(3, """
+import time
+time.sleep({2: 0, 0: 1.5, 1: 2.0}[comm.rank])
+raise ValueError("the same")
+""")
+    assert text.count("ValueError: the same") == 1 and "rank 2 of 3;" in text, text
+
+
+def test_an_error_of_the_program_itself_on_all_ranks_is_printed_once():
+    done = run_ranks(3, "-c", """
+from bench import verbs, __main__ as program
+verb = verbs.load("gemm")
+def run(*_):
+    raise ZeroDivisionError("a mistake")
+verb.run = run
+program.main(["gemm", "--sizes", "8"])
+""")
+    text = done.stdout + done.stderr
+    assert done.returncode and text.count("ZeroDivisionError: a mistake") == 1, text

@@ -1,6 +1,5 @@
 """Measure many rows, one mpirun for each rank count."""
 
-import contextlib
 import queue
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from bench.cases.case import Case
 from bench.errors import UsageError
 from mm3d import launcher, shared_room
 from mm3d.child_process import end_child, start_child
+from mm3d.console import complain
 
 OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
 GRACE = 15    # seconds that a job has to end after a SIGTERM
@@ -174,9 +174,7 @@ class JobErrors:
     def _pass_on(self) -> None:
         with self._child.stderr as lines:
             for line in lines:
-                with contextlib.suppress(OSError, ValueError):    # nobody reads it any more
-                    sys.stderr.write(line)
-                    sys.stderr.flush()
+                complain(line.removesuffix("\n"))
                 if line.startswith(WATCHDOG) and not self._reason:
                     self._reason = f"{line.removeprefix(WATCHDOG).partition(';')[0]}; "
                     self._timer.start()

@@ -13,6 +13,7 @@ from bench.records.folder import FolderContents, Results, read_folder
 from bench.records.measurements import Measurements
 from bench.reports.figures import (against_ranks, experts, link_sweep, products,
                                    roofline_and_memory, style, time_shares)
+from bench.reports.figures.style import LeftOut
 from bench.reports.paper_tables import show_alone
 
 # The function that draws each figure, and a sentence that describes it, by name.
@@ -61,7 +62,7 @@ class Drawing:
     about : str
         Its description.
     make : callable
-        Makes the matplotlib figure; raises `style.LeftOut` for want of results.
+        Makes the matplotlib figure; raises `LeftOut` for want of results.
     """
 
     name: str
@@ -118,7 +119,7 @@ def _sizes(record: Measurements) -> str:
 
 
 def draw_figures(folder: str | Path,
-                 formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[str]]:
+                 formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
     Parameters
@@ -130,8 +131,8 @@ def draw_figures(folder: str | Path,
 
     Returns
     -------
-    list of Path, list of str
-        The files, and the figures left out with the reasons.
+    list of Path, list of LeftOut
+        The files, and the figures that are not drawn with the reasons.
 
     Raises
     ------
@@ -147,18 +148,19 @@ def draw_figures(folder: str | Path,
     found = read_folder(folder, show_alone)
     drawn, left_out = save_drawings(make_drawings(found), found.folder, formats)
     if not drawn and not left_out:
-        left_out.append(f"all figures: nothing was measured in {folder} that has one")
+        left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
     return drawn, left_out
 
 
 def save_drawings(drawings: Iterable[Drawing], folder: Path,
-                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[str]]:
-    """Save drawings in a folder; return the files, and the figures left out with the reasons."""
-    drawn, left_out = [], []
+                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
+    """Save drawings in a folder; return the files, and why others are not drawn."""
+    drawn: list[Path] = []
+    left_out: list[LeftOut] = []
     for one in drawings:
         try:
             for form in formats:
                 drawn.append(style.save_picture(folder / f"{one.name}.{form}", one.make))
-        except style.LeftOut as why:
-            left_out.append(f"{one.name}: {why}")
+        except LeftOut as why:
+            left_out.append(type(why)(f"{one.name}: {why}"))
     return drawn, left_out

@@ -36,6 +36,10 @@ class LeftOut(Exception):
     """Raised for a figure that is not drawn; says why, such as which results are missing."""
 
 
+class NotDrawn(LeftOut):
+    """Raised for a figure that cannot be drawn or written, whatever the results."""
+
+
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Return a context in which figures are made in the common style, whatever the user's is."""
@@ -68,6 +72,8 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     Raises
     ------
     LeftOut
+        When results are missing.
+    NotDrawn
         When it cannot be drawn, for whatever reason that a library may have.
     """
     image = io.BytesIO()
@@ -77,14 +83,14 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     except LeftOut:
         raise
     except Exception as error:
-        raise LeftOut(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise NotDrawn(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     return image.getvalue()
 
 
 def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:
     """Draw a figure into a file, in the format that the file's name ends in; return the file.
 
-    Parameters and errors as those of `draw_image`; LeftOut also when the file cannot be written.
+    Parameters and errors as those of `draw_image`; NotDrawn also when the file cannot be written.
     """
     image = draw_image(make, Path(path).suffix[1:], **options)
     try:
@@ -92,7 +98,7 @@ def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: An
             folder.mkdir(parents=True, exist_ok=True)
         atomic.replace(path, image)
     except OSError as error:
-        raise LeftOut(f"{path} cannot be written ({error.strerror})") from error
+        raise NotDrawn(f"{path} cannot be written ({error.strerror})") from error
     return Path(path)
 
 

@@ -135,7 +135,7 @@ def wrong(self, a):
     return out
 
 Split.reduce_scatter = wrong
-sys.exit(main(sys.argv[1:]))
+command()
 """
 
 
@@ -337,7 +337,7 @@ def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
 DEAF = """
 import os
 import sys
-from bench.__main__ import main
+from bench.__main__ import command
 reader, writer = os.pipe()
 os.close(reader)
 os.dup2(writer, 1)
@@ -357,6 +357,5 @@ def test_files_are_written_also_where_nobody_reads_the_tables(tmp_path, ranks, f
     done = run_ranks(ranks, str(program), *verb, "--repetitions", "1", "--max-repetitions", "1",
                      "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("standard output cannot be written (Broken pipe)") == 1
-    assert "Traceback" not in done.stderr
+    assert not done.stderr    # who has left has seen enough
     assert len([run_file.read_run(path) for path in tmp_path.glob("*.h5")]) == files

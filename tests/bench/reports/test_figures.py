@@ -257,7 +257,7 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
     _, left_out = every_figure.draw_figures(tmp_path)
     named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
              "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
-    assert {line.partition(":")[0] for line in left_out} == named[lacking]
+    assert {str(why).partition(":")[0] for why in left_out} == named[lacking]
 
 
 def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
