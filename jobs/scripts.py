@@ -5,6 +5,7 @@ list becomes several words.
 """
 
 import math
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from mm3d.arrays.device_choice import ORDER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
 STOPPING = ("run", "train")                   # verbs with a --stop-file
+UNDECODED = frozenset(map(chr, range(0xdc80, 0xdd00)))    # bytes of a name that are no UTF-8
 LIMIT = 120                                   # seconds for each step of the pre-flight checks
 # Options of sbatch of which srun hears by a variable: SLURM_HINT.
 HANDED_ON = ("gpus-per-node", "gpu-bind", "gpu-freq", "hint", "mem-bind", "mem-per-cpu",
@@ -87,6 +89,15 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 
 
+def word(name: str | Path) -> str:
+    """Return a path, or a word of the command line, as it stands in a script.
+
+    Scripts are UTF-8.  There the bytes of a name are kept, whatever letters they are in this
+    locale.
+    """
+    return os.fsencode(name).decode("utf-8", "surrogateescape")
+
+
 def check_path(path: Path) -> Path:
     """Return `path`, absolute, when Slurm can write a log in it.
 
@@ -96,7 +107,8 @@ def check_path(path: Path) -> Path:
         When its name has characters that Slurm interprets.
     """
     path = path.absolute()
-    if not str(path).isprintable() or any(sign in str(path) for sign in "%\\\"'"):
+    if any(sign in "%\\\"'" or not sign.isprintable() and sign not in UNDECODED
+           for sign in word(path)):
         raise UsageError(f"--out {path}: Slurm cannot write logs into a folder whose name has "
                          "one of % \\ \" ' or an unprintable character; choose another")
     return path
@@ -116,7 +128,7 @@ def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> lis
     """List the options of sbatch for a job on a number of ranks, as a table of the site says."""
     number, last = "%A_%a" if name.endswith("-array") else "%j", isinstance(of, Collect)
     chosen = [f"--job-name={name}", f"--time={of.time if last else time_of(work.site, ranks)}",
-              f"--output={check_path(work.folder)}/logs/%x-{number}.out"]
+              f"--output={word(check_path(work.folder))}/logs/%x-{number}.out"]
     for key in ("partition", "account", "qos", "constraint"):
         value = getattr(of, key)
         if value is not None:
@@ -196,7 +208,7 @@ def launch_command(site: Site, ranks: int) -> list[str]:
 
 def row_script(work: Work, case: Case) -> str:
     """Write the script that measures one row."""
-    site, ranks, folder = work.site, case.row.gpus, check_path(work.runs(case))
+    site, ranks, folder = work.site, case.row.gpus, word(check_path(work.runs(case)))
     inside = work.inside or site.inside.get(case.row.scheme, "auto")
     fits = work.fit(case)
     named = ([f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
@@ -211,8 +223,9 @@ def row_script(work: Work, case: Case) -> str:
 
 def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
     """Write the script that runs ``bench pipeline`` with `words` on a number of ranks."""
-    folder = check_path(work.folder / "runs" / name)
-    run = [f"--out={work.out / 'pipeline'}", f"--backend={work.site.run.backend}", *words]
+    folder = word(check_path(work.folder / "runs" / name))
+    run = [f"--out={word(work.out / 'pipeline')}", f"--backend={work.site.run.backend}",
+           *map(word, words)]
     return _script(work, "pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}", ranks, folder,
                    run, [])
 
@@ -222,15 +235,15 @@ def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
 
     Jobs of the same training are submitted under one name, and Slurm runs one of them at a time.
     """
-    checkpoints = check_path(work.out / "train" / name)
-    run = [f"--out={work.out / 'train'}", f"--checkpoints={checkpoints}",
-           f"--backend={work.site.run.backend}", *words]
+    checkpoints = word(check_path(work.out / "train" / name))
+    run = [f"--out={word(work.out / 'train')}", f"--checkpoints={checkpoints}",
+           f"--backend={work.site.run.backend}", *map(word, words)]
     return _script(work, "train", f"Training {name} on {ranks} ranks", f"mm3d-{name}", ranks,
-                   check_path(work.folder / "runs" / name), run, [], ["--dependency=singleton"],
-                   checkpoints=checkpoints)
+                   word(check_path(work.folder / "runs" / name)), run, [],
+                   ["--dependency=singleton"], checkpoints=checkpoints)
 
 
-def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Path,
+def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: str,
             run: list[str], memory: list[str], more: Sequence[str] = (), **values: Any) -> str:
     """Write the script that checks the job and then runs a verb with the words of `run`.
 
@@ -248,8 +261,9 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
     options = [*row_options(work, name, ranks, stops), *more]
     names = {option.removeprefix("--").partition("=")[0] for option in options}
     return TEMPLATES.get_template("row.sh.j2").render(
-        verb=verb, stops=stops, title=title, site=site, root=ROOT, folder=folder, options=options,
-        handed_on=[one.upper().replace("-", "_") for one in HANDED_ON if one in names],
+        verb=verb, stops=stops, title=title, site=site, root=word(ROOT), folder=folder,
+        options=options, handed_on=[one.upper().replace("-", "_") for one in HANDED_ON
+                                    if one in names],
         launch=launch_command(site, ranks),
         environment=describe_environment(site),
         variables=[name for name in variables_of(site) if not launcher.is_launchers(name)],
@@ -262,14 +276,14 @@ def array_script(work: Work, cases: list[Case]) -> str:
     options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks)
     return TEMPLATES.get_template("array.sh.j2").render(
         ranks=ranks, options=[*options, f"--array=0-{len(cases) - 1}"],
-        scripts=[check_path(work.script(case)) for case in cases])
+        scripts=[word(check_path(work.script(case))) for case in cases])
 
 
 def collect_script(work: Work, words: list[str]) -> str:
     """Write the script of the last job, which runs ``python -m jobs collect`` with `words`."""
     return TEMPLATES.get_template("collect.sh.j2").render(
-        site=work.site, root=ROOT, options=collect_options(work), arguments=words,
-        environment=describe_environment(work.site))
+        site=work.site, root=word(ROOT), options=collect_options(work),
+        arguments=[*map(word, words)], environment=describe_environment(work.site))
 
 
 def job_name(case: Case) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction import memory_fit
+from bench.text_files import read_text
 from jobs import environment
 from jobs.own_options import list_overrides
 from jobs.site_tables import Site, decode_site
@@ -41,11 +42,9 @@ def load_site(name: str) -> Site:
     """
     path = supplied_sites().get(name, Path(name))
     try:
-        site = decode_site(path.read_text())
-    except OSError as error:
-        raise UsageError(f"--site {name}: there is no such file; supplied are "
-                         f"{', '.join(supplied_sites())}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        site = decode_site(read_text(path, f"--site {name}", f"a .toml file, or one of "
+                                     f"{', '.join(supplied_sites())},"))
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UsageError(f"--site {name}: {error}") from error
     problem = next(list_problems(site), None)
     if problem:

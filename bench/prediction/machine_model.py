@@ -16,6 +16,7 @@ import numpy as np
 
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
+from bench.text_files import read_text
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
 SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or infinite
@@ -248,11 +249,13 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     if file is None:
         raise UsageError(f"machine {name!r} is unknown: choose one of "
                          f"{', '.join(sorted(supplied))}, or name a .toml file")
+    text = read_text(file, f"machine file {name}",
+                     f"a .toml file, or one of {', '.join(sorted(supplied))},")
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        tree = tomllib.loads(text)
         problem = _find_problem(tree)
         machine = None if problem else msgspec.convert(tree, Machine, str_keys=True)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
+    except (ValueError, msgspec.ValidationError) as error:
         raise UsageError(f"machine file {name}: {error}") from error
     if machine is None:
         raise UsageError(f"machine file {name}: {problem}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from bench.errors import UsageError
+from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
 from mm3d.training.schedules.builders import LARGEST, check_size
 from mm3d.training.schedules.clock import Timeline
@@ -80,16 +81,13 @@ def read_schedule(path: str | Path) -> Schedule:
     Raises
     ------
     UsageError
-        With the rule, the rank and the action, when it is wrong.
-    OSError
-        When it cannot be read.
+        With the rule, the rank and the action, when it is wrong; or when it cannot be read.
     """
+    text = read_text(path, str(path), "a schedule as python -m bench schedule --name 1f1b "
+                                      "--stages 4 --microbatches 8 prints it")
     try:
-        schedule = parse_schedule(Path(path).read_text(encoding="utf-8"))
+        schedule = parse_schedule(text)
         check(schedule)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is no text; a schedule as python -m bench schedule --name 1f1b "
-                         f"--stages 4 --microbatches 8 prints it would do") from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     return schedule

@@ -44,7 +44,7 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
     path : path
         The file, which need not exist; a link is followed.
     data : str or bytes
-        Its contents; text is written as UTF-8.
+        Its contents; text is written as UTF-8, and the bytes of a path as they are.
     mode : int, optional
         Its permissions, less the process' umask.
 
@@ -54,11 +54,14 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
         When it cannot be written; the error names `path`, not its part.
     """
     try:
-        final = Path(path).resolve()
+        final = Path(os.path.realpath(path))
+        if final.is_symlink():    # of a loop of links, whose end is none
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         # Each writer has a part of its own; the last one to end determines the contents.
         part = final.with_name(f"{final.stem}-{secrets.token_hex(4)}{final.suffix}.part")
         with _written(final, part, mode) as descriptor:
-            _write(descriptor, data.encode() if isinstance(data, str) else data)
+            _write(descriptor, data.encode(errors="surrogateescape")
+                   if isinstance(data, str) else data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

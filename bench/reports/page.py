@@ -59,7 +59,7 @@ def render_page(found: FolderContents) -> str:
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
     drawn, left_out = embed_figures(found)
     return environment.get_template("report.html").render(
-        name=found.folder.resolve().name, parts=parts, warnings=list_warnings(parts),
+        name=found.folder.absolute().name, parts=parts, warnings=list_warnings(parts),
         details=details, figures=drawn, left_out=left_out,
         environment=summarize_environments(runs), runs=sorted(map(run_summary, runs)))
 

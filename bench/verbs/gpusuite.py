@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Tests that are all skipped prove nothing: they fail too, but in a rehearsal, which has no GPU.
     """
-    out = arguments.out.resolve()
+    out = arguments.out.absolute()
     steps = gpu_suite.list_steps(out, arguments.ranks, arguments.limit, arguments.rehearse)
     status = 0
     for outcome in gpu_suite.run_steps(gpu_suite.select_steps(steps, arguments.only), out):

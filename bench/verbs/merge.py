@@ -1,6 +1,7 @@
 """Join the runs of files and folders in one new file."""
 
 import argparse
+import os
 from pathlib import Path
 
 from bench.records import merged
@@ -27,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
         When there are no runs, the file cannot be written, or versions of the schema differ.
     """
     target = Path(arguments.target)
-    files = [path for path in list_files(arguments.sources) if path.resolve() != target.resolve()]
+    files = [path for path in list_files(arguments.sources)
+             if os.path.realpath(path) != os.path.realpath(target)]
     count, problems = merged.merge_files(files, target)
     say(f"{arguments.target}: {count} runs of {len(files)} files")
     for problem in problems:

@@ -106,8 +106,8 @@ def test_one_message_for_each_mistake_in_a_site_file(tmp_path, old, new, message
 
 
 def test_a_site_that_is_not_there():
-    with pytest.raises(UsageError, match="--site nowhere: there is no such file; supplied are "
-                                         "a100, cpu, gpu4, gpu8, local"):
+    with pytest.raises(UsageError, match="--site nowhere: there is no such file; a .toml file, "
+                                         "or one of a100, cpu, gpu4, gpu8, local"):
         site.load_site("nowhere")
 
 

@@ -1,0 +1,33 @@
+"""Read the text files that users write."""
+
+from pathlib import Path
+from typing import Any
+
+from bench.errors import UsageError
+
+
+def read_text(path: Any, what: str, remedy: str) -> str:
+    """Return the text of a file, which is UTF-8 in every locale, without a mark at its beginning.
+
+    Parameters
+    ----------
+    path : path or Traversable
+        The file.
+    what : str
+        The option and its value, for the message.
+    remedy : str
+        What would do.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, it cannot be read, or has another encoding.
+    """
+    try:
+        return (Path(path) if isinstance(path, str) else path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        problem = "there is no such file" if isinstance(error, FileNotFoundError) else (
+            f"cannot be read ({error.strerror})")
+    except UnicodeDecodeError as error:
+        problem = f"is no text in UTF-8, as its byte {error.start} shows"
+    raise UsageError(f"{what}: {problem}; {remedy} would do")
