@@ -96,7 +96,7 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
             waiting = [job for job in jobs if job in queue.jobs]
             job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
             ended = folder / f"ended-{slurm.number_of(job)}"
-            own = ended.read_text().strip() if ended.exists() else ""
+            own = ended.read_text(errors="replace").strip() if ended.exists() else ""
             state, reason = standings.DONE, ""
             if waiting or own != "done":
                 state, reason = standings.describe_job(work, folder, job, queue)
@@ -142,8 +142,8 @@ def standing(work: Work, name: str) -> str:
     """Return how far a training is, and how its last job ended."""
     ended = sorted((work.folder / "runs" / name).glob("ended-*"),
                    key=lambda path: path.stat().st_mtime)
-    return "; ".join([progress(work, name), *(f"its last job: {path.read_text().strip()}"
-                                              for path in ended[-1:])])
+    last = [path.read_text(errors="replace").strip() for path in ended[-1:]]
+    return "; ".join([progress(work, name), *(f"its last job: {text}" for text in last)])
 
 
 def progress(work: Work, name: str) -> str:

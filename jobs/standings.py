@@ -188,7 +188,7 @@ def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
     parts, number = [said], slurm.number_of(job)
     own = folder / f"ended-{number}"
     if own.exists():
-        parts.append(own.read_text().strip())
+        parts.append(own.read_text(errors="replace").strip())
     for log in (work.folder / "logs").glob(f"*-{number}.out"):
         lines = log.read_text(errors="replace").splitlines()
         telling = [line for line in lines if line.startswith(("failed", "error:", "slurmstepd:"))

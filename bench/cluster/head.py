@@ -147,8 +147,8 @@ def write_commands(mpirun: tuple[str, str]) -> None:
                 f"from bench.cluster.{module} import {main}; sys.exit({main}())")
         known = real * (module == "mpirun")
         path = Path(FOLDER) / name
-        path.write_text(f"#!/bin/sh\n{known}exec {shlex.quote(sys.executable)} -S "
-                        f"-c {shlex.quote(call)} \"$@\"\n")
+        path.write_bytes(os.fsencode(f"#!/bin/sh\n{known}exec {shlex.quote(sys.executable)} -S "
+                                     f"-c {shlex.quote(call)} \"$@\"\n"))
         path.chmod(0o755)
 
 

@@ -140,7 +140,7 @@ class Outcome:
 def run_steps(steps: Sequence[Step], out: Path) -> Iterator[Outcome]:
     """Run the steps, one after another, and write a line for each into the summary in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "summary.txt").open("w") as summary:
+    with (out / "summary.txt").open("w", encoding="utf-8") as summary:
         for step in steps:
             begun = time.monotonic()
             log = out / f"{step.name}.log"

@@ -62,8 +62,8 @@ class GpuKernels:
     def _look_up_kernel(self, name: str, dtype: Any) -> Callable:
         """Look up the kernel `name` for a type, and keep it."""
         if self._module is None:
-            self._module = self.library.compile_module(SOURCE_FILE.read_text(), COMPILER_OPTIONS,
-                                                       TEMPLATE_INSTANCES)
+            self._module = self.library.compile_module(
+                SOURCE_FILE.read_text(encoding="utf-8"), COMPILER_OPTIONS, TEMPLATE_INSTANCES)
         found = self._module.get_function(f"{name}<{C_TYPES[str(dtype)]}>")
         return self._functions.setdefault((name, dtype), found)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import re
 from ctypes.util import find_library
 from pathlib import Path
@@ -26,7 +27,8 @@ def load_scalapack() -> ctypes.CDLL:
     MissingScalapack
         When it is not installed.
     """
-    loaded = re.findall(r"/\S*/libmpi\S*\.so\S*", Path("/proc/self/maps").read_text())
+    loaded = re.findall(r"/\S*/libmpi\S*\.so\S*",
+                        os.fsdecode(Path("/proc/self/maps").read_bytes()))
     if not loaded:
         raise MissingScalapack(f"the MPI library in use was not found; {INSTALL}")
     # A library loaded for all comes before ScaLAPACK's own MPI library.
