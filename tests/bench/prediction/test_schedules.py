@@ -101,7 +101,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
     file = tmp_path / "mine.txt"
     file.write_bytes(b"F0 \xff")
     assert main(["schedule", "--file", str(file)]) == 2
-    assert "mine.txt: is no text in UTF-8, as its byte 3 shows; a schedule as" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "mine.txt: is no text in UTF-8, as its byte 3 shows; a schedule as" in said
 
 
 @pytest.mark.parametrize("word", ["nan", "inf", "abc", "-1", "1/0"])
