@@ -124,7 +124,7 @@ def test_the_paper_is_computed_without_options_of_measurements(capsys):
     ([*SMALL[1:], "--kept", "2"], "--kept 2: a share"),
     ([*SMALL[1:], "--compare", "auto", "--memory", "1/2"], "memory for one micro-batch"),
     ([*SMALL[1:], "--picture", "a.bmp"], "ends in .png, .svg or .pdf"),
-    (["--file", "/no/such/file"], "No such file"), (["--file", "/"], "Is a directory"),
+    (["--file", "/no/such/file"], "no such file"), (["--file", "/"], "Is a directory"),
     ([*SMALL[1:], "--compare", "interleaved:0"], "a number of chunks of at least 1"),
     (["--name", "1f1b", "--stages", "8", "--microbatches", "1000000000"], "at most 262144"),
     (["--name", "auto", "--stages", "1000000000", "--microbatches", "1"], "at most 262144"),
