@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, MutableMapping
 
 from mm3d import launcher, shared_room
+from mm3d.console import complain
 
 MARK = "_MM3D_LAUNCH"    # a process that a launcher has started, and by which variables
 NO_CONNECTION = "no connection"
@@ -51,7 +52,7 @@ def starting() -> Iterator[None]:
     os.environ.update(shared_room.lean_settings(ranks))
     if problem := shared_room.lack(ranks, first=first):
         if first:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
+            complain(f"error: {problem}")
         raise SystemExit(2)
     with neutral_letters():
         yield
