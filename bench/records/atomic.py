@@ -31,7 +31,7 @@ def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """
     final = Path(path)
     with _written(final, final.with_name(f"{final.name}.part"), SHARED) as descriptor:
-        if final.exists():
+        if os.path.lexists(final):    # also a link to nothing
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         _write(descriptor, data)
 

@@ -95,7 +95,7 @@ def loops(tmp_path):
 
 @pytest.mark.parametrize("words, status", [
     (["table", "."], 0), (["table", "loop"], 2), (["report", "."], 0), (["report", "loop"], 2),
-    (["report", ".", "--out", "loop"], 2), (["validate", "."], 1), (["validate", "loop"], 1),
+    (["report", ".", "--out", "loop"], 2), (["validate", "."], 1), (["validate", "loop"], 2),
     (["merge", "loop", "."], 2), (["merge", "all.h5", "loop.h5"], 2), (["plot", "loop"], 2),
     (["compare", ".", "loop"], 2), (["predict", "--results", "loop"], 2), (["cube", "loop"], 2),
     (["cube", "loop/a.png"], 1), (["schedule", "--file", "loop"], 2),
