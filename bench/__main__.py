@@ -72,7 +72,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     mpi.start()
     from mpi4py import MPI
-    from bench.errors import StoreError
+    from bench.errors import StoreError, too_large
     from bench.instruments.stall import watch_stalls
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
@@ -92,6 +92,9 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
         return 2
     except BaseException as error:
         if comm.size == 1:
+            if isinstance(error, MemoryError):
+                print(f"error: {too_large(error)}", file=sys.stderr)
+                return 2
             raise
         guard.end_job(error)
 

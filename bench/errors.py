@@ -15,16 +15,24 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
     work : callable
         Runs the command, and returns its exit status.
     *known : types of exceptions
-        Further errors to report to the user, beside UsageError, StoreError and OSError.  All
-        others are errors of the program and are not caught.
+        Further errors to report to the user, beside UsageError, StoreError, OSError and
+        MemoryError.  All others are errors of the program and are not caught.
     """
     try:
         return work()
+    except MemoryError as error:
+        print(f"error: {too_large(error)}", file=sys.stderr)
+        return 2
     except (UsageError, StoreError, OSError, *known) as error:
         from mm3d.console import complain    # here: other programs import neither NumPy nor MPI
         named = isinstance(error, OSError) and error.filename and error.strerror
         complain(f"error: {f'{error.filename}: {error.strerror}' if named else error}")
         return 2
+
+
+def too_large(error: MemoryError) -> str:
+    """Return what is said of sizes for which there is no memory."""
+    return f"too little memory: {error or 'an array is too large'}; smaller sizes would do"
 
 
 class UsageError(ValueError):

@@ -4,14 +4,17 @@ import argparse
 from pathlib import Path
 from typing import Callable, Iterable
 
+from bench.agreement import agree
 from bench.cluster.spec import Cluster
-from bench.command_line.number_types import (MOST, MOST_SECONDS, SEEDS, number, refused,
-                                             whole)
+from bench.command_line.number_types import (MOST, MOST_RANKS, MOST_SECONDS, SEEDS, number,
+                                             refused, whole)
 from bench.errors import UsageError, in_options
 from bench.instruments import host
+from bench.instruments.available_memory import total_memory
 from bench.instruments.stall import unwatched
 from bench.instruments.timing import Limits
 from bench.reports import formats
+from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.console import complain, say
@@ -110,6 +113,31 @@ def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
         raise UsageError(str(error)) from error
 
 
+def check_memory(needed: int, backend: str | None, comm) -> None:
+    """Check before any work that arrays of `needed` bytes, over all ranks, fit the nodes' memory.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when those on a node exceed all of its memory, or there is no `backend`.
+    """
+    try:
+        on_host = backends.get(backend).host_buffers
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    here, room = needed * launcher.local_ranks() // comm.size, total_memory()
+    agree(f"these sizes need {here} bytes on a node or more, which has {room}: smaller sizes "
+          f"would do" if on_host and room and here > room else None, comm)
+
+
+def check_model_memory(layers: int, hidden: int, tokens: int, backend: str | None, comm) -> None:
+    """Check before any work that a model fits the memory of the nodes; see `check_memory`.
+
+    Counted are values and gradients of the matrices and the input, in 16 bits.
+    """
+    check_memory(2 * hidden * (24 * layers * hidden + tokens), backend, comm)
+
+
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add ``--shape``, the sizes of matrix products."""
     parser.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
@@ -148,7 +176,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the number of ranks and the sizes of the model that is predicted."""
-    parser.add_argument("--ranks", type=whole(1), required=True, metavar="P",
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="P",
                         help="number of ranks")
     parser.add_argument("--hidden", type=whole(1), required=True, metavar="N",
                         help="features of a token")

@@ -3,6 +3,7 @@
 import argparse
 
 from bench.command_line import options
+from bench.command_line.number_types import MOST_RANKS
 from bench.errors import UsageError
 from bench.prediction.pipeline_seconds import PipelineModel
 from mm3d import ModelSizes
@@ -40,7 +41,7 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
 
 def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--data``, a number of replicas of the stages; `what` says what they are."""
-    parser.add_argument("--data", type=options.whole(1), metavar="N",
+    parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N",
                         help=f"with --stages: {what} (default 1)")
 
 

@@ -19,6 +19,7 @@ from mm3d.child_process import run_child
 from mm3d.console import protect, say
 from mm3d.grid.split import Split
 
+MOST_RANKS = 4096    # that one machine starts
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
 CALLS = 100    # of the small gather
 PROGRAM = __spec__.name    # of this module, also where it is run as a program
@@ -54,9 +55,11 @@ def check_cubes(counts: list[int]) -> None:
     """Raise UsageError unless all numbers of ranks are cubes and this process is no rank."""
     if launcher.local_ranks() > 1:
         raise UsageError("start starts mpirun itself: run it without, as in python -m bench start")
-    wrong = [ranks for ranks in counts if round(ranks ** (1 / 3)) ** 3 != ranks]
+    wrong = [ranks for ranks in counts
+             if round(ranks ** (1 / 3)) ** 3 != ranks or ranks > MOST_RANKS]
     if wrong:
-        raise UsageError(f"--ranks {wrong[0]}: give cubes, such as 8,27,64")
+        raise UsageError(f"--ranks {wrong[0]}: give cubes, such as 8,27,64, of at most "
+                         f"{MOST_RANKS} ranks")
 
 
 def measure_start(ranks: int) -> Start:

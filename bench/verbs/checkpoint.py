@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Verify and measure, and write the record; return the exit status."""
     limits = options.limits_of(arguments)
+    options.check_model_memory(arguments.layers, arguments.hidden, 1, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
     try:

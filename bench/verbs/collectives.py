@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """Measure, write the record and update the machine file; return the exit status."""
     limits = options.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
+    options.check_memory(2 * arguments.most * comm.size, arguments.backend, comm)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
     machine = machine_update.open_machine(arguments.machine, arguments.base,
                                           launcher.local_ranks(), comm)

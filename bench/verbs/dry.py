@@ -12,6 +12,7 @@ from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import render
 from bench.command_line import expert_options, grids, options, pipeline_options
+from bench.command_line.number_types import MOST_RANKS
 from mm3d import ModelSizes, model_spec
 from mm3d.console import say
 from mm3d.grid.shape import GridShape
@@ -57,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending the counts of three, which "
                              "gives the same")
-    parser.add_argument("--data", type=options.whole(1), metavar="N", help=(
+    parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
         "where N replicas of --ranks ranks divide them, in each stage of ZeRO; with --stages or "
         "--experts also what the replicas, each with --batch sequences, send each other"))

@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
                        arguments.batch, arguments.seq, arguments.dtype, arguments.seed,
                        arguments.way)
+    options.check_memory(2 * case.hidden * (4 * chosen.count * case.wide + case.batch * case.seq),
+                         arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
     subject = Subject(mesh, case, arguments.expert_parallel)

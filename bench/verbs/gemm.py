@@ -2,6 +2,8 @@
 
 import argparse
 
+import numpy as np
+
 from bench.errors import WrongResult
 from bench.experiments.products.gemm import measure_gemm, thread_counts
 from bench.prediction import machine_update
@@ -33,6 +35,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     backend = options.one_rank_backend("gemm", arguments.backend, comm)
     limits = options.limits_of(arguments)
     threads = thread_counts(arguments.threads)
+    options.check_memory(3 * max(arguments.sizes) ** 2 * max(
+        np.dtype(name).itemsize for name in arguments.dtypes), arguments.backend, comm)
     machine = machine_update.open_machine(arguments.machine, arguments.base, 1, comm)
     out = claim_folder(arguments.out, comm)
     try:

@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     check_head(arguments.hidden, arguments.head)
     if arguments.overlap:
         check_overlap(arguments.scheme)
+    options.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
+                               arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     status = 0
     for hidden in arguments.hidden:

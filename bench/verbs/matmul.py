@@ -4,6 +4,8 @@ import argparse
 import gc
 from pathlib import Path
 
+import numpy as np
+
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
@@ -49,6 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write every shape and form; return the exit status."""
     limits = options.limits_of(arguments)
+    options.check_memory(np.dtype(arguments.dtype).itemsize * max(
+        m * n + n * k + m * k for m, n, k in arguments.shape), arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     check_trace_file(arguments.trace, comm)
     names = arguments.scheme

@@ -86,6 +86,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     for case in cases if arguments.torch else []:
         refuse_case(mesh, case)
     check_trace_file(arguments.trace, comm)
+    options.check_model_memory(arguments.layers, arguments.hidden, arguments.rows * arguments.seq,
+                               arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",

@@ -67,9 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stages:
         return _pipelines(arguments, machine, sizes, experts)
     start = time.perf_counter()
-    found = planner.rank_plans(ranks, machine, dtype, recompute,
-                               max(arguments.top, planner.TRACED_OF_MANY), experts=experts,
-                               **sizes)
+    try:
+        found = planner.rank_plans(ranks, machine, dtype, recompute,
+                                   max(arguments.top, planner.TRACED_OF_MANY), experts=experts,
+                                   **sizes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     took = time.perf_counter() - start
     shown = found[:arguments.top]
     fits = [planner.describe_fit(one, machine, dtype, sizes, experts) for one in shown]

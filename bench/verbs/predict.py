@@ -114,7 +114,10 @@ def _experts(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--experts {max(arguments.experts)}: no more experts can be chosen, or "
                          f"ranks divide them, than there are; --top 1 --expert-parallel 2 would "
                          f"do")
-    found = [predict_overhead(machine, *case, sizes, dtype) for case in cases]
+    try:
+        found = [predict_overhead(machine, *case, sizes, dtype) for case in cases]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     say(render(overhead_parts(found, machine, sizes, dtype,
                               dense_seconds(machine, sizes, dtype)), arguments.format))
     return 0

@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
                     arguments.dtype)
     if arguments.torch:
         beside.refuse_case(case, kinds, comm.size)
+    options.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
+                               arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     subject = MeasuredTraining(comm, case, mesh_options.make_placement(arguments))
     name = f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}"

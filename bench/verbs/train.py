@@ -124,6 +124,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
                                                      "--pictures"),
                        comm, caught=StoreError, error=StoreError)
+    options.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
+                               arguments.backend, comm)
     text = share_text(arguments.text, plan.batch, plan.seq, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.compare:

@@ -75,14 +75,14 @@ def row_blocks(library: Any, *arrays: Array,
     """
     first, xp = arrays[0], library.xp
     if len(first.shape) > 2 and not all(library.is_contiguous(a) for a in arrays):
-        for index in range(first.shape[0]):
+        for index in library.alike(first.shape[0]):
             yield from row_blocks(library, *(a[index, ...] for a in arrays), block=block)
         return
     rows = math.prod(first.shape[:-1])
     flat = [a if len(a.shape) == 2 else xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
     step = max(1, (block or library.block) // max(1, first.shape[-1]))
-    for start in range(0, rows, step):
-        yield tuple(a[start:min(start + step, rows), :] for a in flat)
+    for some in _spans(library, rows, step):
+        yield tuple(a[some, :] for a in flat)
         if library.between_blocks is not None:
             library.between_blocks()
 
@@ -97,12 +97,11 @@ def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[t
     if all(library.is_contiguous(a) for a in arrays):
         arrays = tuple(xp.reshape(a, (-1,)) for a in arrays)
     elif len(arrays[0].shape) > 1:
-        for index in range(arrays[0].shape[0]):
+        for index in library.alike(arrays[0].shape[0]):
             yield from pieces(library, *(a[index, ...] for a in arrays), block=block)
         return
-    size = arrays[0].shape[0]
-    for start in range(0, size, block):
-        yield tuple(a[start:min(start + block, size)] for a in arrays)
+    for some in _spans(library, arrays[0].shape[0], block):
+        yield tuple(a[some] for a in arrays)
 
 
 def head_blocks(library: Any, q: Array, k: Array,
@@ -114,11 +113,20 @@ def head_blocks(library: Any, q: Array, k: Array,
     """
     batch, queries, heads, _ = q.shape
     step = max(1, 8 * library.block // max(1, (rows or queries) * k.shape[1]))
-    for b in range(batch):
-        for start in range(0, heads, step):
-            yield b, slice(start, min(start + step, heads))
+    for b in library.alike(batch):
+        for some in _spans(library, heads, step):
+            yield b, some
             if library.between_blocks is not None:
                 library.between_blocks()
+
+
+def _spans(library: Any, length: int, step: int) -> Iterator[slice]:
+    """Divide a length into slices of `step`, and one of what is left."""
+    whole, left = divmod(length, step)
+    for place in library.alike(whole):
+        yield slice(place * step, (place + 1) * step)
+    if left:
+        yield slice(whole * step, length)
 
 
 def by_head(xp: ModuleType | Any, a: Array) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mm3d.arrays.idle_memory import GRANULARITY_BYTES, IdleMemory, size_class
 
+LARGEST_BYTES = 1 << 60     # of an array; more has no address
 MIN_MAPPED_BYTES = 1 << 17    # of memory that is mapped, so that it goes back to the system
 MIN_HUGE_BYTES = 1 << 22      # of memory for which large pages are advised, as NumPy does
 
@@ -72,8 +73,16 @@ class Pool:
         return self.idle + self.in_use + self._spare
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Allocate an uninitialised C-ordered array of `shape` and `dtype`."""
+        """Allocate an uninitialised C-ordered array of `shape` and `dtype`.
+
+        Raises
+        ------
+        MemoryError
+            When there is no memory for it, or none could be addressed.
+        """
         length = math.prod(shape) * dtype.itemsize
+        if length > LARGEST_BYTES:
+            raise MemoryError(f"an array of {length} bytes is larger than any memory")
         wanted = -(-length // self.granularity) * self.granularity or self.granularity
         size = size_class(length, self.granularity)
         self._collect()
@@ -95,7 +104,10 @@ class Pool:
         """
         if size < MIN_MAPPED_BYTES:
             return (ctypes.c_char * size).from_buffer(np.empty(size, np.uint8))
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no memory for an array of {size} bytes: {error}") from error
         if size >= MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             # Advice only: a kernel without large pages refuses it, and the memory is as good.
             with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import sys
 from typing import Callable, Iterator
 
 import numpy as np
@@ -98,7 +99,10 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...],
     ndarray
         The part, in its shape.
     """
-    out = np.empty([s.stop - s.start for s in place])
+    lengths = [s.stop - s.start for s in place]
+    if math.prod(lengths) > sys.maxsize // 8:    # NumPy says ValueError
+        raise MemoryError(f"an array of {lengths} numbers is larger than any memory")
+    out = np.empty(lengths)
     if not out.size:
         return out
     leading = np.ix_(*(np.arange(s.start, s.stop) for s in (slice(0, 1), *place[:-1])))

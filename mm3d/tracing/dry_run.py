@@ -33,6 +33,8 @@ from mm3d.transport.silent import DryCommunicator
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_gpt",
            "trace_step"]
 
+MOST_LAYERS = 1024    # that are traced one by one: some seconds
+
 # The axes, further options of the model, and what ends a step, such as sums over replicas.
 Replicas = Callable[[Scheme], tuple[GridAxes, dict[str, Any], Callable[[], Any] | None]]
 
@@ -70,6 +72,9 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
     ValueError
         When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
     """
+    if sizes["layers"] > MOST_LAYERS:
+        raise ValueError(f"{sizes['layers']} layers are more than a dry run plays one by one: "
+                         f"{MOST_LAYERS} at most would do")
     scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
     axes, more, end = replicas(scheme) if replicas else (scheme.grid, {}, None)
     model = Transformer(scheme, **sizes, **more)

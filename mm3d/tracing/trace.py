@@ -24,6 +24,8 @@ class Trace(Observer):
         Phase and bytes in use after each allocation.
     layers : int
         Number of Transformer layers of the model.
+    times : int
+        Number of equal events that each event counted from now on stands for.
     pool_peak, peak, held : int
         The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
         all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
@@ -42,7 +44,7 @@ class Trace(Observer):
         self.events: Counter = Counter()
         self.traffic: dict[str, dict] = {}
         self.timeline: list[tuple[str, int]] = []
-        self.phase, self.part, self.layers = "build", "", 0
+        self.phase, self.part, self.layers, self.times = "build", "", 0, 1
         self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
         self._suffix = ""
         self.pool_peak = self.peak = self.held = 0
@@ -50,7 +52,7 @@ class Trace(Observer):
 
     def count_event(self, event: Event) -> None:
         """Count an event in the current phase and part."""
-        self.events[self.phase, self.part + self._suffix, event] += 1
+        self.events[self.phase, self.part + self._suffix, event] += self.times
 
     def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         """Enter a phase, layer or recomputation, or count another event."""

@@ -17,7 +17,6 @@ import numpy as np
 
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array, Progress, host_dtype
-from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.grid.grid import Grid
 from mm3d.tracing.dry_arrays import DryArray, DryBackend, DryNamespace
 from mm3d.tracing.events import Gemm, Pass
@@ -129,19 +128,6 @@ class WaitingNamespace(DryNamespace):
         return super().matmul(a, b, out)
 
 
-class WaitingKernels(Kernels):
-    """The kernels of NumPy; of the sequences of a batch, which are alike, only one is run."""
-
-    def _head_blocks(self, q: DryArray, k: DryArray, blocks: list,
-                     *spare: str) -> Iterator[tuple[int, slice, list[DryArray]]]:
-        clock = self.library.trace
-        clock.times = q.shape[0]
-        try:
-            yield from super()._head_blocks(q[:1, ...], k[:1, ...], blocks, *spare)
-        finally:
-            clock.times = 1
-
-
 class WaitingBackend(DryBackend):
     """The backend of arrays without contents whose work is waited for.
 
@@ -163,7 +149,7 @@ class WaitingBackend(DryBackend):
     def __init__(self, seconds: Seconds, block: int) -> None:
         super().__init__()
         self.reset(block)
-        self.xp, self.kernels = WaitingNamespace(self), WaitingKernels(self)
+        self.xp = WaitingNamespace(self)
         self.trace = WorkClock(seconds)
 
     @property

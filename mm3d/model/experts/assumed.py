@@ -21,6 +21,7 @@ from mm3d.model.experts.options import Experts
 from mm3d.model.experts.token_order import TokenOrder
 
 UNEVEN_PERIOD = 8    # tokens for each expert, in the pattern of uneven choices
+LARGEST_PATTERN = 2 ** 24    # numbers of a pattern
 
 
 class ChoicePattern:
@@ -38,13 +39,18 @@ class ChoicePattern:
     Raises
     ------
     ValueError
-        When the busiest experts cannot get so much, as a token chooses an expert once at most.
+        When the busiest experts cannot get so much, as a token chooses an expert once at most, or
+        there are so many experts that the pattern would take much memory.
     """
 
     def __init__(self, experts: Experts, busy: range, imbalance: float = 1.0) -> None:
         E, k = experts.count, experts.top
+        period = E // math.gcd(E, k) if imbalance == 1 else UNEVEN_PERIOD * E
+        if period * k * E > LARGEST_PATTERN:
+            raise ValueError(f"{E} experts with top={k}: their choices repeat after {period} "
+                             f"tokens, a table of {period * k * E} numbers: fewer experts would "
+                             f"do, so that there are at most {LARGEST_PATTERN}")
         if imbalance == 1:
-            period = E // math.gcd(E, k)
             self._table = np.arange(period * k).reshape(period, k) % E
         else:
             _check_imbalance(experts, busy, imbalance)
