@@ -15,7 +15,6 @@ from mm3d.model.experts.options import Experts
 from mm3d.model.recomputation import POLICIES
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
-from mm3d.training.data_costs import state_bytes
 
 GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
 
@@ -159,6 +158,7 @@ def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 
     zero, shards : int
         The stage of ZeRO, and the replicas that divide a copy of the model.
     """
+    from mm3d.training.data_costs import state_bytes    # which measuring of rows does not need
     size = itemsize(dtype)
     narrow = size == 2
     return parameters / (2 * size) * state_bytes(zero, shards, 0, 2 * narrow, 4 * narrow,

@@ -451,10 +451,10 @@ def test_a_model_is_fitted_again_to_the_samples_in_a_file(comm, tmp_path, capsys
 def test_other_files_than_samples_are_refused(comm, shared_tmp_path):
     path = shared_tmp_path / "other.h5"
     if comm.rank == 0:
-        other = Measurements("gemm", {}, {"ranks": 1}, {}, {}, [])
+        other = Measurements("other", {}, {"ranks": 1}, {}, {}, [])
         run_file.write_run(other, shared_tmp_path, "other").rename(path)
     comm.Barrier()
-    for file, said in ((path, "is of gemm: the samples that calibrate wrote would do"),
+    for file, said in ((path, "is of other: the samples that calibrate wrote would do"),
                        (shared_tmp_path / "none.h5", "does not exist")):
         with pytest.raises(StoreError, match=said):
             verb.run(Namespace(out=str(shared_tmp_path / "new.toml"), samples=str(file)), comm)

@@ -335,7 +335,8 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("more, message", [
-    ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
+    ([], "nothing to measure"),
+    (["--matmul", "8", "--rounds", "0"], "--rounds: '0': a whole number of at least 1"),
     (["--layer", "64,4,8,16", "--inside", "x,t"], "no grid has a direction 't'"),
     (["--layer", "64,4,8,16", "--inside", ""], "no grid has a direction ''"),
     (["--layer", "64,4,8,16", "--scheme", "2d,four"], "'four' is unknown: choose of 1d, "),

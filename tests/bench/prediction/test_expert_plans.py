@@ -109,7 +109,7 @@ def test_dry_runs_with_experts_take_the_planned_grid_and_stages(capsys):
     (["--costs"], "--costs: what is planned"),
     (["--convention", "megablocks", "--capacity", "0.001"], "drops every one of 128 tokens"),
     (["--stages", "2", "--expert-every", "3"], "begins with layer 2 of a model with experts"),
-    (["--expert-top", "5"], "top=5 experts cannot be chosen among count=4")])
+    (["--expert-top", "5"], "--top 5 experts cannot be chosen among --experts 4")])
 def test_what_cannot_be_planned_is_refused(capsys, more, said):
     assert main(["plan", *WORDS, *more]) != 0
     assert said in " ".join(capsys.readouterr().err.split())

@@ -189,7 +189,7 @@ def test_a_grid_for_each_stage_of_a_row(capsys):
 @pytest.mark.parametrize("words, said", [
     (["--zero", "2"], "--zero 2: give --stages too, such as --stages 1"),
     (["--stages", "2", "--zero", "2"], "--zero 2: give --data too"),
-    (["--stages", "8", "--data", "3", "--shards", "2"], "shards=2 does not divide data=3"),
+    (["--stages", "8", "--data", "3", "--shards", "2"], "--shards 2 does not divide --data 3"),
     (["--stages", "8", "--data", "2", "--rank", "16"], "--rank 16: 0 to 15 would do"),
     (["--grid", "4x1x1,1x4x1"], "--grid 4x1x1,1x4x1: give --stages too, or one grid"),
     (["--stages", "4", "--grid", "2x1x1,1x2x1"], "2 grids for 4 stages")])
@@ -201,7 +201,7 @@ def test_what_cannot_be_is_refused(words, said, capsys):
 @pytest.mark.parametrize("words, said", [
     (["--data", "2"], "--data 2: it is of --stages: give that too"),
     (["--grid", "2x1x1,1x2x1"], "--grid 2x1x1,1x2x1: it is of --stages: give that too"),
-    (["--stages", "2", "--data", "4", "--shards", "3"], "shards=3 does not divide data=4")])
+    (["--stages", "2", "--data", "4", "--shards", "3"], "--shards 3 does not divide --data 4")])
 def test_rows_that_are_asked_for_wrongly(words, said, capsys):
     assert main(["predict", *words]) == 2
     assert said in capsys.readouterr().err

@@ -167,8 +167,8 @@ def test_the_verbs_print_what_they_found(capsys):
     (["plan", "--ranks", "8", "--hidden", "65", "--heads", "4"], "must be a multiple of the 4"),
     (["plan", "--ranks", "1", "--hidden", "64"], "at least 2 ranks"),
     *((verb + ["--stages", "1000000000"], "at most 262144 would do") for verb in (
-        ["plan", "--ranks", "1000000000", "--hidden", "64"], ["predict"],
-        ["dry", "--ranks", "1000000000", "--hidden", "64"])),
+        ["plan", "--ranks", "1000000", "--hidden", "64"], ["predict"],
+        ["dry", "--ranks", "1000000", "--hidden", "64"])),
     (["dry", "--ranks", "8", "--hidden", "64", "--memory", f"{'9' * 400} GB"], "no size of"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "choose one of cpu, dgx"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "no.toml"], "machine file no.toml")])
