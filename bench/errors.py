@@ -20,13 +20,11 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
     """
     try:
         return work()
-    except MemoryError as error:
-        print(f"error: {too_large(error)}", file=sys.stderr)
-        return 2
-    except (UsageError, StoreError, OSError, *known) as error:
+    except (UsageError, StoreError, OSError, MemoryError, *known) as error:
         from mm3d.console import complain    # here: other programs import neither NumPy nor MPI
         named = isinstance(error, OSError) and error.filename and error.strerror
-        complain(f"error: {f'{error.filename}: {error.strerror}' if named else error}")
+        what = too_large(error) if isinstance(error, MemoryError) else error
+        complain(f"error: {f'{error.filename}: {error.strerror}' if named else what}")
         return 2
 
 
