@@ -93,7 +93,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     except BaseException as error:
         if comm.size == 1:
             if isinstance(error, MemoryError):
-                print(f"error: {too_large(error)}", file=sys.stderr)
+                complain(f"error: {too_large(error)}")
                 return 2
             raise
         guard.end_job(error)
