@@ -18,7 +18,7 @@ from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
-from bench.experiments.rows.settings import check_variant
+from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
 from bench.records import run_file
 from bench.records.journal import Journal, Reproduction
@@ -85,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     row_options.node_memory(arguments)    # refused here once, not by every job
     cases = make_cases(arguments)
     check_cluster(cases)
+    check_verifiable(cases)
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()

@@ -14,7 +14,7 @@ from bench.cases.variants import Variant
 from bench.checks import layer_residuals
 from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure_case
-from bench.experiments.rows.settings import (Settings, check_backend, check_variant,
+from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
                                              check_verifiable)
 from bench.experiments.training.stopping import stop_file_exists
 from bench.instruments import chrome_trace, slow_links, timing
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                                         claim_folder(arguments.out, comm))
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)
+    check_grids(cases, settings, comm)
     out = claim_folder(arguments.out, comm)
     trace = check_trace_file(arguments.trace, comm, arguments.traced)
     if comm.rank == 0:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Iterable
+from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 from bench.agreement import make_on_each_rank
 from bench.cases import variants
@@ -128,6 +128,25 @@ def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backe
     """Raise UsageError when the rows' schemes, or the array library, cannot have the variant."""
     if problem := variants.problem(variant, (row.scheme for row in rows), library, recompute):
         raise UsageError(problem)
+
+
+def check_grids(cases: Sequence[Case], settings: Settings, comm) -> None:
+    """Check, before anything is measured, that the grid fits a case; one among others fails alone.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank, when it fits the scheme of none.
+    """
+    problems: list[str] = []
+    for one in cases:
+        try:
+            choose_grid(one, settings, comm)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            return
+    raise UsageError("\n".join(dict.fromkeys(problems)))
 
 
 def choose_grid(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:

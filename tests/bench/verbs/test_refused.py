@@ -20,6 +20,11 @@ REFUSED = [
     ("step", "--grid", "2x2x3"),
     ("train", "--grid", "2x2x3", "--checkpoints", "none"),
     ("pipeline", "--stages", "2"),
+    ("run", "--scheme", "1d-sp", "--preset", "tiny", "--grid", "2x2x3"),
+    ("check", "--machine", "cpu", "--layer", "8,3,1,1"),
+    ("gpu", "--backend", "numpy", "--graph"),
+    ("calibrate", "--samples", "{}/none.h5"),
+    ("reproduce", "--scheme", "3d", "--preset", "paper", "--dtype", "float16"),
     ("run", "--scheme", "1d-sp", "--preset", "tiny", "--trace", "{}/a.json", "--traced", "0")]
 
 
