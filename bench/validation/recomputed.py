@@ -1,6 +1,6 @@
 """Recompute the variables of a microbenchmark that follow from samples, sizes and grid."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterator
 
 import numpy as np
@@ -254,8 +254,11 @@ def _training(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
     plan, steps = Plan.from_settings(run.configuration), run.scales["step"]
     speed = tokens_per_second(plan.batch * plan.seq, seconds_of_run(
         steps, found["step_seconds"], int(run.configuration["began"])))
-    return {"learning_rate": Recomputed(np.array([plan.rate(step) for step in steps]),
-                                        "the settings"),
+    # In files that do not say so, it fell to one step more, and from the one after the rise.
+    later = plan if "rate_falls_to" in run.configuration else replace(
+        plan, steps=plan.steps + 1, warmup=plan.warmup + 1)
+    rates = [(plan if step < plan.warmup else later).rate(step) for step in steps]
+    return {"learning_rate": Recomputed(np.array(rates), "the settings"),
             "tokens_per_second": Recomputed(np.array(speed), "the times of the steps"),
             **{name: Recomputed(np.where(found[name] > 0, found[name], 1.0), "positive numbers")
                for name in ("loss", "step_seconds", "validation_loss")}}

@@ -71,7 +71,7 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
             "data": placement.data, "shards": placement.shards or placement.data,
             "stages": placement.stages, "zero": placement.zero,
             "schedule": placement.schedule, "microbatches": placement.microbatches,
-            "recompute": placement.recompute,
+            "recompute": placement.recompute, "rate_falls_to": "last step",
             **({"expert_parallel": placement.expert_parallel} if training.plan.experts else {}),
             "transport": operands.transport_names(mesh.scheme.grid),
             "validate_every": course.validate_every,

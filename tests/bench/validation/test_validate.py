@@ -10,7 +10,8 @@ from bench.__main__ import main
 from bench.records import merged, run_file
 from bench.records.folder import read_folder, read_runs
 from bench.validation.files import check_file
-from support import run_python, run_ranks
+from bench.validation.recomputed import check_derived
+from support import ROOT, run_python, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +336,13 @@ def test_nothing_to_merge_and_what_a_killed_merge_left(measured, tmp_path, capsy
     assert f"{part} is there, of a merge that goes on or was killed: delete it" in said
     part.unlink()
     assert main(["merge", str(target), str(measured)]) == 0
+
+
+def test_a_training_of_the_earlier_rule_is_judged_by_it():
+    """Its rate fell to one step more; a file says to which step since then."""
+    folder = ROOT / "results" / "amd-epyc-family-26-model-2-2-cores" / "training"
+    [path] = folder.glob("train-1d-*.h5")
+    found = run_file.read_run(path)
+    assert "rate_falls_to" not in found.configuration and check_file(path)[0] == []
+    found.configuration["rate_falls_to"] = "last step"
+    assert any("learning_rate" in error for error in check_derived(found))
