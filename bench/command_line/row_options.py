@@ -168,8 +168,6 @@ def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, f
     if not name:
         raise UsageError("--work wait: ranks wait for the seconds of a machine model; give "
                          "--machine, such as --machine longhorn")
-    if scale is not None and not 0 < scale < math.inf:
-        raise UsageError(f"--work-scale {scale:g}: a number greater than 0 would do")
 
     def load() -> Machine:
         return load_machine(name, arguments.dtype)

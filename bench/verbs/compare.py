@@ -1,7 +1,6 @@
 """Compare two sides of runs, case by case; say what differs from three runs a side on."""
 
 import argparse
-import math
 
 from bench.errors import UsageError
 from bench.reports import formats
@@ -38,8 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         When one of them cannot be read.
     """
     limit = arguments.fail_on_regression
-    if limit is not None and not 0 <= limit < math.inf:
-        raise UsageError(f"--fail-on-regression {limit:g}: a percentage of at least 0 would do")
     sides = chosen(arguments)
     found = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]

@@ -323,11 +323,11 @@ def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
     from bench.records.folder import read_folder
     from records import made_up
     run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
-    record = Measurements("gemm", {"seed": 0}, {"cores": 2}, {"size": [8]}, {
+    record = Measurements("mine", {"seed": 0}, {"cores": 2}, {"size": [8]}, {
         "rate": Variable(np.array([1.0]), "s-1", ("size",))}, [])
-    path = run_file.write_run(record, tmp_path, "gemm")
+    path = run_file.write_run(record, tmp_path, "mine")
     found = run_file.read_run(path)
-    assert found.kind == "gemm" and found.scales == record.scales and found.checks == []
+    assert found.kind == "mine" and found.scales == record.scales and found.checks == []
     assert found.variables["rate"].dims == ("size",)
     everything = read_folder(tmp_path)
     assert len(everything.results) == len(everything.measurements) == 1

@@ -40,7 +40,8 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
 def test_a_number_of_ranks_that_is_no_cube_is_refused():
     done = run_python("-m", "bench", "start", "--ranks", "8,9")
     assert done.returncode == 2
-    assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
+    assert done.stderr.strip() == ("error: --ranks 9: give cubes, such as 8,27,64, of at most "
+                                   "4096 ranks")
 
 
 @pytest.mark.slow

@@ -76,8 +76,8 @@ def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkey
 @pytest.mark.parametrize("options, message", [
     (["--work", "wait"], "--work wait: ranks wait for the seconds of a machine model"),
     (["--work-scale", "3"], "--work-scale 3: only waits are scaled"),
-    ([*WAIT, "--work-scale", "0"], "--work-scale 0: a number greater than 0"),
-    ([*WAIT, "--work-scale", "nan"], "--work-scale nan: a number greater than 0"),
+    ([*WAIT, "--work-scale", "0"], "--work-scale: '0': a number greater than 0"),
+    ([*WAIT, "--work-scale", "nan"], "--work-scale: 'nan': a number greater than 0"),
     ([*WAIT, "--machine", "abacus"], "machine 'abacus' is unknown"),
     ([*WAIT, "--dtype", "bfloat16"], "has no")])
 @pytest.mark.ranks(1, 8)

@@ -222,8 +222,9 @@ def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
 
 
 def test_a_limit_that_cannot_be_meant(sets, capsys):
-    assert main(["compare", *map(str, sets), "--fail-on-regression", "-3"]) == 2
-    assert "a percentage of at least 0 would do" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", *map(str, sets), "--fail-on-regression", "-3"])
+    assert "--fail-on-regression: '-3': a number of at least 0" in capsys.readouterr().err
 
 
 def products(factor, transport):
