@@ -92,9 +92,19 @@ def leave_job(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     process, _, others = environ.get(MARK, "").partition(" ")
     own = launch(environ)
+    if own == NO_CONNECTION and not others and not _is_worker():
+        complain(f"warning: this process has the variables of rank {environ.get('PMI_RANK')} of "
+                 f"{environ.get('PMI_SIZE')}, but not its connection to the launcher (PMI_FD): it "
+                 "runs as one rank alone; what starts ranks has to pass open files on")
     if own == NO_CONNECTION or own == others and process != str(os.getpid()):
         for name in list(filter(launcher.makes_a_rank, environ)):
             del environ[name]
+
+
+def _is_worker() -> bool:
+    """Return whether `multiprocessing` has started this process, which is meant to be alone."""
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is not None and processes.current_process().name != "MainProcess"
 
 
 def launch(environ: Mapping[str, str]) -> str:

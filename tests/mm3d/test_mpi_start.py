@@ -75,7 +75,7 @@ def left(environ):
     return environ
 
 
-def test_launches_are_told_apart():
+def test_launches_are_told_apart(capsys):
     with socket.socket() as mine, socket.socket() as others, open(os.devnull) as file:
         rank = {"PMI_RANK": "0", "PMI_SIZE": "2", "OMPI_MCA_pml": "ob1"}
         own = rank | {"PMI_FD": str(mine.fileno())}
@@ -87,9 +87,12 @@ def test_launches_are_told_apart():
         itself = own | {mpi_start.MARK: f"{os.getpid()} {mpi_start.launch(own)}"}
         below = rank | {"PMI_FD": str(others.fileno()), mpi_start.MARK: parent}
         assert left({**itself}) == itself and left({**below}) == below
-        # The connection is closed, or its number that of another file.
+        assert not capsys.readouterr().err
+        # The connection is closed, or its number that of another file: no rank has said that
+        # this is its child, so it may be a rank that has lost its job.
         assert left(rank | {"PMI_FD": str(file.fileno())}) == free
     assert left(rank | {"PMI_FD": "9999"}) == free
+    assert capsys.readouterr().err.count("of rank 0 of 2, but not its connection") == 2
 
 
 def test_launches_of_open_mpi_are_told_apart():
