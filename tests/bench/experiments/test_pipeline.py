@@ -140,7 +140,7 @@ def test_a_wrong_result_is_not_measured(comm, monkeypatch, waits):
     ("--stages 2 --schedule 1f1b,2f2b", "error: schedule '2f2b' is unknown: choose one of 1f1b"),
     ("--stages 2 --schedule interleaved:8", "8 layers cannot be divided among 16 stages"),
     ("--stages 2 --schedule dualpipe-v --microbatches 3", "at least 4 micro-batches are needed"),
-    ("--stages 2 --times 1,1", "three numbers F,B,W of at least 0 would do"),
+    ("--stages 2 --times 1,1", "numbers F,B,W would do"),
     ("--stages 2 --unit 10", "a time such as 10ms, 500us or 1s would do"),
     ("--stages 2 --times 1,2,3", "--times is for --work wait, and --work compute computes layers"),
     ("--stages 2 --unit 10ms", "--unit is for --work wait, and --work compute computes layers"),
