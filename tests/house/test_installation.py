@@ -40,6 +40,7 @@ def check_packages(python, folder, **more):
     assert done.stdout == "scheme\n", done.stderr
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("more", [{}, {"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "."}])
 def test_a_folder_of_the_same_name_hides_no_package(parent, more):
     """It fails, too, where the installation is older than the source: pip install -e '.[test]'"""

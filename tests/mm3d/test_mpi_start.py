@@ -105,6 +105,7 @@ def test_launches_of_open_mpi_are_told_apart():
     assert left({}) == {}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("language", ["tr_TR", "az_AZ"])
 def test_mpi_starts_where_small_letters_differ(tmp_path, language):
     if not shutil.which("localedef"):

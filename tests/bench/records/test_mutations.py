@@ -27,6 +27,7 @@ def whole(request, tmp_path_factory):
     return run_file.write_run(run, tmp_path_factory.mktemp("whole"), make_case(ROW, "tiny").name)
 
 
+@pytest.mark.slow_but_first
 def test_a_spoiled_file_leaves_itself_alone_out(whole, tmp_path):
     with h5py.File(whole) as file:
         found = [(name, key, how) for name, key in places(file)

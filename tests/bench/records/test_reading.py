@@ -140,6 +140,7 @@ def test_one_bad_run_leaves_itself_out_of_a_merged_file(tmp_path, capsys):
     assert main(["validate", str(target)]) == 1
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("mask", [0o002, 0o027, 0o077])
 def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, mask):
     folder, before = tmp_path / "results", os.umask(mask)

@@ -63,6 +63,7 @@ def pictures(folder):
             if path.suffix in (".png", ".svg")}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind, value", [
     ("MPLBACKEND", "module://matplotlib_inline.backend_inline"), ("rc", RC),
     ("rc", b"\xff\xfe nothing")])

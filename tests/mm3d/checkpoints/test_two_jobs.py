@@ -46,6 +46,7 @@ def filled(value: float):
     return model
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("other_step, keep", [(3, 1), (4, 1), (2, 3)])
