@@ -112,7 +112,9 @@ def test_ranks_that_leave_together_are_left_alone():
 def tell(ranks, source, *before):
     """Run ranks that fail, and return what they print; the job must end by itself."""
     done = run_ranks(ranks, *before, "-c", f"import sys\nimport mm3d\nfrom mpi4py import MPI\n"
-                     f"comm = MPI.COMM_WORLD\n{source}\ncomm.Barrier()\n", timeout=90)
+                     # They begin together, also where this machine is busy.
+                     f"comm = MPI.COMM_WORLD\ncomm.Barrier()\n{source}\ncomm.Barrier()\n",
+                     timeout=90)
     text = done.stdout + done.stderr
     assert "killed: did not end" not in text and done.returncode, text
     return text
