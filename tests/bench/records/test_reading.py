@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from argparse import Namespace
 
 import h5py
 import numpy as np
@@ -16,6 +17,7 @@ from bench.errors import StoreError, Unreadable
 from bench.experiments.rows import resume
 from bench.records import atomic, journal, merged, run_file
 from bench.records.folder import read_runs
+from bench.verbs import validate
 from jobs import scripts, site, standings
 from jobs.__main__ import main as jobs_main
 from bench.cases.case import make_case
@@ -72,6 +74,8 @@ def test_what_may_not_be_read_is_neither_missing_nor_damaged(tmp_path, finished,
     for folder in tmp_path.parents:
         if folder.stat().st_uid == os.getuid() and len(folder.parts) > 2:
             folder.chmod(0o755)
+    main(["validate", str(finished)])    # all of it is imported, while it can be read
+    capsys.readouterr()
     finished.chmod(0)
     work = scripts.Work(site.load_site("cpu"), "cpu", tmp_path)
     begun = journal.Reproduction(7, "2029-01-01T00:00:00+00:00", {
@@ -83,7 +87,7 @@ def test_what_may_not_be_read_is_neither_missing_nor_damaged(tmp_path, finished,
     with pytest.raises(Unreadable, match="nobody can tell whether .* is measured: make it"):
         as_nobody(lambda: resume.is_measured(ROW.name, begun, tmp_path))
     assert as_nobody(lambda: resume.missing_rows(begun, tmp_path)) == [ROW.name]
-    assert as_nobody(lambda: main(["validate", str(finished)])) == 2
+    assert as_nobody(lambda: validate.run(Namespace(sources=[str(finished)]))) == 2
     said = capsys.readouterr().out
     assert said.startswith(f"{finished}: NOT CHECKED\n") and "NOT VALID" not in said
     tmp_path.chmod(0)

@@ -129,10 +129,11 @@ def test_a_mount_point_stays(tmp_path):
 AS_USER = """
 import os, sys, warnings, mm3d
 from mpi4py import MPI
-mm3d.save    # imported while the interpreter's own files can be read
-os.setgid(65534), os.setuid(65534)
+# All is imported while the files of this user can be read, also what saving a model needs.
 model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=4, heads=2,
                          batch=1, seq=1)
+mm3d.save(sys.argv[2], model, step=1)
+os.setgid(65534), os.setuid(65534)
 for step in (3, 4):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -154,7 +155,7 @@ def test_folders_of_another_user(tmp_path):
     folder.chmod(0o1777)
     os.utime(folder / ".step-00000003.writing", (1, 1))
     os.utime(folder / ".step-00000003.writing" / "blocks-00000.h5", (1, 1))
-    done = run_command([sys.executable, "-c", AS_USER, str(folder)])
+    done = run_command([sys.executable, "-c", AS_USER, str(folder), str(tmp_path / "mine")])
     assert done.returncode == 0, done.stderr
     for path in (folder / "step-00000001", folder / ".step-00000003.writing"):
         assert done.stdout.count(f"{path} could not be removed") == 2
