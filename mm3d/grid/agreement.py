@@ -9,6 +9,7 @@ import hashlib
 import numbers
 import zlib
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +19,6 @@ from mm3d.transport.silent import DryCommunicator
 
 Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"
-_compared = 0                # calls around this one whose arguments were the same on all ranks
 SHOWN = 60                   # letters of a value in a message
 LISTED = 8                   # differences in a message
 
@@ -28,8 +28,8 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
     """Compare the arguments of a call over all ranks, after they were checked in the block.
 
     Every rank enters the block, and puts its arguments into the dictionary that it gets, by name.
-    A ValueError in the block is raised when all ranks have met, so that none waits for another.
-    Inside `compared` nothing is exchanged.
+    An error in the block is raised when all ranks have met, so that none waits for another.  All
+    calls make the same small exchange, so ranks that make different ones find that out, too.
 
     Parameters
     ----------
@@ -48,59 +48,49 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
     problem = None
     try:
         yield given
-    except ValueError as error:
+    except Exception as error:    # of any kind: the others wait
         problem = error
-    if not (_compared or isinstance(comm, DryCommunicator) or comm.size == 1):
-        facts = {"call": call} | {name: text_of(value) for name, value in given.items()}
-        _compare(comm, facts | ({REFUSED: str(problem)} if problem else {}))
+    refused = {} if problem is None else {REFUSED: _describe(problem)}
+    compare(comm, call, given, refused)
     if problem is not None:
         raise problem
 
 
-@contextmanager
-def compared() -> Iterator[None]:
-    """Make calls in the block that follow from arguments which were compared: one exchange."""
-    global _compared
-    _compared += 1
-    try:
-        yield
-    finally:
-        _compared -= 1
-
-
-def _compare(comm: MPI.Intracomm, facts: Facts) -> None:
-    """Raise ValueError on every rank unless the facts are the same on all; one small exchange."""
-    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
-    digests = np.empty(comm.size, np.int64)
-    comm.Allgather(np.frombuffer(digest, np.int64), digests)
-    if (digests != digests[0]).any():
-        raise ValueError(format_difference(comm.allgather(dict(facts))))
-
-
-def gather_alike(comm: MPI.Intracomm, call: str, own: Any, **facts: Any) -> list[Any]:
-    """Gather what each rank has, and compare in the same exchange what all should have alike.
+def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str, Any],
+            refused: Facts = MappingProxyType({}), largest: float = 0.0) -> float:
+    """Compare facts over all ranks in one small exchange, which also finds a largest number.
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks, all of which call this.
-    call : str
-        The name of the call that needs it.
-    own : object
-        What this rank has; returned by rank.
-    **facts
-        What is compared, such as checksums.
+    comm, call
+        See `same_arguments`.
+    given : dict
+        What all ranks should have alike, by name.
+    refused : dict
+        Why this rank refuses the call, by `REFUSED`; empty if it does not.
+    largest : float
+        This rank's number.
+
+    Returns
+    -------
+    float
+        The largest number of all ranks.
 
     Raises
     ------
     ValueError
-        On every rank alike, when facts or calls differ.
+        On every rank alike, unless the facts are the same on all.
     """
-    texts = {"call": call} | {name: text_of(value) for name, value in facts.items()}
-    every = comm.allgather((texts, own))
-    if any(one != every[0][0] for one, _ in every):
-        raise ValueError(format_difference([one for one, _ in every]))
-    return [one for _, one in every]
+    if isinstance(comm, DryCommunicator) or comm.size == 1:
+        return largest
+    facts = {"call": call} | {name: text_of(value) for name, value in given.items()} | refused
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
+    own = float(int.from_bytes(digest, "big") >> 11)    # whole numbers below 2^53 are exact
+    found = np.array([own, -own, largest])
+    comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+    if found[0] != -found[1]:
+        raise ValueError(format_difference(comm.allgather(dict(facts))))
+    return float(found[2])
 
 
 def checksum(a: np.ndarray) -> str:
@@ -143,6 +133,11 @@ def format_difference(found: Sequence[Facts]) -> str:
         ranks = [rank for rank, one in refused.items() if one == text]
         parts.append(f"refused on {_format_ranks(ranks)}: {text}")
     return f"{calls[0]}: {'; '.join(parts)}"
+
+
+def _describe(error: Exception) -> str:
+    """Return the text of an error, with its kind where that is not what wrong values raise."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _by_value(values: Sequence[str]) -> str:

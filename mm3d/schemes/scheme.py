@@ -20,7 +20,7 @@ from mpi4py import MPI
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.activations import Space
-from mm3d.grid.agreement import compared, same_arguments
+from mm3d.grid.agreement import same_arguments
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
@@ -110,8 +110,7 @@ class Scheme(GridAlgorithm):
             self.check_grid(shape)
             backend = backends.get(backend)
             given["backend"] = backend.name
-        with compared():
-            self.grid = Grid(comm, backend, **shape)
+        self.grid = Grid(comm, backend, **shape)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grid!r})"

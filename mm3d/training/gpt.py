@@ -7,7 +7,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
-from mm3d.grid.agreement import checksum, checksums, compared, gather_alike, same_arguments
+from mm3d.grid.agreement import checksum, checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.options import Experts
@@ -120,11 +120,10 @@ class GPT(PlainNumbers):
         self.shape, self.loss_scale, self.tied = (batch, seq), 1.0, tied
         self.optimizer: Callable[[], Any] = lambda: None
         values = gpt2_values(layers)
-        with compared():
-            self.pipeline = Pipeline(
-                mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
-                dtype=dtype, master=master, recompute=recompute, causal=True,
-                initial_values=values, dropout=dropout, experts=experts, **options)
+        self.pipeline = Pipeline(
+            mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
+            dtype=dtype, master=master, recompute=recompute, causal=True,
+            initial_values=values, dropout=dropout, experts=experts, **options)
         self.experts = experts
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
@@ -167,15 +166,15 @@ class GPT(PlainNumbers):
         Raises
         ------
         ValueError
-            For arrays of another shape or type, or numbers out of range; and on every rank alike,
-            at the end of the step, when one has other tokens, targets or rates than the rest.
+            On every rank alike and before anything changes, for arrays of another shape or type,
+            or numbers out of range, on any rank; and when one has other tokens, targets or rates
+            than the rest, or makes another call.
         """
-        tokens, targets, count = check_batch(tokens, targets, self.shape, self.vocab,
-                                             self.ignored)
-        optimizer = self.optimizer()
-        facts = self._checksums(tokens, targets) | {
-            "loss_scale": self.loss_scale, "dropout_step": self.dropout_step} | (
-                {} if optimizer is None else optimizer.numbers())
+        with same_arguments(self.comm, "step") as given:
+            optimizer = self.optimizer()
+            given |= {"loss_scale": self.loss_scale, "dropout_step": self.dropout_step} | (
+                {} if optimizer is None else optimizer.numbers() | optimizer.options())
+            tokens, targets, count = self._checked(tokens, targets, given)
         self.zero_gradients()
         losses: list[Array] = []
         for chunk in self.pipeline.chunks if self.experts else ():
@@ -200,15 +199,15 @@ class GPT(PlainNumbers):
             ends.embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
-        return self._mean("step", losses, count, facts) + self._finish_routing()
+        return self._mean(losses, count) + self._finish_routing()
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss alone; parameters and errors as of `step`.
 
         There is no dropout, no jitter, and no loss of routers in it.
         """
-        tokens, targets, count = check_batch(tokens, targets, self.shape, self.vocab,
-                                             self.ignored)
+        with same_arguments(self.comm, "evaluate") as given:
+            tokens, targets, count = self._checked(tokens, targets, given)
         losses: list[Array] = []
 
         def output(micro: int, y: Array) -> None:
@@ -217,7 +216,7 @@ class GPT(PlainNumbers):
         self.pipeline.forward(
             lambda micro: self._ends_for(micro).embedding.forward(self._part(tokens, micro))[0],
             output)
-        return self._mean("evaluate", losses, count, self._checksums(tokens, targets))
+        return self._mean(losses, count)
 
     def _ends_for(self, micro: int) -> StageEnds:
         """Return the ends of this rank's stage for a micro-batch."""
@@ -243,23 +242,26 @@ class GPT(PlainNumbers):
         elif self._output is not None:
             self._output.add_tied_gradient()
 
-    def _checksums(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, str]:
-        """Return the checksums of a batch, which all ranks should have alike."""
-        if self.comm.size == 1:
-            return {}
-        return {"tokens": checksum(tokens), "targets": checksum(targets)}
+    def _checked(self, tokens: Any, targets: Any,
+                 given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Check a batch as `check_batch`, and add checksums to what ranks are to have alike."""
+        found = check_batch(tokens, targets, self.shape, self.vocab, self.ignored)
+        if self.comm.size > 1:
+            given |= {"tokens": checksum(found[0]), "targets": checksum(found[1])}
+        return found
 
-    def _mean(self, call: str, losses: list[Array], count: int, facts: dict[str, Any]) -> float:
+    def _mean(self, losses: list[Array], count: int) -> float:
         """Return the mean of all losses, from the sums of this rank's micro-batches.
 
-        Partial sums are added exactly, so all ranks and schedules get the same float.  The
-        exchange of the sums compares the facts too.
+        Partial sums are added exactly, so all ranks and schedules get the same float.
         """
         to_host = self.mesh.scheme.grid.backend.to_host
-        counted = self._output is not None and self._output.loss.counts
-        own = [float(to_host(one)[0]) for one in losses] if counted else []
-        return math.fsum(x for every in gather_alike(self.comm, call, own, **facts)
-                         for x in every) / count
+        own = np.zeros(self.schedule.microbatches)
+        if self._output is not None and self._output.loss.counts:
+            own[:] = [float(to_host(one)[0]) for one in losses]
+        every = np.empty((self.comm.size, own.size))
+        self.comm.Allgather(own, every)
+        return math.fsum(every.flat) / count
 
     @property
     def dropout_step(self) -> int | None:
@@ -312,9 +314,11 @@ class GPT(PlainNumbers):
 
     def _gather(self, call: str, of: Any, **facts: Any) -> dict[str, Any]:
         """Gather what `of` returns of all parameters on every rank, in the order of the model."""
+        with same_arguments(self.comm, call) as given:
+            given |= facts
         own = {p.name: of(p) for p in self.trained}
         own = own if self.mesh.replica == self.mesh.place == 0 else {}
-        found = {name: a for every in reversed(gather_alike(self.comm, call, own, **facts))
+        found = {name: a for every in reversed(self.comm.allgather(own))
                  for name, a in every.items()}
         return {name: found[name] for name in sorted(found, key=_place_in_model)}
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
-from mm3d.grid.agreement import compared, same_arguments
+from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
@@ -98,8 +98,7 @@ class Mesh:
         # Of all ranks, before a part of them makes a grid.
         choose_device(comm, backend)
         self._group = create(comm.Split, self.replica * stages + self.stage, self.place)
-        with compared():
-            self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
+        self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
         self.data_grid = None
         if data > 1:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.

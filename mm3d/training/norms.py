@@ -9,13 +9,15 @@ of each square is rounded to multiples of 2^-85 and summed as well.
 """
 
 import math
-from typing import Any, Iterable
+from types import MappingProxyType
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.blocks import pieces
+from mm3d.grid.agreement import compare
 
 BITS, MORE_BITS = 47, 38       # of the unit, and of the second one relative to the first
 # Added to a number below 1 (below 2^-BITS), such a sum's last bit is the unit.
@@ -27,19 +29,25 @@ LIMBS, LIMB_BITS = 5, 32       # of an integer that is summed over the ranks
 TOLERANCE = {4: 2.0 ** -30, 8: 2.0 ** -53}    # of the sum, by the bytes of an element
 
 
-def largest_magnitude(arrays: Iterable[Array], comm: MPI.Intracomm) -> float:
+def largest_magnitude(arrays: Iterable[Array], comm: MPI.Intracomm,
+                      call: str = "largest_magnitude",
+                      given: Mapping[str, Any] = MappingProxyType({})) -> float:
     """Return the largest magnitude over the arrays of all ranks; infinity for any NaN too.
 
-    Every rank of `comm` must call it.
+    Every rank of `comm` must call it; the exchange compares the call and what is `given`.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike, when they differ.
     """
-    largest = np.zeros(1)
+    largest = 0.0
     for a in arrays:
         library = backend_of(a)
         for (piece,) in pieces(library, a):
             top = float(library.xp.max(piece)), -float(library.xp.min(piece))
-            largest[0] = max(largest[0], *top) if all(x < math.inf for x in top) else math.inf
-    comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
-    return float(largest[0])
+            largest = max(largest, *top) if all(x < math.inf for x in top) else math.inf
+    return compare(comm, call, given, largest=largest)
 
 
 def reproducible_norm(arrays: list[Array], comm: MPI.Intracomm,

@@ -103,10 +103,14 @@ class Optimizer(PlainNumbers, ABC):
     def step(self) -> bool:
         """Change all parameters by their gradients; return whether the step was not skipped.
 
-        Every rank must call it.
+        Every rank must call it.  Ranks exchange what they clip or scale by, and compare their
+        numbers with it; where they do neither, `GPT.step` finds the next time what differs.
 
         Raises
         ------
+        ValueError
+            On every rank alike and before anything changes, when ranks that clip or scale have
+            other numbers, or make another call.
         FloatingPointError
             On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
             without `loss_scaling`; no parameter has changed then.
@@ -157,7 +161,9 @@ class Optimizer(PlainNumbers, ABC):
         if scaling is None and self.clip is None:
             return 1.0
         counted = [t.grad for t in self.model.trained if t.counted]
-        largest, factor = largest_magnitude(counted, self.model.comm), 1.0
+        largest = largest_magnitude(counted, self.model.comm, f"{type(self).__name__}.step",
+                                    self.numbers() | self.options())
+        factor = 1.0
         if scaling is not None:
             factor = 1 / scaling.scale
             scaling.update(overflow := largest == math.inf)

@@ -9,7 +9,7 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.grid.agreement import checksums, compared, gather_alike, same_arguments
+from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.model.experts.options import Experts
 from mm3d.model.parameters import Parameter, check_state
@@ -146,11 +146,10 @@ class Pipeline:
         self.models: dict[int, list[Transformer]] = {}
         for length in dict.fromkeys(sequences):
             alike = self.models.get(sequences[0], itertools.repeat(None))
-            with compared():
-                self.models[length] = [
-                    Transformer(mesh.scheme, **replace(sizes, batch=length), **options, like=like,
-                                describe=partial(model_spec, part=self.parts[stage]))
-                    for stage, like in zip(schedule.stages[mesh.stage], alike)]
+            self.models[length] = [
+                Transformer(mesh.scheme, **replace(sizes, batch=length), **options, like=like,
+                            describe=partial(model_spec, part=self.parts[stage]))
+                for stage, like in zip(schedule.stages[mesh.stage], alike)]
         self.chunks = self.models[sequences[0]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, sequences, synchronous, asleep)
@@ -177,8 +176,9 @@ class Pipeline:
 
         It adds to the gradients of the parameters, and divides them by nothing: the gradient of
         the step's loss is asked for, such as that of a mean over the tokens of all micro-batches.
-        Arrays that `inputs` and `output_gradient` return are not copied: they must stay unchanged
-        until the end of the step.
+        Nothing is compared over all ranks, as `mm3d.GPT` does before it: ranks that call `forward`
+        instead would be waited for.  Arrays that `inputs` and `output_gradient` return are not
+        copied: they must stay unchanged until the end of the step.
 
         Parameters
         ----------
@@ -268,10 +268,12 @@ class Pipeline:
     def _gather(self, call: str, of: Callable[[Transformer], dict[str, Any]],
                 **facts: Any) -> dict[str, Any]:
         """Gather what `of` returns by name of all chunks on every rank, in the layers' order."""
+        with same_arguments(self.comm, call) as given:
+            given |= facts
         own = {stage: of(chunk)
                for stage, chunk in zip(self.schedule.stages[self.mesh.stage], self.chunks)}
         first = self.mesh.replica == self.mesh.place == 0
-        every = gather_alike(self.mesh.comm, call, own if first else {}, **facts)
+        every = self.comm.allgather(own if first else {})
         by_stage = {stage: arrays for one in every for stage, arrays in one.items()}
         return {name: a for stage in sorted(by_stage) for name, a in by_stage[stage].items()}
 

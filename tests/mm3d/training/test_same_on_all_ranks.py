@@ -1,4 +1,7 @@
 """A rank with other arguments, tokens or rates than the rest is named by all of them."""
+import itertools
+from collections import Counter
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -146,18 +149,126 @@ def test_other_tokens_targets_and_rates_end_a_step_on_all_ranks(comm, options, e
         refused(comm, lambda: compute(tokens, others[1] if odd else targets),
                 name_ranks("targets"))
     for owner, name, value in ((optimizer, "lr", 0.2), (model, "loss_scale", 2.0),
-                               (model, "dropout_step", 7), (optimizer, "steps", 3)):
-        if name == "dropout_step" and experts:
-            continue    # ranks would drop other elements, and MPI ends what they then exchange
+                               (model, "dropout_step", 7), (optimizer, "steps", 3),
+                               (optimizer, "weight_decay", 0.5), (optimizer, "momentum", 0.5)):
         usual = getattr(owner, name)
         setattr(owner, name, value if odd else usual)
         refused(comm, lambda: model.step(tokens, targets), name_ranks(name))
         setattr(owner, name, usual)
-        model.dropout_step = 1
+        assert model.dropout_step == 0    # refused before it began
     assert all(np.array_equal(a, before[name]) for name, a in model.state().items())
     assert np.isfinite(model.step(tokens, targets))
     model.free()
     mesh.free()
+
+
+MESHES = pytest.mark.parametrize("options", [
+    dict(scheme="serial", data=2), dict(scheme="serial", stages=2), dict(scheme="1d")], ids=str)
+
+
+@pytest.mark.ranks(2)
+@MESHES
+def test_tokens_that_one_rank_refuses_end_a_step_on_all_ranks_before_it_begins(comm, options):
+    mesh = mm3d.Mesh(comm, **options)
+    model = mm3d.GPT(mesh, **GPT, dropout=0.1)
+    tokens, targets = tokens_and_targets()
+    model.step(tokens, targets)
+    before = model.gradients()
+    wrong = tokens.copy()
+    wrong[0, 0] = 17
+    for odd, text in ((tokens[:1], r"tokens: \(1, 5\) of"), (tokens * 1.0, "of float64"),
+                      (None, r"tokens: \(\)"), (wrong, "17 is out of range"),
+                      (wrong.tolist() + [[1]], "tokens")):
+        for compute in model.step, model.evaluate:
+            refused(comm, lambda: compute(odd if comm.rank else tokens, targets),
+                    f"^{compute.__name__}: .*refused on rank 1: .*{text}")
+        refused(comm, lambda: model.step(odd, targets), "^tokens|^setting")
+    ignored = np.full_like(targets, -1)
+    refused(comm, lambda: model.step(tokens, ignored if comm.rank else targets),
+            "step: refused on rank 1: all targets are -1")
+    assert model.dropout_step == 1
+    assert all(np.array_equal(a, before[name]) for name, a in model.gradients().items())
+    model.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@MESHES
+def test_ranks_that_make_different_calls_are_told_which(comm, options, tmp_path):
+    """Also where each call alone would communicate in an order of its own."""
+    mesh = mm3d.Mesh(comm, **options)
+    model = mm3d.GPT(mesh, **GPT)
+    optimizer = mm3d.SGD(model, lr=0.1, clip=1.0)
+    batch = tokens_and_targets()
+    model.step(*batch)
+    state, layers = model.state(), model.pipeline.state()
+    calls = [("step", lambda: model.step(*batch)), ("evaluate", lambda: model.evaluate(*batch)),
+             ("state", model.state), ("gradients", model.gradients),
+             ("load", lambda: model.load(state)), ("SGD.step", optimizer.step),
+             ("state", model.pipeline.state), ("load", lambda: model.pipeline.load(layers)),
+             ("save", lambda: mm3d.save(tmp_path, model, optimizer)),
+             ("restore", lambda: mm3d.restore(tmp_path, model, optimizer)),
+             ("Mesh", lambda: mm3d.Mesh(comm, **options))]
+    for (name, call), (other, another) in itertools.combinations(calls, 2):
+        if name != other:
+            refused(comm, another if comm.rank else call,
+                    rf"different calls \({name} on rank 0, {other} on rank 1\)")
+    assert all(np.array_equal(a, state[name]) for name, a in model.state().items())
+    model.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [dict(clip=1.0), dict(loss_scaling=mm3d.LossScaling())],
+                         ids=["clip", "scaling"])
+def test_an_optimizer_that_exchanges_anything_compares_its_numbers_with_it(comm, mesh, options):
+    model = mm3d.GPT(mesh, **GPT)
+    optimizer = mm3d.AdamW(model, lr=0.1, **options)
+    model.step(*tokens_and_targets())
+    before, scale = model.state(), model.loss_scale
+    for name, value in (("lr", 0.2), ("steps", 3), ("weight_decay", 0.5), ("eps", 0.1)):
+        usual = getattr(optimizer, name)
+        setattr(optimizer, name, value if comm.rank else usual)
+        refused(comm, optimizer.step, rf"AdamW.step: the ranks differ in {name} \(")
+        setattr(optimizer, name, usual)
+    assert all(np.array_equal(a, before[name]) for name, a in model.state().items())
+    assert optimizer.steps == 0 and model.loss_scale == scale and optimizer.step()
+    model.free()
+
+
+class CountingComm:
+    """A communicator that counts the exchanges of all ranks."""
+
+    def __init__(self, comm):
+        self.comm, self.size, self.rank, self.counts = comm, comm.size, comm.rank, Counter()
+
+    def __getattr__(self, name):
+        self.counts[name] += 1
+        return getattr(self.comm, name)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_step_exchanges_over_all_ranks(comm, mesh):
+    """One small exchange that compares, and one of losses; one more to clip, one for its norm."""
+    model = mm3d.GPT(mesh, **GPT)
+    model.comm = counted = CountingComm(comm)
+    for options, more in ((dict(), 0), (dict(loss_scaling=mm3d.LossScaling()), 1),
+                          (dict(clip=1.0), 2)):
+        optimizer = mm3d.SGD(model, lr=0.1, **options)
+        counted.counts.clear()
+        model.step(*tokens_and_targets())
+        assert counted.counts == {"Allreduce": 1, "Allgather": 1}
+        optimizer.step()
+        assert counted.counts == {"Allreduce": 1 + more, "Allgather": 1}
+    model.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_mistake_on_one_rank_ends_the_call_on_all(comm):
+    with pytest.raises((ValueError, TypeError)) as error:
+        with same_arguments(comm, "call"):
+            assert comm.rank == 0 or {}["name"]
+    assert str(error.value) == "call: refused on rank 1: KeyError: 'name'"
 
 
 @pytest.mark.ranks(2)
