@@ -11,7 +11,7 @@ from bench import mpi
 
 mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 
-from bench import undo, verbs  # noqa: E402
+from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.errors import UsageError, in_options  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
@@ -100,15 +100,8 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    try:
-        return run_words(list(sys.argv[1:] if argv is None else argv))
-    finally:
-        undo.tidy()
-
-
-def run_words(words: list[str]) -> int:
     """Run the verb of a command line; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
     # Before the verb there is no option that takes a value.
     first = next((word for word in words if not word.startswith("-")), "")
     arguments = parser(first).parse_args(words)

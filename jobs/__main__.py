@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn, Sequence
 
-from bench import undo
 from bench.cases import variants
 from bench.cases.case import Case, make_case
 from bench.cases.paper import load_tables
@@ -271,10 +270,7 @@ def run_verb(arguments) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = parser().parse_args(argv)
-    try:
-        return status_of(lambda: run_verb(arguments), slurm.SlurmError)
-    finally:
-        undo.tidy()
+    return status_of(lambda: run_verb(arguments), slurm.SlurmError)
 
 
 def command() -> NoReturn:

@@ -6,6 +6,7 @@ ends, however it ends.  The result files say which rows are finished; the journa
 belong to the reproduction under way.
 """
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -16,7 +17,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench import undo
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError
 from bench.records import atomic, run_file
@@ -71,7 +71,7 @@ class Journal:
                 self._descriptor = self._open()
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.claimed = True
-            undo.when_done(self._remove_empty)
+            atexit.register(self._remove_empty)
         except BlockingIOError as error:
             raise StoreError(
                 f"{self.folder} is in use: another run or reproduce measures into it. Wait for "

@@ -5,6 +5,7 @@ written again.  So neither a kill, nor a full disk, nor a second writer loses an
 finished.  ``bench/records/README.rst`` describes the schema.
 """
 
+import atexit
 import io
 import os
 import stat
@@ -15,7 +16,6 @@ from typing import Iterator
 
 import h5py
 
-from bench import undo
 from bench.errors import StoreError, Unreadable
 from bench.records import atomic
 from bench.records.measurements import (Measurements, fill_checks, fill_measurements,
@@ -36,7 +36,8 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
                  option: str = "--out") -> Path:
     """Make `folder` if need be, and make sure that files can be written in it.
 
-    A folder that it made and that is empty when the command ends is removed.
+    A folder that it made and that is empty when the program ends is removed: a refused command
+    leaves nothing behind.
 
     Parameters
     ----------
@@ -54,7 +55,7 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        undo.when_done(lambda: _remove_empty(made))
+        atexit.register(_remove_empty, made)
         atomic.probe_folder(folder)
     except OSError as error:
         raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "

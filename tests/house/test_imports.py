@@ -18,7 +18,7 @@ FLOORS = {
     "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
              "tracing training", "checkpoints", "selftest", "__init__"],
-    "bench": ["errors mpi undo", "text_files", "agreement", "cases cluster", "records",
+    "bench": ["errors mpi", "text_files", "agreement", "cases cluster", "records",
               "instruments",
               "checks", "experiments", "prediction validation doctor", "reports", "command_line",
               "verbs", "__main__ __init__"],
@@ -29,10 +29,10 @@ BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 NARROWER = {
     "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
-    "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "bench.undo",
-                      "mm3d.console", "mm3d.grid", "mm3d.tracing"},
+    "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
+                      "mm3d.grid", "mm3d.tracing"},
     "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.text_files", "bench.prediction",
-             "bench.records", "bench.reports", "bench.command_line", "bench.undo"}}
+             "bench.records", "bench.reports", "bench.command_line"}}
 PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks",

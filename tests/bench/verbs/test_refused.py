@@ -62,8 +62,9 @@ def test_what_is_in_use_keeps_its_journal(tmp_path):
 
 def test_a_measurement_leaves_its_file_alone(tmp_path):
     out = tmp_path / "results"
-    assert main(["gemm", "--sizes", "8", "--threads", "1", "--dtypes", "float32",
-                 "--max-seconds", "0.01", "--out", str(out)]) == 0
+    done = run_python("-m", "bench", "gemm", "--sizes", "8", "--threads", "1", "--dtypes",
+                      "float32", "--max-seconds", "0.01", "--out", str(out))
+    assert done.returncode == 0, done.stderr
     assert [path.suffix for path in out.iterdir()] == [".h5"]
 
 
