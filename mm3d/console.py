@@ -80,6 +80,11 @@ def complain(*lines: object) -> None:
             print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
+def can_complain() -> bool:
+    """Return whether there is a standard error, as far as can be told without writing to it."""
+    return sys.stderr is not None and not getattr(sys.stderr, "closed", False)
+
+
 def flush() -> None:
     """Pass on what was printed by whatever means."""
     for stream in (sys.stdout, sys.stderr):

@@ -11,7 +11,9 @@ exception in a thread, and an exit that the program catches do not count as fail
 that bypasses ``sys.exit``, such as ``raise SystemExit(3)``, is not detected.
 
 A rank that fails lets all others know of its error, by messages that only ranks that fail receive:
-the others may be anywhere.  One that has heard of the same error says nothing of its own.
+the others may be anywhere.  One that has heard of the same error says nothing of its own.  What a
+rank would say after the first one has ended the job, about 2 seconds after its error, is lost.
+Until then a program that receives messages of any tag from any rank may receive one of these.
 """
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ import atexit
 import builtins
 import hashlib
 import os
+import re
 import sys
 import threading
 import time
@@ -32,6 +35,7 @@ from mpi4py import MPI
 FLUSH_SECONDS = 2.0    # in which the launcher passes on what was written
 ARRIVAL_SECONDS = 0.2    # in which a rank hears of ranks that have failed earlier
 EARLIER_SECONDS = 1.0    # in which it hears of those before it that fail in the same moment
+ADDRESS = re.compile("0x[0-9a-f]+")    # of an object, another one on each rank
 DIGEST = 16    # bytes that stand for an error
 ABORT_VARIABLE = "MM3D_ABORT"    # "0" leaves the guard out
 
@@ -130,13 +134,15 @@ class Guard:
         """Return whether another rank that fails tells `text`; otherwise this rank is to tell it.
 
         A rank that hears of it before it fails relies on the ranks that it hears of, and does not
-        let others know.  Of several that fail in the same moment the first tells it.
+        let others know.  Of several that fail in the same moment the first tells it that can.
         """
-        world = MPI.COMM_WORLD
-        mine = hashlib.blake2b(text.encode(errors="replace"), digest_size=DIGEST).digest()
+        world, can_tell = MPI.COMM_WORLD, console.can_complain()
+        mine = hashlib.blake2b(ADDRESS.sub("", text).encode(errors="replace"),
+                               digest_size=DIGEST).digest()
         try:
-            self._silent = _is_heard(mine, range(world.size), ARRIVAL_SECONDS)
-            if not self._silent:
+            self._silent = _is_heard(mine, range(world.size),
+                                     ARRIVAL_SECONDS + EARLIER_SECONDS * (not can_tell))
+            if not self._silent and can_tell:
                 self._sent += [world.Isend([mine, MPI.BYTE], rank, _tag())
                                for rank in range(world.size) if rank != world.rank]
                 self._silent = _is_heard(mine, range(world.rank), EARLIER_SECONDS)

@@ -126,6 +126,7 @@ def tell(ranks, source, *before):
     ('mm3d.Mesh(comm, data=3, scheme="serial")', "ValueError:"),
     ('mm3d.Transformer(mm3d.scheme("3d", comm), layers=1, hidden=5, heads=2, batch=1, seq=1)',
      "ValueError:"),
+    ('raise ValueError(f"not {object()}")', "ValueError:"),
     ('sys.exit("no such file")', "no such file")])
 @pytest.mark.parametrize("before", [(), ("-m", "mpi4py")])
 def test_an_error_of_all_ranks_is_printed_once(source, said, before):
@@ -133,6 +134,18 @@ def test_an_error_of_all_ranks_is_printed_once(source, said, before):
     assert len(re.findall(f"^{said}", text, re.M)) == 1, text
     assert text.count("Traceback") == (said == "ValueError:"), text
     assert len(text.splitlines()) < 40, text
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("breaks", ["sys.stderr.close()", "sys.stderr = None"])
+@pytest.mark.parametrize("fails", ['raise ValueError("the same")', 'sys.exit("the same")'])
+def test_a_rank_that_cannot_write_leaves_an_error_to_another(breaks, fails):
+    text = tell(3, f"""
+if comm.rank == 0:
+    {breaks}
+{fails}
+""")
+    assert len(re.findall("^(ValueError: )?the same", text, re.M)) == 1, text
 
 
 def test_errors_that_differ_are_all_printed():
