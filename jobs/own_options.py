@@ -1,8 +1,11 @@
-"""Name the options that a job's script sets itself, so that nobody else overrides them."""
+"""Check options for what a job starts: none that its script sets itself, none that is unknown."""
 
 import re
 from dataclasses import dataclass
 from typing import Iterator, Sequence
+
+from bench import verbs
+from bench.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,15 @@ PROGRAMS = {
         {"h": "help"}),
     "bench pipeline": Program(_keys(run__backend="backend", none="out help"), {"h": "help"}),
 }
+
+
+def list_verb_problems(verb: str, words: Sequence[str]) -> Iterator[str]:
+    """List what is wrong with `words`, options of a verb of bench, before a job waits for it."""
+    yield from list_overrides(f"bench {verb}", words)
+    try:
+        verbs.check_words(verb, words)
+    except UsageError as error:
+        yield str(error)
 
 
 def list_overrides(program: str, words: Sequence[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.errors import UsageError
 from bench.records import atomic
 from jobs import scripts, site as sites, slurm, standings
-from jobs.own_options import list_overrides
+from jobs.own_options import list_verb_problems
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 from mm3d.console import say
@@ -41,9 +41,6 @@ def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
     UsageError
         For words that make no job.
     """
-    if not any(word.partition("=")[0] == "--stages" for word in words):
-        raise UsageError("pipeline: give options of bench pipeline after --, such as -- --stages "
-                         "8 --schedule 1f1b,zb-h1")
     check_words("pipeline", words)
     digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
     name = check_name(name or f"pipeline-p{ranks:03d}-{digest[:DIGITS]}")
@@ -120,14 +117,14 @@ def _last_lines(work: Work, job: str) -> list[str]:
 
 
 def check_words(verb: str, words: list[str]) -> None:
-    """Refuse options of a verb that the job's script says itself.
+    """Refuse options that the job's script says itself, or that the verb does not take.
 
     Raises
     ------
     UsageError
-        When there is one among `words`.
+        When `words` are not all options of the verb, or lack one that it needs.
     """
-    for problem in list_overrides(f"bench {verb}", words):
+    for problem in list_verb_problems(verb, words):
         raise UsageError(f"{verb}: after --: {problem}")
 
 

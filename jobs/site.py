@@ -13,7 +13,7 @@ from bench.errors import UsageError
 from bench.prediction import memory_fit
 from bench.text_files import read_text
 from jobs import environment
-from jobs.own_options import list_overrides
+from jobs.own_options import list_overrides, list_verb_problems
 from jobs.site_tables import Site, decode_site
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
@@ -129,13 +129,15 @@ def _option_problems(site: Site) -> Iterator[str]:
     for place, program, words in (
             ("slurm.options", "sbatch", site.slurm.options),
             ("collect.options", "sbatch", site.collect.options or []),
-            ("launch.options", site.launch.launcher, site.launch.options),
-            ("run.options", "bench run", site.run.options)):
+            ("launch.options", site.launch.launcher, site.launch.options)):
         for word in words:
             if program == "sbatch" and not OPTION.fullmatch(word):
                 yield f"{place}: {word!r} is no option of sbatch: give it as --mem=0"
         for problem in list_overrides(program, words):
             yield f"{place}: {problem}"
+    if site.run.options:    # only then is the verb imported
+        for problem in list_verb_problems("run", site.run.options):
+            yield f"run.options: {problem}"
 
 
 def _gpu_problems(site: Site) -> Iterator[str]:

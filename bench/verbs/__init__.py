@@ -11,11 +11,15 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 No verb imports another: they share what is in `bench.command_line`.
 """
 
+import argparse
 import ast
 import importlib
 import pkgutil
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NoReturn, Sequence
+
+from bench.errors import UsageError
 
 # As a person needs them; a verb that is not here comes last in its group.
 ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "validate", "gemm",
@@ -42,6 +46,27 @@ def names() -> list[str]:
 def load(name: str) -> ModuleType:
     """Import the verb `name`."""
     return importlib.import_module(f"{__name__}.{name}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises its message."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError with `message`."""
+        raise UsageError(message)
+
+
+def check_words(name: str, words: Sequence[str]) -> None:
+    """Check that the verb `name` takes the options `words`, without running it.
+
+    Raises
+    ------
+    UsageError
+        When one of them is unknown, has a wrong value, or is missing.
+    """
+    parser = _Parser(add_help=False)
+    load(name).add_options(parser)
+    parser.parse_args(words)
 
 
 def entry(name: str) -> Entry:

@@ -176,6 +176,41 @@ def test_words_after_the_dashes(tmp_path, capsys, verb, words, name):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("verb, words, said", [
+    ("train", ["--step=5"], ""),    # an abbreviation
+    ("train", ["--stepz=5"], "unrecognized arguments: --stepz=5"),
+    ("train", ["--steps", "0"], "argument --steps: '0': "),
+    ("train", ["--steps"], "argument --steps: expected one argument"),
+    ("train", ["steps", "5"], "unrecognized arguments: steps 5"),
+    ("train", ["--steps", "5", "--", "x"], "unrecognized arguments: -- x"),
+    ("train", ["--sc=5"], "ambiguous option: --sc=5 could match"),
+    ("train", ["--optimizer=lamb"], "argument --optimizer: invalid choice: 'lamb'"),
+    ("pipeline", [], "the following arguments are required: --stages"),
+    ("pipeline", ["--stage", "2"], ""),
+    ("pipeline", ["--stages=2", "--unit=10"], "argument --unit: '10': a time such as 10ms")])
+def test_words_that_the_verb_does_not_take(tmp_path, capsys, verb, words, said):
+    """Refused before the job waits for its turn, and in one line."""
+    status = main([verb, "--site", "cpu", "--ranks", "8", "--out", str(tmp_path / "out"), "--",
+                   *words])
+    err = capsys.readouterr().err
+    if said:
+        assert status == 2 and err.startswith(f"error: {verb}: after --: ") and said in err
+        assert err.count("\n") == 1 and not (tmp_path / "out").exists()
+    else:
+        assert status == 0, err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--repetition=3"], ""), (["--repetitions", "3"], ""), (["--repeat=3"], "unrecognized"),
+    (["--repetitions=0"], "argument --repetitions: '0': "), (["3"], "unrecognized arguments: 3")])
+def test_options_of_the_row_that_bench_run_does_not_take(tmp_path, words, said):
+    if not said:
+        assert load(tmp_path, run=words).run.options == words
+    else:
+        with pytest.raises(UsageError, match=f"run.options: {said}"):
+            load(tmp_path, run=words)
+
+
 MINUTE, HOUR, DAY = 60, 3600, 86400
 NOTATIONS = {"90": 90 * MINUTE, "90:00": 90 * MINUTE, "5:30": 5 * MINUTE + 30, "2:00:00": 2 * HOUR,
              "0:10:00": 600, "1-12": DAY + 12 * HOUR, "1-12:30": DAY + 12 * HOUR + 30 * MINUTE,
