@@ -3,3 +3,8 @@
 A site file (``jobs/sites/*.toml``) says what a cluster is like; templates make of it one script a
 row, which measures that row with ``python -m bench run``.
 """
+
+from bench import mpi
+
+# MPI libraries that only start under a launcher, such as Cray's, end a process on a login node.
+mpi.defer_start()

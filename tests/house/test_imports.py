@@ -32,7 +32,7 @@ NARROWER = {
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
                       "mm3d.grid", "mm3d.tracing"},
     "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.text_files", "bench.prediction",
-             "bench.records", "bench.reports", "bench.command_line", "bench.verbs"}}
+             "bench.records", "bench.reports", "bench.command_line", "bench.verbs", "bench.mpi"}}
 PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks",

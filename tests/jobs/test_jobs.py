@@ -548,3 +548,20 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
         assert len(found) == 21 and all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
         done = subprocess.run(["shellcheck", *found], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("words", [
+    ["render", "--site", "gpu4", "--table", "weak", "--scheme", "3d"],    # with a dry run
+    ["train", "--site", "cpu", "--ranks", "8", "--", "--steps", "5"],
+    ["collect", "--site", "cpu", "--table", "weak", "--scheme", "3d"]])
+def test_no_command_starts_mpi(tmp_path, words):
+    """An MPI that only starts under its launcher would end it on a login node."""
+    out = tmp_path / "results"
+    out.mkdir()
+    run_file.write_run(made_up(ROW.row), out, ROW.name)
+    done = run_python("-c", "import sys; from jobs.__main__ import main\n"
+                            "main(sys.argv[1:])\n"
+                            "from mpi4py import MPI; print(MPI.Is_initialized())",
+                      *words[:1], "--out", str(out), *words[1:])
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert words[0] != "collect" or list(out.glob("*.html")), done.stderr
