@@ -118,9 +118,11 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process' rank according to the launcher; 0 without a launcher.
 
     It differs from process to process even where each is alone in its world, because its MPI is
-    not the launcher's.
+    not the launcher's.  srun without an MPI (``--mpi=none``) tells its tasks nothing else than
+    their numbers.
     """
-    return _first_number(RANK_VARIABLES, environ) or 0
+    names = [*RANK_VARIABLES, *["SLURM_PROCID"] * in_slurm_step(environ)]
+    return _first_number(names, environ) or 0
 
 
 def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:

@@ -56,6 +56,12 @@ def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_pa
     user.cancel()
 
 
+def test_tasks_without_an_mpi_say_what_is_wrong_once(cluster):
+    done = cluster.command("srun", "--mpi=none", "--nodes=2", "--ntasks=4", sys.executable, "-m",
+                           "bench", "layer", "--hidden", "7", "--scheme", "3d", cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("error: --hidden 7 --head 64") == 1
+
+
 def test_two_who_submit_at_once(cluster, tmp_path):
     user = User(cluster, tmp_path, rows=("--table", "all", "--ranks", "8"))
     both = [subprocess.Popen([sys.executable, "-m", "jobs", *user.argv("submit")], cwd=ROOT,

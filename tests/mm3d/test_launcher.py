@@ -75,6 +75,15 @@ def test_a_rank_of_any_launcher_is_one_and_its_children_are_none(name):
     assert left == {"MV2_USE_CUDA": "1"} and not environment.has_launched(left)
 
 
+@pytest.mark.parametrize("variables, rank", [
+    ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}, 3),
+    ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "PMI_RANK": "1"}, 1),    # mpirun within a task
+    ({"SLURM_PROCID": "3"}, 0), ({"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "3"}, 0)])
+def test_a_task_that_srun_tells_no_rank_is_not_rank_0(variables, rank):
+    """With --mpi=none each is alone in its world, and one of them speaks."""
+    assert environment.launcher_rank(variables) == rank
+
+
 def test_cores_are_those_this_process_may_use(node):
     node(own=3, launcher=64)
     assert environment.cores({}) == 3
