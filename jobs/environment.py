@@ -4,11 +4,18 @@ import re
 from dataclasses import dataclass
 from typing import Iterator
 
+from mm3d import launcher
+
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 PART = re.compile(r"(?P<text>[^$]+|\$\$)|\$\{(?P<braced>[A-Za-z_]\w*)\}"
                   r"|\$(?P<plain>[A-Za-z_]\w*)", re.ASCII)
-# Variables that scripts or Bash set themselves, with the key of the site file that says them.
+# Variables that scripts, Bash or launchers set themselves, with the key of the site file that says
+# them.
 OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gpu_order",
+       **dict.fromkeys((*launcher.RANK_VARIABLES, *launcher.SIZE_VARIABLES,
+                        *launcher.LOCAL_RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES), ""),
+       **dict.fromkeys("SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_STEP_ID "
+                       "SLURM_PROCID".split(), ""),
        **dict.fromkeys("BASHOPTS BASH_SOURCE BASH_VERSINFO EUID IFS PPID SECONDS SHELLOPTS UID "
                        "begun checkpoints folder init job launch memory mm3d_options mm3d_trouble "
                        "name needs program row scripts status step try wanted".split(), "")}

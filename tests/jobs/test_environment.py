@@ -109,6 +109,21 @@ def test_variables_of_the_script_itself(tmp_path):
             make(tmp_path, f'{name} = "x"')
 
 
+@pytest.mark.parametrize("name", [
+    "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "SLURM_JOB_ID",
+    "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"])
+def test_what_a_launcher_says_of_a_rank_no_site_says(tmp_path, name):
+    """A job would take itself for a rank, whose checks rank 0 does, or for another job."""
+    with pytest.raises(UsageError, match=f"environment: {name}: the job says it"):
+        make(tmp_path, f'{name} = "1"')
+
+
+@pytest.mark.parametrize("name", ["PMI_MMAP_SYNC_WAIT_TIME", "PMIX_MCA_gds", "OMPI_MCA_pml",
+                                  "SLURM_CPU_BIND", "PALS_TRANSFER", "FI_PROVIDER"])
+def test_settings_of_launchers_are_a_sites(tmp_path, name):
+    assert f"export {name}=1" in scripts.row_script(make(tmp_path, f'{name} = "1"'), ROW)
+
+
 def test_setup_lines_come_first_and_may_change_what_follows(tmp_path):
     (tmp_path / "profile").write_text(
         "set -euC\nset -o pipefail\nIFS=e\ntrap 'exit 9' ERR\n"
