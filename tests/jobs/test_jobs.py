@@ -165,7 +165,7 @@ mpi = {toml(text)}
 options = [{toml(text)}]
 [run]
 backend = {toml(text)}
-options = [{toml(text)}]
+options = [{toml(f"--trace={text}")}]
 [inside]
 3d = {toml(text)}
 [environment]
@@ -182,7 +182,8 @@ HOSTILE = {toml(text.replace("$", "$$").replace("`", ""))}
     assert done.returncode == 0, done.stderr
     assert not [path for path in tmp_path.rglob("*") if "hit" in path.name]
     said = (tmp_path / "said").read_text().splitlines()
-    assert said.count(text) >= 6 and f"--mpi={text}" in said and f"--inside={text}" in said
+    assert said.count(text) >= 5
+    assert {f"--mpi={text}", f"--inside={text}", f"--trace={text}"} < {*said}
     collect = scripts.collect_script(mine, ["--site", text])
     bash = subprocess.run(["bash", "-n"], input=collect, text=True, capture_output=True)
     assert bash.returncode == 0 and shutil.which("bash")
