@@ -3,23 +3,28 @@
 MPICH lays out memory there for the ranks of a node, and crashes without a word where it does not
 fit; a container has 64 MB by default.  How much it takes depends on how it was built, which is
 known of the library on PyPI alone.
+
+UCX, its network library, would take 4.3 MB a rank more, for messages that MPICH sends itself.  It
+does without where there is no room, but ranks crash that share what is left for some of them.
 """
 from __future__ import annotations
 
 import math
 import os
+import re
 import site
 import sys
 from collections.abc import Mapping
 
 FOLDER = "/dev/shm"
-NETMOD = "MPIR_CVAR_CH4_NETMOD"                   # names the network library that MPICH starts
-CELLS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS"    # of 16 KiB each, through which messages pass
-# The ways to start MPICH 5, and the bytes that it takes for each rank, from fastest to leanest.
-WAYS: list[tuple[dict[str, str], int]] = [({}, 5_391_000), ({NETMOD: "ofi"}, 1_057_500),
-                                          ({NETMOD: "ofi", CELLS: "16"}, 271_500)]
-FOR_ALL = 1 << 16    # bytes for all ranks together
-AMPLE = 2            # times of what is taken, since other jobs take some, too
+TRANSPORTS = "UCX_TLS"    # names those of UCX
+NO_SHARE = "^shm"         # all but shared memory
+CELLS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS"    # of a rank, through which messages pass
+USUAL, FEW = 64, 16       # of them
+CELL_BYTES = 1 << 14
+RANK_BYTES = 9_400        # beside the cells
+FOR_ALL = 1 << 16         # bytes for all ranks together
+AMPLE = 2                 # times of what is taken, since other jobs take some, too
 
 
 def free_bytes(folder: str = FOLDER) -> tuple[int, int]:
@@ -35,26 +40,25 @@ def free_bytes(folder: str = FOLDER) -> tuple[int, int]:
 
 def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ,
                   folder: str = FOLDER) -> dict[str, str]:
-    """Return the variables by which MPICH takes less of the room; none where it is ample.
+    """Return the variables by which MPICH takes no more of the room than it needs.
 
-    Every rank decides alike: the whole file system counts, and not what other ranks have left.
+    UCX takes none, and there are fewer cells where the room is not ample.  Every rank decides
+    alike: the whole file system counts, and not what other ranks have left.
 
     Parameters
     ----------
     ranks : int
         Ranks on this node.
     environ : mapping, default os.environ
-        The environment in which MPI starts.  Nothing is set where the user has set one of these
-        variables, nor for ranks on several nodes.
+        The environment in which MPI starts.  A variable that the user has set stays.
     folder : str
         The folder of shared memory.
     """
-    one_node = environ.get("MPI_LOCALNRANKS") == environ.get("PMI_SIZE")
-    if {NETMOD, CELLS} & environ.keys() or not one_node or not is_from_pypi(environ):
+    if not is_from_pypi(environ):
         return {}
-    total = free_bytes(folder)[0]
-    return next((settings for settings, each in WAYS if total >= AMPLE * _taken(ranks, each)),
-                WAYS[-1][0])
+    ample = free_bytes(folder)[0] >= AMPLE * _taken(ranks)
+    settings = {TRANSPORTS: NO_SHARE} | ({} if ample else {CELLS: str(FEW)})
+    return {name: value for name, value in settings.items() if name not in environ}
 
 
 def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLDER,
@@ -66,23 +70,20 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
     Further parameters
     ------------------
     first : bool
-        Whether this rank is the first of its node, which also counts what other jobs have left:
-        less than all network libraries need ends in a crash.
+        Whether this rank is the first of its node, which also counts what other jobs have left.
     """
-    chosen = {name: environ[name].lower() for name in (NETMOD, CELLS)
-              if environ.get(name, "ucx").lower() != "ucx"}    # the default
-    each = next((each for settings, each in WAYS if settings == chosen), 0)
+    cells = environ.get(CELLS, str(USUAL))
+    if not re.fullmatch(r"[0-9]{1,9}", cells) or not is_from_pypi(environ):
+        return ""
+    need = _taken(ranks, int(cells))
     total, free = free_bytes(folder)
-    least = min(each, WAYS[1][1])    # UCX may do without its share
-    enough = total >= _taken(ranks, each) and (not first or free >= _taken(ranks, least))
-    if enough or not each or not is_from_pypi(environ):
+    if (free if first else total) >= need:
         return ""
     has = "is not there, or cannot be written"
     if total:
         has = f"has {free / 1e6:.1f} of {_megabytes(total)} free"
     return (f"{ranks} rank{'s' * (ranks > 1)} of MPICH on one node need{'s' * (ranks == 1)} "
-            f"{_megabytes(_taken(ranks, each))} of shared memory, and {folder} {has}: "
-            f"{_advice(ranks)}")
+            f"{_megabytes(need)} of shared memory, and {folder} {has}: {_advice(ranks)}")
 
 
 def hint(ranks: int, folder: str = FOLDER) -> str:
@@ -91,7 +92,7 @@ def hint(ranks: int, folder: str = FOLDER) -> str:
     It may be the cause: other jobs have a share of it, and other MPI libraries take it, too.
     """
     free = free_bytes(folder)[1]
-    if free >= _taken(ranks, WAYS[0][1]):
+    if free >= AMPLE * _taken(ranks):
         return ""
     return (f"{folder} has {_megabytes(free)} free, of which MPI may need more for {ranks} "
             f"rank{'s' * (ranks > 1)}: {_advice(ranks)}")
@@ -109,12 +110,12 @@ def is_from_pypi(environ: Mapping[str, str] = os.environ) -> bool:
     return False
 
 
-def _taken(ranks: int, each: int) -> int:
-    return ranks * each + FOR_ALL
+def _taken(ranks: int, cells: int = USUAL) -> int:
+    return ranks * (RANK_BYTES + cells * CELL_BYTES) + FOR_ALL
 
 
 def _advice(ranks: int) -> str:
-    size = math.ceil(AMPLE * _taken(ranks, WAYS[0][1]) / 2 ** 30)
+    size = math.ceil(AMPLE * _taken(ranks) / 2 ** 30)
     return (f"end other jobs, make it larger (docker run --shm-size={size}g), or start fewer "
             "ranks")
 

@@ -6,23 +6,18 @@ import sys
 import pytest
 
 from mm3d import launcher, shared_room
-from mm3d.shared_room import CELLS, NETMOD
+from mm3d.shared_room import CELLS, NO_SHARE, TRANSPORTS
 from support import run_command
 
 CONTAINER = 64 << 20    # bytes of /dev/shm in a container, by default
-OFI, FEW = {NETMOD: "ofi"}, {NETMOD: "ofi", CELLS: "16"}
+ALONE, FEW = {TRANSPORTS: NO_SHARE}, {CELLS: "16"}
 PROGRAM = """
 import mm3d, json, os
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 if comm.allreduce(1) == comm.size and comm.rank == 0:
-    print(json.dumps([comm.size, os.environ.get("MPIR_CVAR_CH4_NETMOD", "")]))
+    print(json.dumps([comm.size, os.environ.get("MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS", "")]))
 """
-
-
-def hydra(ranks, nodes=1, **more):
-    """The environment that MPICH's launcher gives a rank."""
-    return {"MPI_LOCALNRANKS": str(ranks), "PMI_SIZE": str(ranks * nodes)} | more
 
 
 @pytest.fixture
@@ -37,51 +32,50 @@ def folder(monkeypatch):
 
 
 @pytest.mark.parametrize("total, ranks, more, chosen", [
-    (16 << 30, 64, {}, {}),
-    (CONTAINER, 2, {}, {}),
-    (CONTAINER, 16, {}, OFI),
-    (CONTAINER, 64, {}, FEW),
-    (1 << 20, 64, {}, FEW),                    # too few all the same
-    (CONTAINER, 16, {NETMOD: "ucx"}, {}),      # the user has chosen
-    (CONTAINER, 16, {CELLS: "64"}, {}),
-    (CONTAINER, 16, {"nodes": 2}, {}),         # the network carries data
+    (16 << 30, 64, {}, ALONE),
+    (CONTAINER, 16, {}, ALONE),
+    (CONTAINER, 64, {}, ALONE | FEW),
+    (1 << 20, 64, {}, ALONE | FEW),            # too few all the same
+    (CONTAINER, 64, {TRANSPORTS: "tcp"}, FEW),    # the user has chosen
+    (CONTAINER, 64, {CELLS: "64"}, ALONE),
 ])
 def test_the_leanest_start_that_is_needed(folder, total, ranks, more, chosen):
     folder(total)
-    assert shared_room.lean_settings(ranks, hydra(ranks, **more)) == chosen
+    assert shared_room.lean_settings(ranks, more) == chosen
 
 
 @pytest.mark.parametrize("total, ranks, more, said", [
     (16 << 30, 64, {}, ""),
     (CONTAINER, 64, FEW, ""),
-    (CONTAINER, 64, OFI, "64 ranks of MPICH on one node need 67.7 MB of shared memory, and "
-                         "/dev/shm has 67.1 of 67.1 MB free: end other jobs, make it larger "
-                         "(docker run --shm-size=1g), or start fewer ranks"),
-    (CONTAINER, 16, {NETMOD: "UCX"}, "need 86.3 MB"),
-    (CONTAINER, 256, FEW, "--shm-size=3g"),
+    (CONTAINER, 64, {}, "64 ranks of MPICH on one node need 67.8 MB of shared memory, and "
+                        "/dev/shm has 67.1 of 67.1 MB free: end other jobs, make it larger "
+                        "(docker run --shm-size=1g), or start fewer ranks"),
+    (CONTAINER, 16, {CELLS: "256"}, "need 67.3 MB"),
+    (CONTAINER, 16, {CELLS: "240"}, ""),
+    (CONTAINER, 1024, FEW, "--shm-size=3g"),
     (0, 1, FEW, "1 rank of MPICH on one node needs 0.3 MB of shared memory, and /dev/shm is not "
                 "there, or cannot be written"),
-    (0, 1, {NETMOD: "tcp"}, ""),               # not known
-    (0, 1, {CELLS: "8"}, ""),
+    (0, 1, {CELLS: "many"}, ""),               # not known
+    (0, 1, {CELLS: "9" * 5000}, ""),
 ])
 def test_ranks_that_cannot_start(folder, total, ranks, more, said):
     folder(total)
-    found = shared_room.lack(ranks, hydra(ranks) | more)
+    found = shared_room.lack(ranks, more)
     assert said in found and bool(found) == bool(said)
 
 
 @pytest.mark.parametrize("free, more, said", [
-    (3 << 20, {}, "8 ranks of MPICH on one node need 43.2 MB of shared memory, and /dev/shm has "
+    (3 << 20, {}, "8 ranks of MPICH on one node need 8.5 MB of shared memory, and /dev/shm has "
                   "3.1 of 1073.7 MB free: end other jobs"),
     (3 << 20, FEW, ""),
     (1 << 20, FEW, "need 2.2 MB"),
-    (20 << 20, {}, ""),                        # UCX may do without
+    (20 << 20, {}, ""),
 ])
 def test_the_first_rank_of_a_node_counts_what_other_jobs_have_left(folder, free, more, said):
     folder(1 << 30, free)
-    found = shared_room.lack(8, hydra(8) | more, first=True)
+    found = shared_room.lack(8, more, first=True)
     assert said in found and bool(found) == bool(said)
-    assert not shared_room.lack(8, hydra(8) | more)
+    assert not shared_room.lack(8, more)
 
 
 def test_what_other_jobs_have_left_is_said_of_ranks_that_crashed(folder):
@@ -118,13 +112,35 @@ def in_small_memory(size, *command, taken=0):
 def test_ranks_start_in_a_container(tmp_path):
     done = in_small_memory("64m", *launcher.mpirun_command(16, sys.executable, "-c", PROGRAM))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [16, "ofi"]
+    assert json.loads(done.stdout) == [16, ""]
+
+
+@pytest.mark.parametrize("kilobytes", [4300, 16384, 19000, 24064, 28000])
+def test_ranks_start_with_what_other_jobs_have_left(tmp_path, kilobytes):
+    taken = 100 * 1024 - kilobytes
+    done = in_small_memory("100m", *launcher.mpirun_command(4, sys.executable, "-c", PROGRAM),
+                           taken=taken * 1024)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [4, ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, cells", [(1, 64), (2, 64), (2, 16), (8, 64), (8, 16), (8, 7),
+                                          (36, 64), (36, 16), (64, 16), (64, 64)])
+def test_ranks_start_where_the_need_is_met_and_no_more(tmp_path, monkeypatch, ranks, cells):
+    monkeypatch.setenv(CELLS, str(cells))
+    command = launcher.mpirun_command(ranks, sys.executable, "-c", PROGRAM)
+    need = -(-shared_room._taken(ranks, cells) // 4096) * 4096
+    done = in_small_memory(str(need), *command)
+    assert done.returncode == 0 and json.loads(done.stdout) == [ranks, str(cells)], done.stderr
+    done = in_small_memory(str(need - 4096), *command)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
 
 
 @pytest.mark.slow
 def test_many_ranks_start_in_a_container(tmp_path):
     done = in_small_memory("64m", *launcher.mpirun_command(64, sys.executable, "-c", PROGRAM))
-    assert json.loads(done.stdout) == [64, "ofi"], done.stderr
+    assert json.loads(done.stdout) == [64, "16"], done.stderr
 
 
 def test_the_ranks_that_cannot_are_told_so_once(tmp_path):
