@@ -8,7 +8,7 @@ from typing import Any, Mapping, Sequence
 from bench.errors import UsageError
 from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
-from mm3d.training.schedules.builders import LARGEST, check_size
+from mm3d.training.schedules.builders import LARGEST, SEARCHED, check_size
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count
@@ -120,9 +120,10 @@ def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
         When all of these schedules together are larger than the largest one may be.
     """
     size = pipeline.ranks * pipeline.microbatches * (pipeline.microbatches + 1) // 2
-    if size > LARGEST:
+    most = SEARCHED if "auto" in names else LARGEST
+    if size > most:
         raise UsageError(f"curves of {pipeline.ranks} ranks and 1 to {pipeline.microbatches} "
-                         f"micro-batches have {size} forward steps: at most {LARGEST} would do")
+                         f"micro-batches have {size} forward steps: at most {most} would do")
     found: dict[str, list[tuple[int, Mapping[str, float]]]] = {name: [] for name in names}
     for name, points in found.items():
         for microbatches in range(1, pipeline.microbatches + 1):

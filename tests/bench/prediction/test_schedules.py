@@ -128,6 +128,11 @@ def test_the_paper_is_computed_without_options_of_measurements(capsys):
     ([*SMALL[1:], "--compare", "interleaved:0"], "a number of chunks of at least 1"),
     (["--name", "1f1b", "--stages", "8", "--microbatches", "1000000000"], "at most 262144"),
     (["--name", "auto", "--stages", "1000000000", "--microbatches", "1"], "at most 262144"),
+    (["--name", "auto", "--stages", "512", "--microbatches", "512"], "at most 32768 would do"),
+    (["--name", "1f1b", "--compare", "auto", "--stages", "512", "--microbatches", "512"],
+     "at most 32768 would do"),
+    (["--name", "auto", "--stages", "8", "--microbatches", "100", "--curves", "a.png"],
+     "have 40400 forward steps: at most 32768 would do"),
     (["--name", "interleaved:1000000000", "--stages", "2", "--microbatches", "2"], "at most 262"),
     (["--name", "1f1b", "--stages", "8", "--microbatches", "1000", "--curves", "a.png"],
      "1 to 1000 micro-batches have 4004000 forward steps: at most 262144 would do")])

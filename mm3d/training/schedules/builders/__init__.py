@@ -16,6 +16,7 @@ __all__ = ["CONDITIONS", "build", "builder", "check_size", "registry"]
 
 CONDITIONS = ("chunks", "times", "memory", "kept")
 LARGEST = 2 ** 18    # ranks x chunks x micro-batches: a minute and half a GB
+SEARCHED = 2 ** 15   # the same of `auto`, which makes each schedule 54 times: half a minute
 
 
 def registry() -> dict[str, Callable[..., Schedule]]:
@@ -57,11 +58,11 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     return function(ranks, microbatches, **given | chosen)
 
 
-def check_size(ranks: int, microbatches: int, chunks: int = 1) -> None:
-    """Raise ValueError when schedules of these have more forward steps than `LARGEST`."""
-    if (size := ranks * chunks * microbatches) > LARGEST:
+def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:
+    """Raise ValueError when schedules of these have more than `most` forward steps."""
+    if (size := ranks * chunks * microbatches) > most:
         raise ValueError(f"{ranks * chunks} stages and {microbatches} micro-batches have {size} "
-                         f"forward steps: at most {LARGEST} would do")
+                         f"forward steps: at most {most} would do")
 
 
 def _builder_of(name: str) -> tuple[Callable[..., Schedule], dict[str, int]]:
