@@ -13,12 +13,13 @@ mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
+from bench.command_line.parser import Parser  # noqa: E402
 from bench.errors import UsageError, in_options  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect  # noqa: E402
 
 
-class Parser(argparse.ArgumentParser):
+class RanksParser(Parser):
     """A parser whose messages come from one rank only."""
 
     def _print_message(self, message: str, file=None) -> None:
@@ -26,7 +27,7 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-class VerbsParser(Parser):
+class VerbsParser(RanksParser):
     """The parser of the whole command line, whose help lists the verbs in groups."""
 
     def format_help(self) -> str:
@@ -49,7 +50,7 @@ def parser(verb: str | None = None) -> argparse.ArgumentParser:
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB",
-                                    parser_class=Parser)
+                                    parser_class=RanksParser)
     for name in verbs.names():
         if verb in (None, name):
             module = verbs.load(name)

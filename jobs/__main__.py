@@ -14,6 +14,7 @@ from bench.records import atomic
 from bench.reports.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
+from bench.command_line.parser import Parser
 from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.scripts import Work
@@ -26,10 +27,10 @@ SCRIPT = 0o777    # permissions of a script, less the umask
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    top = argparse.ArgumentParser(prog="python -m jobs", description=(
+    top = Parser(prog="python -m jobs", description=(
         "Measure the rows of both tables as batch jobs under Slurm."))
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    rest = argparse.ArgumentParser(add_help=False)
+    rest = Parser(add_help=False)
     rest.add_argument("--site", required=True, metavar="SITE", help=(
         f"what the cluster is like: {', '.join(sites.supplied_sites())}, or a .toml file"))
     rest.add_argument("--table", default="all", metavar="NAMES",
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
                         help="one job array for each rank count instead of one job a row")
     submit.add_argument("--test-only", action="store_true",
                         help="only ask Slurm whether it would take the scripts")
-    one = argparse.ArgumentParser(add_help=False)
+    one = Parser(add_help=False)
     one.add_argument("--site", required=True, metavar="SITE", help="as of the other verbs")
     one.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
                      help="number of ranks")

@@ -1,6 +1,7 @@
 """A verb of ``python -m bench`` is one file, and nothing else is started with it."""
 import ast
 import functools
+import importlib
 import inspect
 import re
 import shutil
@@ -143,3 +144,15 @@ def test_a_wrong_verb_is_refused_in_one_line():
     done = run_python("-m", "bench", "measure")
     assert done.returncode == 2 and done.stdout == ""
     assert "invalid choice: 'measure' (choose from" in done.stderr and "reproduce" in done.stderr
+
+
+@pytest.mark.parametrize("program, words", [
+    ("bench", ["x" * 100_000]), ("bench", ["run", "--scheme", "y" * 100_000]),
+    ("bench", ["run", "--dtype", "a b " * 20_000]), ("bench", ["plan", "--" + "z" * 100_000]),
+    ("bench", ["cube", *["word"] * 20_000]), ("jobs", ["x" * 100_000])])
+def test_long_texts_are_said_in_short(program, words, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"{program}.__main__").main(words)
+    printed = capsys.readouterr()
+    assert "error: " in printed.err
+    assert len(printed.err[printed.err.index("error: "):]) < 1100, len(printed.err)
