@@ -25,19 +25,22 @@ def checkpoints(folder: Path) -> list[Path]:
     A link counts, wherever it points to: what was moved away is no less a checkpoint.
     """
     found = []
-    for path in _entries(folder):
+    for path in entries(folder):
         match = NAME.fullmatch(path.name)
         if match and (path.is_symlink() or os.path.isdir(path)):
             found.append((int(match[1]), int(match[2] or 0), path))
     return [path for *_, path in sorted(found)]
 
 
-def _entries(folder: Path) -> list[Path]:
-    """Return what is in a folder; nothing where there is none."""
+def entries(folder: Path) -> list[Path]:
+    """Return what is in a folder, sorted; nothing where there is none."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
         return []
+    except PermissionError as error:
+        raise OSError(f"who may not list {folder} cannot find checkpoints there: chmod u+rwx "
+                      f"as its owner, or give another folder") from error
 
 
 def step_of(path: Path) -> int:

@@ -140,7 +140,7 @@ class Writer:
 def remove_leftovers(folder: Path) -> list[str]:
     """Remove what jobs that have ended left in a folder; return a line for each that stays."""
     said = []
-    for path in sorted(folder.iterdir()):
+    for path in folders.entries(folder):
         if match := ASIDE.fullmatch(path.name):
             try:
                 line = (folders.remove_files(path) if match[2] == folders.DELETING

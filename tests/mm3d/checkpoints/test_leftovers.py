@@ -162,6 +162,29 @@ def test_folders_of_another_user(tmp_path):
     assert names(folder) == [".step-00000003.writing", "step-00000001", "step-00000004"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")
+def test_a_folder_that_cannot_be_listed_is_refused_in_one_line(tmp_path):
+    """What is written there could not be found again."""
+    model, folder = transformer(), tmp_path / "run"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    folder.chmod(0o300)
+    for path in (*tmp_path.parents, tmp_path):
+        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
+            path.chmod(path.stat().st_mode | 0o055)
+    os.seteuid(65534)
+    try:
+        for call in (lambda: mm3d.save(folder, model, step=1),
+                     lambda: mm3d.restore(folder, model)):
+            with pytest.raises(OSError, match="who may not list .*run cannot find checkpoints "
+                                              "there: chmod u.rwx") as caught:
+                call()
+            assert "\n" not in str(caught.value)
+    finally:
+        os.seteuid(0)
+    assert names(folder) == []
+
+
 # --- Of another machine ----------------------------------------------------------------------
 
 def leave(folder: Path, name: str, age: float = 0, files=("index.h5", "blocks-00000.h5")) -> Path:
