@@ -74,24 +74,8 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         step = step if step is None else check_whole("step", step, 0)
         given |= {"folder": str(folder), "step": step}
     arrays = stored_arrays(model, optimizer)
-    moments = tuple(optimizer.state) if optimizer is not None else ()
-    while True:
-        path, problem = _find(folder, comm, step)
-        try:
-            index = on_root(comm, problem, lambda: read_index(path))
-            new = [name for name in moments if not _has_moment(index, name)]
-            held = [a for a in arrays if not a.path.startswith(_paths_of(new))]
-            _check(path, comm, index, held, optimizer)
-            said = compare_facts(path, index, model, optimizer)
-            blocks = _blocks_by_path(index)
-            values = on_each(comm, problem, lambda: [
-                _read(path, stored, blocks[stored.path]) for stored in held])
-            break
-        except OSError:
-            # Removed by a job that has saved a newer one.
-            if on_root(comm, problem, lambda: os.path.lexists(path)):
-                raise
-    for stored, one in zip(held, values):
+    path, index, read, new, said = _read_all(folder, step, model, optimizer, arrays)
+    for stored, one in read:
         if stored.size:
             stored.backend.copy_from_host(one, stored.array)
     for name in new:
@@ -105,6 +89,42 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     attributes = {name: value for name, value in index.attributes.items()
                   if name not in ("step", DROPOUT_STEP)}
     return Checkpoint(path, index.attributes["step"], attributes)
+
+
+def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
+              arrays: list[StoredArray]) -> tuple[
+                  Path, Index, list[tuple[StoredArray, np.ndarray]], list[str], list[str]]:
+    """Find a checkpoint, compare it with the model, and read this rank's blocks.
+
+    Returns
+    -------
+    path, index : Path, Index
+        The checkpoint.
+    read : list of tuple
+        The arrays that it has, each with this rank's block.
+    new : list of str
+        The optimizer's moments that it does not have.
+    said : list of str
+        What differs from the model, or cannot be told, and changes the training alone.
+    """
+    comm = model.comm
+    while True:
+        path, problem = _find(folder, comm, step)
+        try:
+            index = on_root(comm, problem, lambda: read_index(path))
+            new = [name for name in getattr(optimizer, "state", ())
+                   if not _has_moment(index, name)]
+            held = [a for a in arrays if not a.path.startswith(_paths_of(new))]
+            _check(path, comm, index, held, optimizer)
+            said = compare_facts(path, index, model, optimizer)
+            blocks = _blocks_by_path(index)
+            values = on_each(comm, problem, lambda: [
+                _read(path, stored, blocks[stored.path]) for stored in held])
+            return path, index, list(zip(held, values)), new, said
+        except OSError:
+            # Removed by a job that has saved a newer one.
+            if on_root(comm, problem, lambda: os.path.lexists(path)):
+                raise
 
 
 def _find(folder: Path, comm: Any, step: int | None) -> tuple[Path, str]:

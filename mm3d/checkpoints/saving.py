@@ -63,32 +63,16 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     with same_arguments(comm, "save") as given:
         step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
         keep = check_whole("keep", keep, 1)
-        for name in attributes:
-            if name in RESERVED:
-                raise ValueError(f"{name}={attributes[name]!r}: checkpoints have an attribute "
-                                 f"{name} of their own, another name would do")
-        attributes = storable_attributes(attributes)
+        attributes = _own_attributes(attributes)
         described = {} if optimizer is None else storable_attributes({
             "name": type(optimizer).__name__, **optimizer.numbers()})
-        facts = tuple(map(storable_attributes, known_facts(model, optimizer)))
+        facts = map(storable_attributes, known_facts(model, optimizer))
+        groups = ({"step": step, **_dropout_step(model), **attributes}, described, *facts)
         given |= {"folder": str(folder), "step": step, "keep": keep} | {
             f"attribute {name}": value for name, value in attributes.items()}
-    arrays = stored_arrays(model, optimizer)
-    own = [stored for stored in arrays if stored.counted and stored.size]
-    problem = f"no checkpoint of step {step} was written in {folder}, earlier ones are unchanged"
     writer = Writer(folder, step)    # which rank 0 alone uses
     try:
-        aside = on_root(comm, problem, writer.begin)
-        blocks = on_each(comm, problem, lambda: write_blocks(
-            aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])
-        gathered = comm.gather((_infos(arrays), blocks))
-
-        def complete() -> Path:
-            index = _join(gathered, {"step": step, **_dropout_step(model), **attributes},
-                          described, *facts)
-            return writer.complete(index_bytes(index, f"written by {comm.size} ranks"))
-
-        place = on_root(comm, problem, complete)
+        place = _write(writer, comm, stored_arrays(model, optimizer), groups)
     except BaseException:
         writer.discard()
         raise
@@ -103,6 +87,29 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
             warnings.warn(line, stacklevel=2)
     comm.Barrier()    # then what is to be removed is gone on all ranks
     return place
+
+
+def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the caller's attributes as they are stored; ValueError for one that cannot be."""
+    for name in attributes:
+        if name in RESERVED:
+            raise ValueError(f"{name}={attributes[name]!r}: checkpoints have an attribute {name} "
+                             f"of their own, another name would do")
+    return storable_attributes(attributes)
+
+
+def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
+           groups: tuple[dict[str, Any], ...]) -> Path:
+    """Write each rank's blocks, then the index with the groups of attributes."""
+    problem = (f"no checkpoint of step {writer.step} was written in {writer.folder}, earlier ones "
+               f"are unchanged")
+    own = [stored for stored in arrays if stored.counted and stored.size]
+    aside = on_root(comm, problem, writer.begin)
+    blocks = on_each(comm, problem, lambda: write_blocks(
+        aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])
+    gathered = comm.gather((_infos(arrays), blocks))
+    return on_root(comm, problem, lambda: writer.complete(
+        index_bytes(_join(gathered, *groups), f"written by {comm.size} ranks")))
 
 
 def check_whole(name: str, value: Any, least: int) -> int:
@@ -124,10 +131,10 @@ def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:
     return {a.path: ArrayInfo(a.path, a.shape, a.public_shape, a.dtype.str) for a in arrays}
 
 
-def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]], attributes: dict[str, Any],
+def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]],
           *groups: dict[str, Any]) -> Index:
     """Return the index of what all ranks hold."""
     infos = {path: info for found, _ in gathered for path, info in found.items()}
     parts = sorted(infos, key=lambda path: path.startswith("optimizer/"))    # parameters first
     return Index({path: infos[path] for path in parts},
-                 [block for _, blocks in gathered for block in blocks], attributes, *groups)
+                 [block for _, blocks in gathered for block in blocks], *groups)
