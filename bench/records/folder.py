@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Iterable
+from typing import Iterable
 
 from bench.cases.paper import PAPER, Row, load_tables, unpublished_row
 from bench.cases.selection import select_rows
@@ -130,16 +130,8 @@ class FolderContents:
     problems: list[str]
 
 
-def read_folder(folder: str | Path,
-                shows: Callable[[Run | Measurements], object] | None = None) -> FolderContents:
+def read_folder(folder: str | Path) -> FolderContents:
     """Read every file in `folder`, or one file.
-
-    Parameters
-    ----------
-    folder : path
-        The folder or file.
-    shows : callable, optional
-        As of `read_runs`.
 
     Raises
     ------
@@ -148,24 +140,15 @@ def read_folder(folder: str | Path,
     """
     if not Path(folder).exists():
         raise StoreError(f"{folder} is no folder of results, and no file")
-    runs, problems = read_runs(folder, shows)
+    runs, problems = read_runs(folder)
     latest = {run_identity(run): run for run in runs if isinstance(run, Measurements)}
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
     return FolderContents(home, results_by_preset([run for run in runs if isinstance(run, Run)]),
                           sorted(latest.values(), key=lambda run: run.created), problems)
 
 
-def read_runs(path: str | Path, shows: Callable[[Run | Measurements], object] | None = None
-              ) -> tuple[list[Run | Measurements], list[str]]:
+def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     """Read the runs in a folder or a file, oldest first, and list the files that are unreadable.
-
-    Parameters
-    ----------
-    path : path
-        The folder or file.
-    shows : callable, optional
-        Shows one run alone.  A run whose numbers contradict each other so that this fails is left
-        out, with the error as its reason, and keeps no other from being shown.
 
     Raises
     ------
@@ -176,14 +159,8 @@ def read_runs(path: str | Path, shows: Callable[[Run | Measurements], object] | 
     problems: list[str] = []
     for file in run_file.list_files(path) if Path(path).is_dir() else [Path(path)]:
         found, unread = merged.runs_in_file(file)
+        runs += found
         problems += unread
-        for run in found:
-            try:
-                if shows:
-                    shows(run)
-                runs.append(run)
-            except (*run_file.UNLIKE, ArithmeticError, StoreError) as error:
-                problems.append(f"{file}, of {run.created[:19]}, cannot be shown: {error!r}")
     if not runs:
         raise StoreError("\n".join([f"no results in {path}", *problems]))
     # A merged file may lie beside those it was made of.

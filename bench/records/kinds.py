@@ -17,6 +17,7 @@ MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float'
 MOST_LAYERS = 10 ** 4    # each of which is looked at alone
 # What no number is but these: differences that are below 0, losses that have diverged.
 SIGNED = re.compile(r"resident_growth|overhead|\w*difference")
+POLICY = re.compile(r"none|selective|(full|uniform:[1-9][0-9]{0,9})([+]selective)?")
 INFINITE = re.compile(r"(\w+_)?loss|\w*difference")
 
 
@@ -35,6 +36,10 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "number": ("a number of at least 0", _number),
     "rate": ("a finite number greater than 0",
              lambda value: _number(value) and 0 < value < math.inf),
+    "panels": (f"a whole number of 0 to {MOST:.0e}, true or false",    # the last of older files
+               lambda value: isinstance(value, bool) or _whole(0, value)),
+    "policy": ("none, selective, full, uniform:N, or one of the last two with +selective",
+               lambda value: isinstance(value, str) and bool(POLICY.fullmatch(value))),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a text", lambda value: isinstance(value, str) and all(
         line.isprintable() for line in value.split("\n")))}
@@ -78,6 +83,11 @@ def required(kind: str, group: str) -> list[str]:
     return load().get(kind, {}).get(group, "").split()
 
 
+def is_verified(kind: str) -> bool:
+    """Return whether every record of this kind holds what was verified."""
+    return load().get(kind, {}).get("verified", False)
+
+
 def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[str, Any]) -> None:
     """Check dimensions, labels and numbers of a group of this kind; of any if it is unknown.
 
@@ -101,6 +111,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         if dim in scales and list(scales[dim]) not in choices:
             raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
                              f"which should be {' or '.join(map(', '.join, choices))}")
+    positive = known.get("positive", "").split()
     may_be_empty = known.get("empty", "").split()    # of a run that was stopped before its first
     for name, variable in variables.items():
         shape = tuple(len(scales[dim]) for dim in variable.dims)
@@ -110,6 +121,12 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         if 0 in (shape[n] for n, dim in enumerate(variable.dims) if dim not in may_be_empty):
             raise ValueError(f"{name} is empty")
         check_numbers(name, variable.values)
+        if name in positive:
+            # A bound's last number is its confidence, 0 where there are too few repetitions.
+            numbers = variable.values[..., :-1] if variable.dims[-1:] == ("bound",) else (
+                variable.values)
+            if (numbers <= 0).any():
+                raise ValueError(f"{name} has numbers that are not greater than 0")
 
 
 def check_numbers(name: str, values: np.ndarray) -> None:

@@ -1,5 +1,6 @@
 """The datasets that files of every kind of run have, and the record of a microbenchmark."""
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Mapping, Sequence
@@ -36,6 +37,13 @@ class Check:
     def passed(self) -> bool:
         """Whether the error is within the tolerance (a NaN is not)."""
         return self.error <= self.tolerance
+
+    @property
+    def share(self) -> float:
+        """The error as a share of the tolerance, which is 0 where numbers must be equal."""
+        if self.tolerance:
+            return self.error / self.tolerance
+        return math.inf if self.error else 0.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,8 @@ def parse_measurements(file: h5py.File, kind: str) -> Measurements:
     run = Measurements(kind, settings, environment, found.scales, found.variables,
                        parse_checks(file) if "verification" in file else [],
                        parse_created(file), read_attribute(file, "schema_version", 0))
+    if kinds.is_verified(kind) and not run.checks:
+        raise ValueError("verification is empty")
     if "grid" in run.configuration:
         grid_shape(run.configuration)
     return run

@@ -208,6 +208,9 @@ def _check_shapes(run: Run) -> None:
         if not (seconds.size and (seconds > 0).all()):
             raise ValueError(f"samples/{phase} has times that are not greater than 0, or no "
                              f"numbers")
+    if "parts" in run.groups and not (
+            run.groups["parts"].variables["seconds"].values.sum(axis=-1) > 0).all():
+        raise ValueError("parts/seconds has a phase whose parts take no time")
     if not run.checks:
         raise ValueError("verification is empty")
     GridShape.parse(str(run.configuration["grid"]), str(run.configuration["grid_axes"]))

@@ -64,7 +64,7 @@ def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     problems: list[str] = []
     seen = set()
     for path in paths:
-        runs, unread = read_runs(path, lambda run: list(_cases_of(run)))
+        runs, unread = read_runs(path)
         problems += unread
         for run in runs:
             transport = str(run.configuration.get("transport", "not recorded"))

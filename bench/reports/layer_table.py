@@ -43,7 +43,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     for record in records:
         chosen, env = record.configuration, record.environment
         cluster = describe_cluster(env)
-        worst = max(check.error / check.tolerance for check in record.checks)
+        worst = max(check.share for check in record.checks)
         found.append(
             f"hidden {chosen['hidden']}: {chosen['batch']} sequences of {chosen['seq']}, "
             f"{chosen['heads']} heads, {chosen['dtype']}; {len(record.scales['repetition'])} "

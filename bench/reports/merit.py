@@ -11,7 +11,6 @@ from bench.cases.paper import title
 from bench.errors import StoreError
 from bench.instruments import timing
 from bench.records.folder import read_runs
-from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
@@ -106,7 +105,7 @@ def traffic_figures(run: Run) -> list[Figure]:
     stated = moved_words(run)
     for a, axis in enumerate(run.directions):
         if expected[a] or words[a]:
-            item = moved[a] / words[a]
+            item = moved[a] / words[a] if words[a] else math.nan
             found += [Figure(f"words a rank along {axis}, counted", float(words[a]), "1",
                              float(expected[a])),
                       Figure(f"  moved by transport {transport_name(run)}", float(stated[a]), "1"),
@@ -179,9 +178,13 @@ def roofline_points(run: Run) -> dict[str, tuple[float, float]] | None:
     place = list(run.groups["parts"].scales["part"]).index("gemm")
     flops, moved, seconds = (v.values[..., place] for v in counts)
     phases = {phase: [p] for p, phase in enumerate(PHASES)} | {"step": [*range(len(PHASES))]}
-    return {name: (float(flops[which].sum() / moved[which].sum()),
-                   float(flops[which].sum() / seconds[:, which].mean(axis=0).sum()))
-            for name, which in phases.items()}
+    found = {}
+    for name, which in phases.items():
+        operations, bytes_, taken = (float(values.sum()) for values in (
+            flops[which], moved[which], seconds[:, which].mean(axis=0)))
+        found[name] = (operations / bytes_ if bytes_ else math.nan,
+                       operations / taken if taken else math.nan)
+    return found
 
 
 def memory_figures(run: Run) -> list[Figure]:
@@ -207,16 +210,10 @@ def merit_document(path: str | Path) -> list[Part]:
     StoreError
         When there is no run of a model.
     """
-    runs = [run for run in read_runs(path, _show_alone)[0] if isinstance(run, Run)]
+    runs = [run for run in read_runs(path)[0] if isinstance(run, Run)]
     if not runs:
         raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
     return [part for run in runs for part in run_parts(run)]
-
-
-def _show_alone(run: Run | Measurements) -> None:
-    """Make the tables of a run of a model, as a trial."""
-    if isinstance(run, Run):
-        run_parts(run)
 
 
 def run_parts(run: Run) -> list[Part]:

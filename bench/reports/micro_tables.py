@@ -186,7 +186,7 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
     notes = []
     for record in records:
         chosen, cores = record.configuration, record.environment["cores"]
-        worst = max(check.error / check.tolerance for check in record.checks)
+        worst = max(check.share for check in record.checks)
         notes.append(f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} "
                      f"{chosen['dtype']}, {chosen['scheme']} {chosen['grid']}, transport "
                      f"{chosen['transport']}: {len(record.scales['repetition'])} repetitions of "

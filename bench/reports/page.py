@@ -14,7 +14,7 @@ from bench.reports import merit
 from bench.reports.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import LeftOut, draw_image
-from bench.reports.paper_tables import make_document, show_alone
+from bench.reports.paper_tables import make_document
 
 # Notes that begin with one or more words in capitals.
 WARNING = re.compile(r"[A-Z][A-Z ]+:")
@@ -37,7 +37,7 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
     OSError
         When the page cannot be written.
     """
-    found = read_folder(folder, show_alone)
+    found = read_folder(folder)
     path = Path(out) if out else Path(folder) / "report.html"
     atomic.replace(path, render_page(found))
     return path

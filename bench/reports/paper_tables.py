@@ -12,10 +12,9 @@ from bench.cases.variants import recorded_variant
 from bench.checks import layer_residuals
 from bench.instruments import host, timing
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  read_folder, results_by_preset, share_cores)
-from bench.records.measurements import Measurements
+                                  read_folder, share_cores)
 from bench.records.model_run import Run
-from bench.reports import (certainty, emulated, formats, merit, merit_rows, micro_tables,
+from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
                            speed_ups, wire_rows)
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.reports.emulation import tables as emulation_tables
@@ -35,17 +34,7 @@ def format_tables(folder: str | Path, form: str = "text") -> str:
     StoreError
         When there are no results in `folder`.
     """
-    return formats.render(make_document(read_folder(folder, show_alone)), form)
-
-
-def show_alone(run: Run | Measurements) -> None:
-    """Make all tables of one run, as a trial: an error says what is wrong with its numbers."""
-    if isinstance(run, Run):
-        merit.run_parts(run)
-        parts = [part for one in results_by_preset([run]) for part in preset_parts(one)]
-    else:
-        parts = micro_tables.make_parts([run])
-    formats.render(parts)
+    return formats.render(make_document(read_folder(folder)), form)
 
 
 def make_document(found: FolderContents) -> list[Part]:
@@ -203,7 +192,7 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
     notes = [f"Verified first: output and all gradients of every row beside a serial model; the "
              f"largest relative error is {error:.1g}."]
     smaller = [run for run in runs if not run.configuration["verified_measured_model"]]
-    own = [check.error / check.tolerance for _, _, found in apart for check in found]
+    own = [check.share for _, _, found in apart for check in found]
     looked = sum(bool(found) for _, _, found in apart)
     if smaller:
         notes.append(f"In {len(smaller)} rows that was a smaller model of the same scheme and "

@@ -87,7 +87,7 @@ def collective_bandwidth(run: Run) -> dict[str, float] | None:
         kinds = itertools.compress(COLLECTIVES, copying)
         inside = np.isin(names, [f"{kind} {axis}" for kind in kinds])
         taken = seconds[..., inside].sum(axis=(1, 2, 3)).mean()
-        if moved:
+        if moved and taken:
             found[axis] = float(moved / taken)
     return found
 

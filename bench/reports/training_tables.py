@@ -223,7 +223,7 @@ def _where_time_goes(record: Measurements, seconds: np.ndarray) -> Table:
 
 def _step_notes(record: Measurements) -> list[str]:
     chosen, env = record.configuration, record.environment
-    worst = max(check.error / check.tolerance for check in record.checks)
+    worst = max(check.share for check in record.checks)
     notes = [
         f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads, "
         f"vocabulary {chosen['vocab']}, tied; a batch of {chosen['batch']} x {chosen['seq']} "

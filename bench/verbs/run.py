@@ -282,7 +282,7 @@ def summarize(record: model_run.Run) -> str:
     serial, own = layer_residuals.split_checks(record.checks)
     error = max(check.error for check in serial)
     checked = "a smaller model differs" if own else "differs"
-    worst = max((check.error / check.tolerance for check in own), default=0.0)
+    worst = max((check.share for check in own), default=0.0)
     step = f", residuals up to {worst:.1g} of their tolerance" if own else ""
     return (f"forward {forward:.3g} s, backward {backward:.3g} s, {checked} from serial by "
             f"{error:.1g}{step}")

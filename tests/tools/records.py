@@ -113,8 +113,8 @@ def matmul_record() -> Measurements:
     """A made-up run of ``matmul``."""
     bound = ("median", "low", "high", "confidence")
     ratios = np.array([[0.5, 0.4, 0.6, 0.97], [0.25, 0.2, 0.3, 0.97]])
-    seconds = np.zeros((2, 3, 4))
-    seconds[:, :, 0] = [[0.002, 0.001, 0.001], [0.004, 0.001, 0.001]]
+    seconds = np.full((2, 3, 4), 0.97)
+    seconds[:, :, :3] = np.reshape([0.002, 0.001, 0.001, 0.004, 0.001, 0.001], (2, 3, 1))
     settings = {"form": "abt", "scheme": "3d", "dtype": "float32", "M": 64, "N": 32, "K": 16,
                 "seed": 0, "grid": "2 x 2 x 1", "grid_axes": "x y z", "transport": "mpi",
                 "ended_by": "width", "calls": 7, "one_process_threads": 1,

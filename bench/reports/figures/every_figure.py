@@ -14,7 +14,6 @@ from bench.records.measurements import Measurements
 from bench.reports.figures import (against_ranks, experts, link_sweep, products,
                                    roofline_and_memory, style, time_shares)
 from bench.reports.figures.style import LeftOut
-from bench.reports.paper_tables import show_alone
 
 # The function that draws each figure, and a sentence that describes it, by name.
 FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
@@ -145,7 +144,7 @@ def draw_figures(folder: str | Path,
     if unknown:
         raise UsageError(f"--format {','.join(formats)}: {', '.join(style.METADATA)} would do, "
                          f"with commas between")
-    found = read_folder(folder, show_alone)
+    found = read_folder(folder)
     drawn, left_out = save_drawings(make_drawings(found), found.folder, formats)
     if not drawn and not left_out:
         left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))

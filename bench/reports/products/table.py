@@ -112,7 +112,7 @@ def _notes(record: Measurements, least: float) -> list[str]:
     """State what was counted, measured and computed, and what limits the times."""
     chosen, cores = record.configuration, record.environment["cores"]
     ranks = len(record.scales["rank"])
-    worst = max(check.error / check.tolerance for check in record.checks)
+    worst = max(check.share for check in record.checks)
     notes = [f"Words are counted from shapes by the bucket algorithm; \"=\": those of all ranks "
              f"are the closed form's. Verified, errors at most {100 * worst:.2g} % of the "
              f"tolerance.",

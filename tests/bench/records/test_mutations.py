@@ -10,6 +10,7 @@ from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
 from bench.records import merged, run_file
 from bench.records.folder import read_runs
+from bench.records.measurements import Check
 from bench.reports.comparison import compare_sides
 from bench.reports.paper_tables import format_tables
 from bench.validation.files import check_file
@@ -64,6 +65,13 @@ def test_a_spoiled_file_leaves_itself_alone_out(whole, tmp_path):
     (lambda file: mutate(file, "samples/forward", "", "all nan"), "not greater than 0"),
     (lambda file: file["configuration"].attrs.update(hidden=np.arange(3)), "hidden is no text"),
     (lambda file: file["environment"].attrs.update(cores=0), "cores is 0, which should be"),
+    (lambda file: file["configuration"].attrs.update(keep="nonsense"), "keep is 'nonsense'"),
+    (lambda file: file["configuration"].attrs.update(overlap=np.nan), "overlap is nan"),
+    (lambda file: file["configuration"].attrs.update(recompute="uniform:0"), "recompute is"),
+    (lambda file: mutate(file, "machine/gemm_together", "", "all zero"),
+     "machine/gemm_together has numbers that are not greater than 0"),
+    (lambda file: mutate(file, "machine/gemm_alone", "", "all inf"), "has infinite numbers"),
+    (lambda file: mutate(file, "parts/seconds", "", "all zero"), "parts take no time"),
     (lambda file: file["configuration"].attrs.update(layers=2 ** 40), "layers is")])
 def test_what_is_checked_once_is_named(tmp_path, change, reason):
     path = run_file.write_run(limited(ROW), tmp_path, "a")
@@ -82,3 +90,31 @@ def test_an_array_larger_than_any_memory_is_not_read(tmp_path):
         file["samples"].create_dataset("forward", (2 ** 40, 8), "f8", chunks=(1, 8))
     with pytest.raises(StoreError, match="more than any run"):
         run_file.read_run(path)
+
+
+@pytest.mark.parametrize("record, change, reason", [
+    (matmul_record, lambda file: mutate(file, "measurements/seconds", "", "all zero"),
+     "measurements/seconds has numbers that are not greater than 0"),
+    (matmul_record, lambda file: mutate(file, "verification", "", "missing"),
+     "verification is empty")])
+def test_what_reports_divide_by_is_a_number_to_divide_by(tmp_path, record, change, reason):
+    path = run_file.write_run(record(), tmp_path, "a")
+    with h5py.File(path, "r+") as file:
+        change(file)
+    with pytest.raises(StoreError, match=reason):
+        run_file.read_run(path)
+
+
+def test_a_tolerance_of_zero_is_kept_or_not():
+    assert [Check("", error, 0.0).share for error in (0.0, 1.0)] == [0.0, np.inf]
+    assert Check("", 1.0, 4.0).share == 0.25
+
+
+def test_an_error_of_the_program_is_no_verdict_on_a_file(tmp_path, monkeypatch):
+    """Whatever shows a run may fail; the file is not said to be bad."""
+    def fail(*_):
+        raise ZeroDivisionError("of the program")
+    run_file.write_run(limited(ROW), tmp_path, "a")
+    monkeypatch.setattr("bench.reports.merit_rows.merit_table", fail)
+    with pytest.raises(ZeroDivisionError, match="of the program"):
+        format_tables(tmp_path)
