@@ -93,7 +93,7 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
             waiting = [job for job in jobs if job in queue.jobs]
             job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
             ended = folder / f"ended-{slurm.number_of(job)}"
-            own = ended.read_text(errors="replace").strip() if ended.exists() else ""
+            own = ended.read_text("utf-8", "replace").strip() if ended.exists() else ""
             state, reason = standings.DONE, ""
             if waiting or own != "done":
                 state, reason = standings.describe_job(work, folder, job, queue)
@@ -110,7 +110,7 @@ def _last_lines(work: Work, job: str) -> list[str]:
     """Return the log of a job with its last line; nothing where there is none."""
     found = []
     for log in (work.folder / "logs").glob(f"*-{slurm.number_of(job)}.out"):
-        lines = [" ".join(line.split()) for line in log.read_text(errors="replace").splitlines()]
+        lines = [" ".join(line.split()) for line in log.read_text("utf-8", "replace").splitlines()]
         last = [line for line in lines if line][-1:]
         found.append(": ".join([str(log.relative_to(work.out)), *last]))
     return found
@@ -139,7 +139,7 @@ def standing(work: Work, name: str) -> str:
     """Return how far a training is, and how its last job ended."""
     ended = sorted((work.folder / "runs" / name).glob("ended-*"),
                    key=lambda path: path.stat().st_mtime)
-    last = [path.read_text(errors="replace").strip() for path in ended[-1:]]
+    last = [path.read_text("utf-8", "replace").strip() for path in ended[-1:]]
     return "; ".join([progress(work, name), *(f"its last job: {text}" for text in last)])
 
 

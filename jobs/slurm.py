@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterable
 
+from mm3d.console import CHILDREN_PRINT
+
 LIMIT = 60    # seconds for an answer: sbatch retries a full queue for minutes
 SHORT_LIMIT = 20    # for one about a single job
 
@@ -87,8 +89,9 @@ def run_command(*command: str, limit: float | None = None) -> str:
            if not name.startswith(VARIABLES) or name in KEPT}
     limit = limit or LIMIT
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace",
-                              timeout=limit, env=env, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, encoding=CHILDREN_PRINT,
+                              errors="replace", timeout=limit, env=env,
+                              stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
         raise SlurmError(f"there is no {command[0]} on PATH: is this a login node of a cluster "
                          "with Slurm?") from error

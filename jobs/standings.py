@@ -43,7 +43,7 @@ def locked(work: Work) -> Iterator[None]:
         When the file system of the results has no locks.
     """
     run_file.check_folder(work.folder)
-    with open(work.folder / "lock", "w") as file:
+    with open(work.folder / "lock", "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
@@ -188,9 +188,9 @@ def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
     parts, number = [said], slurm.number_of(job)
     own = folder / f"ended-{number}"
     if own.exists():
-        parts.append(own.read_text(errors="replace").strip())
+        parts.append(own.read_text("utf-8", "replace").strip())
     for log in (work.folder / "logs").glob(f"*-{number}.out"):
-        lines = log.read_text(errors="replace").splitlines()
+        lines = log.read_text("utf-8", "replace").splitlines()
         telling = [line for line in lines if line.startswith(("failed", "error:", "slurmstepd:"))
                    and not line.endswith(", see the log")]
         parts += [" ".join(line.split()) for line in telling[:1]]

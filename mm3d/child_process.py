@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from mm3d.console import CHILDREN_PRINT
+
 GRACE = 10.0     # seconds between SIGTERM and SIGKILL
 ORPHANS = 1.0    # of these at most for processes that have outlived the child
 PR_SET_PDEATHSIG = 1
@@ -66,8 +68,9 @@ def run_child(command: Sequence[str], limit: float | None = None, log: Path | No
     with contextlib.ExitStack() as files:
         # Files and not pipes: a process that keeps a pipe open, in a session of its own, would
         # have to be waited for.
-        out, err = ((files.enter_context(log.open("w+", errors="replace")), None) if log else
-                    (_temporary_file(files), _temporary_file(files)))
+        out, err = ((files.enter_context(log.open(
+            "w+", encoding=CHILDREN_PRINT, errors="replace")), None) if log else (
+                _temporary_file(files), _temporary_file(files)))
         with start_child(command, stdout=out, stderr=err or subprocess.STDOUT,
                          **options) as child:
             try:
@@ -102,8 +105,8 @@ def start_child(command: Sequence[str], *, stdout: int | IO[str] = subprocess.PI
         When the program cannot be started.
     """
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
-        errors="replace", start_new_session=True, env=env, cwd=cwd,
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+        encoding=CHILDREN_PRINT, errors="replace", start_new_session=True, env=env, cwd=cwd,
         preexec_fn=_ask_for_signal() if with_parent else None)
     try:
         yield child
@@ -146,7 +149,8 @@ def _ask_for_signal() -> Callable[[], object] | None:
 
 
 def _temporary_file(files: contextlib.ExitStack) -> IO[str]:
-    return files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+    return files.enter_context(tempfile.TemporaryFile(
+        "w+", encoding=CHILDREN_PRINT, errors="replace"))
 
 
 def _content(file: IO[str]) -> str:

@@ -1,6 +1,7 @@
 """Read the limits that Linux control groups, such as those of a container, set to this process."""
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 
 SELF, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -17,7 +18,7 @@ def group_folders(controller: str) -> list[Path]:
         What is limited: "cpu", "memory".
     """
     found: dict[Path, None] = {}
-    for line in SELF.read_text().splitlines() if SELF.exists() else ():
+    for line in os.fsdecode(SELF.read_bytes()).splitlines() if SELF.exists() else ():
         _, kinds, name = line.split(":", 2)
         if kinds and controller not in kinds.split(","):
             continue
@@ -41,7 +42,8 @@ def _quota(folder: Path) -> float | None:
     """Return the quota of one group; None where it has none."""
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         try:
-            most, period = " ".join((folder / name).read_text() for name in names).split()
+            most, period = " ".join((folder / name).read_text(encoding="ascii")
+                                    for name in names).split()
         except (OSError, ValueError):
             continue
         if most.isdecimal() and int(period) > 0:    # not "max", nor -1

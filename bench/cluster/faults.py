@@ -94,7 +94,7 @@ def _find_node(node: int) -> tuple[Cluster, int]:
         When this is not in the head of a cluster, or there is no such node.
     """
     try:
-        found = json.loads((Path(FOLDER) / DESCRIPTION).read_text())
+        found = json.loads((Path(FOLDER) / DESCRIPTION).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UsageError("faults are made inside an emulated cluster, off its nodes: bench "
                          "cluster -- COMMAND runs COMMAND there") from error

@@ -126,7 +126,7 @@ def build(cluster: Cluster, mpirun: tuple[str, str]) -> None:
     held.connect()
     links.open_ports(cluster)
     (Path(FOLDER) / nodes.DESCRIPTION).write_text(json.dumps(
-        {"cluster": cluster.to_environment(), "processes": held.processes}))
+        {"cluster": cluster.to_environment(), "processes": held.processes}), encoding="utf-8")
 
 
 def write_commands(mpirun: tuple[str, str]) -> None:
@@ -160,7 +160,7 @@ def name_hosts(cluster: Cluster) -> None:
     lines += [f"{cluster.address(node)} {cluster.host_name(node)}"
               for node in range(cluster.nodes)]
     path = Path(FOLDER) / "hosts"
-    path.write_text("\n".join([*lines, ""]))
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     namespaces.mount(str(path), "/etc/hosts", flags=namespaces.MS_BIND)
 
 

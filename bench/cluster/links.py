@@ -163,7 +163,7 @@ def tune_tcp() -> None:
     for name, value in (("tcp_congestion_control", CONGESTION_CONTROL),
                         ("tcp_slow_start_after_idle", "0")):
         try:
-            with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+            with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
                 file.write(value)
         except OSError:
             pass
@@ -173,7 +173,8 @@ def keep_quiet() -> None:
     """Let devices of this namespace have no IPv6, which sends by itself."""
     for which in ("all", "default"):
         try:
-            with open(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "w") as file:
+            with open(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "w",
+                      encoding="ascii") as file:
                 file.write("1")
         except OSError:    # a kernel without IPv6
             continue

@@ -94,7 +94,7 @@ def map_users() -> None:
         return
     for name, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"),
                        ("gid_map", f"0 {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(line)
 
 
@@ -102,9 +102,9 @@ def _map_all(process: int) -> int:
     """Map all users of this namespace to themselves in that of a process; 0 when it is done."""
     try:
         for name in ("uid_map", "gid_map"):
-            with open(f"/proc/self/{name}") as file:
+            with open(f"/proc/self/{name}", encoding="ascii") as file:
                 own = [line.split() for line in file]
-            with open(f"/proc/{process}/{name}", "w") as file:
+            with open(f"/proc/{process}/{name}", "w", encoding="ascii") as file:
                 file.write("".join(f"{inside} {inside} {count}\n" for inside, _, count in own))
         return 0
     except OSError:

@@ -81,7 +81,7 @@ def enter_node(name: str) -> None:
     SystemExit
         When there is no such node.
     """
-    with open(f"{FOLDER}/{DESCRIPTION}") as file:
+    with open(f"{FOLDER}/{DESCRIPTION}", encoding="utf-8") as file:
         found = json.load(file)
     cluster = Cluster.from_environment({VARIABLE: found["cluster"]})
     assert cluster is not None

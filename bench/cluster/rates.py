@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.cluster import faults, namespaces
 from bench.cluster.spec import Cluster, format_unit, parse_rate, RATES, UNLIMITED
 from bench.errors import UsageError
+from mm3d.console import CHILDREN_PRINT
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = 1    # the process that has built the cluster, in whose namespaces the switch is
@@ -41,7 +42,8 @@ def change_links(link: float | None) -> None:
     # A process of its own: this one may have threads, and must stay in its namespaces.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run([sys.executable, "-m", "bench.cluster.rates", rate_text(link)],
-                          env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+                          env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+                          encoding=CHILDREN_PRINT, errors="replace")
     if done.returncode:
         lines = done.stderr.splitlines() or ["no reason is known"]
         raise OSError(f"the links of the emulated cluster cannot be set to {rate_text(link)}: "

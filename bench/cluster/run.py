@@ -16,6 +16,7 @@ from bench.cluster.launchers import find_launcher
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from mm3d import launcher
+from mm3d.console import CHILDREN_PRINT
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0    # seconds that a command has to end after a signal; its job has 15
@@ -134,7 +135,8 @@ def find_mpirun() -> tuple[str, str]:
         mpirun = launcher.mpirun_command(1)[0]
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
-    about = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    about = subprocess.run([mpirun, "--version"], capture_output=True,
+                           encoding=CHILDREN_PRINT, errors="replace").stdout
     found = find_launcher(about)
     if found is None:
         raise UsageError(f"{mpirun} is neither MPICH's nor Open MPI's, which alone start ranks in "

@@ -17,6 +17,7 @@ from typing import Any
 from bench.doctor.census import MARK
 from mm3d import launcher, shared_room
 from mm3d.child_process import run_child
+from mm3d.console import CHILDREN_PRINT
 
 TIMED_OUT = "timeout"    # the status of a child job that a script has ended at its limit
 
@@ -130,7 +131,7 @@ class Facts:
     def read_child_job(self, report: str) -> tuple[list[Any], str]:
         """Read the output of a child job that a script has run: REPORT.out, .err and .status."""
         try:
-            out, err, text = ((self.seen / f"{report}.{end}").read_text(errors="replace")
+            out, err, text = ((self.seen / f"{report}.{end}").read_text(CHILDREN_PRINT, "replace")
                               for end in ("out", "err", "status"))
         except OSError as error:
             return [], f"was not started: {error.filename}: {error.strerror}"

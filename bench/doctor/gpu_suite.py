@@ -18,6 +18,7 @@ from bench.errors import UsageError
 from bench.experiments.gpu.parts import PARTS
 from mm3d import launcher
 from mm3d.child_process import run_child
+from mm3d.console import CHILDREN_PRINT
 
 ROOT = Path(bench.__file__).parents[1]    # where the tests are
 
@@ -157,5 +158,5 @@ def run_steps(steps: Sequence[Step], out: Path) -> Iterator[Outcome]:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line.strip() for line in log.read_text(CHILDREN_PRINT, "replace").splitlines()]
     return next(filter(None, reversed(lines)), "")[:100]

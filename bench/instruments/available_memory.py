@@ -40,7 +40,7 @@ def release_heap() -> None:
 
 def _meminfo_bytes(name: str) -> int | None:
     """Read one of the numbers of ``/proc/meminfo``; None where there is none of this name."""
-    for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
+    for line in MEMINFO.read_text(encoding="ascii").splitlines() if MEMINFO.exists() else ():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return None
@@ -49,10 +49,11 @@ def _meminfo_bytes(name: str) -> int | None:
 def _left(folder: Path, limit: str, use: str, droppable: str) -> int | None:
     """Return what is left of the limit of one control group; None where it has none."""
     try:
-        most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        most, used, stat = ((folder / name).read_text(encoding="ascii").strip()
+                            for name in (limit, use, "memory.stat"))
+        taken, counts = int(used), dict(line.split() for line in stat.splitlines())
     except (OSError, ValueError):
         return None
     if not most.isdecimal():    # "max"
         return None
-    return max(0, int(most) - used + int(counts.get(droppable, 0)))
+    return max(0, int(most) - taken + int(counts.get(droppable, 0)))

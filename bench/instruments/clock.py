@@ -66,7 +66,7 @@ class Clock:
 def _kernel() -> str:
     """Return an identifier that is equal on ranks that share a clock."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
 

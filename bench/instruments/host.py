@@ -131,7 +131,8 @@ def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:
     """
     if cluster is None:
         return {}
-    with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
+    with open("/proc/sys/net/ipv4/tcp_congestion_control",
+              encoding="ascii") as file:
         congestion_control = file.read().strip()
     return {"emulated_cluster": str(cluster), "emulated_nodes": cluster.nodes,
             "emulated_ranks_per_node": cluster.ranks,
@@ -177,7 +178,7 @@ def clock_speeds() -> dict[str, Setting]:
 def _text(path: Path) -> str:
     """Read a file of the system; "" if it does not exist."""
     try:
-        return path.read_text()
+        return path.read_text("utf-8", "replace")
     except OSError:
         return ""
 

@@ -106,7 +106,7 @@ def _open_files(process: Path) -> set[tuple[int, int]]:
 def _mapped_files(process: Path) -> set[tuple[int, int]]:
     """Return device and inode number of each file that a process has mapped."""
     found = set()
-    for line in (process / "maps").read_text(errors="replace").splitlines():
+    for line in os.fsdecode((process / "maps").read_bytes()).splitlines():
         _, _, _, device, number, *_ = line.split(maxsplit=5)
         major, minor = (int(part, 16) for part in device.split(":"))
         found.add((os.makedev(major, minor), int(number)))

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 from pathlib import Path
 
 from mm3d.grid.grid import Grid
@@ -19,7 +20,7 @@ class Resident:
     def mark(self) -> None:
         """Reset the peak."""
         if CLEAR.exists():
-            CLEAR.write_text("5")
+            CLEAR.write_bytes(b"5")
 
     def growth(self) -> float:
         """Return the bytes of the peak since the mark; NaN where the system does not tell."""
@@ -53,6 +54,6 @@ class Footprint:
 
 def _status(name: str) -> float:
     """Read a line of the system's status of this process, in bytes; NaN where there is none."""
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    lines = os.fsdecode(STATUS.read_bytes()).splitlines() if STATUS.exists() else []
     found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return 1024.0 * int(found[0]) if found else math.nan

@@ -83,7 +83,7 @@ def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> float:
     levels: dict[int, dict[str, int]] = {}
     for cache in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
-            level, size, shared = ((cache / name).read_text().strip()
+            level, size, shared = ((cache / name).read_text(encoding="ascii").strip()
                                    for name in ("level", "size", "shared_cpu_list"))
             unit = {"K": 2 ** 10, "M": 2 ** 20}[size[-1]]
             levels.setdefault(int(level), {})[shared] = int(size[:-1]) * unit

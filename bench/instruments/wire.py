@@ -41,7 +41,7 @@ class WireCount:
 def read_counters(device: str = DEVICE, source: Path = DEVICES) -> np.ndarray | None:
     """Return `COUNTERS` of a device of this node since it was made; None if there is none."""
     try:
-        lines = source.read_text().splitlines()
+        lines = source.read_text("utf-8", "replace").splitlines()
     except OSError:
         return None
     for line in lines:

@@ -147,7 +147,7 @@ def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Read the complete entries of a file."""
     found = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text("utf-8", "replace").splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:    # cut short

@@ -37,7 +37,8 @@ TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 @functools.cache
 def machine() -> str:
     """Return what tells this machine from others, in hexadecimal digits."""
-    boot = BOOT.read_text() if BOOT.exists() else ""    # containers of a machine share it
+    # Containers of a machine share it.
+    boot = BOOT.read_text(encoding="ascii") if BOOT.exists() else ""
     return hashlib.blake2b((boot or platform.node()).encode(), digest_size=4).hexdigest()
 
 

@@ -161,8 +161,8 @@ class Watchdog:
             return ", on another node"
         process = int(self.board.numbers[rank, PROCESS])
         try:
-            with open(f"/proc/{process}/stat") as file:
-                state = file.read().rpartition(")")[2].split()[0]
+            with open(f"/proc/{process}/stat", "rb") as file:
+                state = os.fsdecode(file.read()).rpartition(")")[2].split()[0]
         except OSError:
             return f", process {process} is gone"
         return f", process {process} is {'stopped' if state in 'Tt' else f'in state {state}'}"
@@ -172,7 +172,8 @@ class Watchdog:
         complain(f"\n{self.format_report(states)}")
         # If MPI does not end the job, as where the launcher is not reached, this rank ends.  Abort
         # keeps Python's lock meanwhile, so that no thread of Python could see to it.
-        faulthandler.dump_traceback_later(5 * FLUSH_SECONDS, exit=True, file=open(os.devnull, "w"))
+        nothing = open(os.devnull, "wb")
+        faulthandler.dump_traceback_later(5 * FLUSH_SECONDS, exit=True, file=nothing)
         time.sleep(FLUSH_SECONDS)
         self.comm.Abort(1)
 

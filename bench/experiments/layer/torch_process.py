@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
+from mm3d.console import CHILDREN_PRINT
 import mm3d
 from bench.checks.against_serial import build_model
 from bench.errors import UsageError
@@ -51,7 +52,7 @@ class TorchScript:
             try:
                 self._process = subprocess.Popen(
                     [python, str(script), folder, str(launcher.cores())],
-                    env=torch_environment(), text=True,
+                    env=torch_environment(), encoding=CHILDREN_PRINT, errors="replace",
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             except OSError as error:
                 raise UsageError(f"--torch {python}: {error.strerror}") from error

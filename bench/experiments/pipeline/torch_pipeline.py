@@ -20,6 +20,7 @@ from bench.experiments.pipeline.subject import PipelineCase, squared_error
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
 from mm3d import launcher
+from mm3d.console import CHILDREN_PRINT
 from mm3d.training.mesh import Mesh
 
 TIMEOUT = 120.0    # seconds; a rank of PyTorch that waits longer for another ends
@@ -102,7 +103,8 @@ class TorchPipeline:
         self._made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
         self._folder = Path(comm.bcast(self._made and self._made.name))
         if comm.rank == 0:
-            (self._folder / "case.json").write_text(json.dumps(self._describe()))
+            (self._folder / "case.json").write_text(
+                json.dumps(self._describe()), encoding="utf-8")
         np.savez(self._folder / f"rank-{comm.rank}.npz", **subject.arrays())
         comm.Barrier()
         env = torch_environment()
@@ -112,7 +114,8 @@ class TorchPipeline:
         try:
             self._process = subprocess.Popen(
                 [python, torch_stages.__file__, str(self._folder), str(comm.rank)], env=env,
-                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                encoding=CHILDREN_PRINT, errors="replace",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self.about = self._process.stdout.readline().strip()
             if not self.about:
                 problem = (f"--torch {python} could not execute the pipeline, as it says above: "

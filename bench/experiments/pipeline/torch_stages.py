@@ -218,7 +218,7 @@ def main(folder: str, rank: str) -> None:
     """Execute a step for each line of standard input, until it ends."""
     import torch
     import torch.distributed
-    case = json.loads((Path(folder) / "case.json").read_text())
+    case = json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))
     torch.set_num_threads(case["threads"])
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=int(rank),

@@ -182,7 +182,7 @@ def main(folder: str, threads: str) -> None:
     """Train, and print what is measured."""
     import torch
     torch.set_num_threads(int(threads))
-    case = json.loads((Path(folder) / "case.json").read_text())
+    case = json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))
     with np.load(Path(folder) / "case.npz") as found:
         arrays = dict(found)
     steps, held_out = (torch.from_numpy(arrays.pop(name).astype(np.int64))

@@ -14,6 +14,7 @@ from bench.experiments.layer.torch_process import torch_environment
 from bench.experiments.training import torch_parallel
 from bench.instruments.clock import wait_patiently
 from mm3d import launcher
+from mm3d.console import CHILDREN_PRINT
 
 TIMEOUT = 300.0    # seconds; a rank of PyTorch that waits longer for another ends
 KINDS = tuple(torch_parallel.KINDS)
@@ -53,7 +54,8 @@ class TorchGroup:
         self._made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
         self._folder = comm.bcast(self._made and self._made.name)
         if comm.rank == 0:
-            Path(self._folder, "case.json").write_text(json.dumps({**case, "timeout": TIMEOUT}))
+            Path(self._folder, "case.json").write_text(
+                json.dumps({**case, "timeout": TIMEOUT}), encoding="utf-8")
             np.savez(Path(self._folder, "case.npz"), **arrays)
         comm.Barrier()
         try:
@@ -73,7 +75,8 @@ class TorchGroup:
                      str(ranks), str(max(1, launcher.cores() // ranks))]
             try:
                 process = self._processes[kind] = subprocess.Popen(
-                    words, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                    words, env=env, encoding=CHILDREN_PRINT, errors="replace",
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 self.about[kind] = process.stdout.readline().strip()
                 if not self.about[kind]:
                     problem = (f"--torch {python} could not train by --torch-parallel {kind}, as "

@@ -189,7 +189,7 @@ def main(folder: str, kind: str, rank: str, ranks: str, threads: str) -> None:
     import torch
     import torch.distributed
     torch.set_num_threads(int(threads))
-    case = json.loads((Path(folder) / "case.json").read_text())
+    case = json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))
     torch.set_default_dtype(getattr(torch, case["dtype"]))
     with np.load(Path(folder) / "case.npz") as found:
         arrays = dict(found)

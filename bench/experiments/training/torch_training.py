@@ -17,6 +17,7 @@ from bench.experiments.training.plain_gpt import State
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text
 from mm3d import launcher
+from mm3d.console import CHILDREN_PRINT
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def check_interpreter(python: str) -> None:
     """Raise UsageError, with what it says, for an interpreter without torch or numpy."""
     try:
         done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
-                              text=True, capture_output=True)
+                              encoding=CHILDREN_PRINT, errors="replace", capture_output=True)
     except OSError as error:
         raise UsageError(f"--torch {python}: {error.strerror}") from error
     if done.returncode:
@@ -97,7 +98,8 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
         history = History()
         try:
             process = subprocess.Popen([python, str(script), folder, str(launcher.cores())],
-                                       env=torch_environment(), text=True, stdout=subprocess.PIPE)
+                                       env=torch_environment(), encoding=CHILDREN_PRINT,
+                                       errors="replace", stdout=subprocess.PIPE)
         except OSError as error:
             raise UsageError(f"--torch {python}: {error.strerror}") from error
         with process:
@@ -128,7 +130,8 @@ def write_case(folder: Path, plan: Plan, text: Text, state: State, steps: int,
                                    plan.layers)
     (folder / "case.json").write_text(json.dumps(
         {**plan.settings(), "rates": [plan.rate(step) for step in range(steps)],
-         "validated": sorted(validated), "routing": routing, "microbatches": microbatches}))
+         "validated": sorted(validated), "routing": routing, "microbatches": microbatches}),
+        encoding="utf-8")
 
 
 def joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:

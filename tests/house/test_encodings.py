@@ -1,0 +1,62 @@
+"""Text is read and written in an encoding that the call names, so that no locale changes it."""
+import ast
+import functools
+
+import pytest
+
+from support import ROOT
+
+FILES = [path for package in ("mm3d", "bench", "jobs") for path in (ROOT / package).rglob("*.py")]
+BINARY = {"os.open", "h5py.File.open", "webbrowser.open"}
+TEXT = {"open", "read_text", "write_text", "fdopen", "TextIOWrapper", "TemporaryFile",
+        "NamedTemporaryFile"}
+BYTES = {"TemporaryFile", "NamedTemporaryFile"}    # by default
+OWN = {"read_text"}    # of `bench.text_files` and of trainings, called by that name alone
+
+
+def left_to_the_locale(tree: ast.Module) -> set[int]:
+    """The lines with calls that read or write text without naming its encoding."""
+    found = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        whole = ast.unparse(call.func)
+        name = whole.rpartition(".")[2]
+        words = {word.arg: word.value for word in call.keywords}
+        literal = {value.value for value in (*call.args, *words.values())
+                   if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+        modes = {text for text in literal if text and set(text) <= set("rwxabt+")}
+        binary = any("b" in mode for mode in modes) or name in BYTES and not modes
+        text = (name in TEXT and whole not in BINARY | OWN and not binary
+                or {"text", "universal_newlines", "errors"} & words.keys()
+                and name in {"run", "Popen", "check_output"})
+        named = "encoding" in words or name == "read_text" and call.args
+        if text and not named:
+            found.add(call.lineno)
+    return found
+
+
+@functools.cache
+def all_found() -> list[str]:
+    return [f"{path.relative_to(ROOT)}:{line}" for path in FILES
+            for line in sorted(left_to_the_locale(ast.parse(path.read_text(encoding="utf-8"))))]
+
+
+def test_no_text_is_left_to_the_locale():
+    assert len(FILES) > 100 and not all_found()
+
+
+@pytest.mark.parametrize("source", [
+    "open(path)", "open(path, 'w')", "path.open()", "path.read_text(errors='replace')",
+    "path.write_text(text)", "subprocess.run(words, text=True)", "os.fdopen(3, 'w')",
+    "subprocess.Popen(words, errors='replace')", "tempfile.TemporaryFile('w+')",
+    "io.TextIOWrapper(raw)", "os.fdopen(3)"])
+def test_what_is_left_to_the_locale_is_seen(source):
+    assert left_to_the_locale(ast.parse(source))
+
+
+@pytest.mark.parametrize("source", [
+    "open(path, 'rb')", "open(path, mode='xb')", "os.open(path, flags)", "path.open('rb')",
+    "open(path, encoding='utf-8')", "path.read_text('utf-8', 'replace')", "path.read_bytes()",
+    "subprocess.run(words)", "tempfile.TemporaryFile()", "read_text(path, what, remedy)",
+    "subprocess.run(words, text=True, encoding='utf-8', errors='replace')"])
+def test_what_names_its_encoding_is_not(source):
+    assert not left_to_the_locale(ast.parse(source))
