@@ -88,6 +88,30 @@ def is_verified(kind: str) -> bool:
     return load().get(kind, {}).get("verified", False)
 
 
+def check_needs(kind: str, found: Mapping[str, Any]) -> None:
+    """Check that a record of this kind has what its readers need because it has something else.
+
+    Parameters
+    ----------
+    kind : str
+        The kind of the record.
+    found : mapping
+        All settings, of the machine too, and variables, by name.
+
+    Raises
+    ------
+    ValueError
+        When something is missing.
+    """
+    for name, needed in load().get(kind, {}).get("needs", {}).items():
+        value = found.get(name)
+        if value is None or isinstance(value, str) and value in ("", "none"):
+            continue
+        for other in needed.split():
+            if other not in found:
+                raise ValueError(f"{other} is missing, which belongs to {name}")
+
+
 def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[str, Any]) -> None:
     """Check dimensions, labels and numbers of a group of this kind; of any if it is unknown.
 
@@ -127,6 +151,8 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
                 variable.values)
             if (numbers <= 0).any():
                 raise ValueError(f"{name} has numbers that are not greater than 0")
+        if name in known.get("spent", "").split() and not (variable.values.sum(axis=-1) > 0).all():
+            raise ValueError(f"{name} has some whose parts take no time")
 
 
 def check_numbers(name: str, values: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Mapping, Sequence
 import h5py
 import numpy as np
 
-from bench.records import kinds
+from bench.records import kinds, texts
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
@@ -138,6 +138,8 @@ def parse_measurements(file: h5py.File, kind: str) -> Measurements:
         raise ValueError("verification is empty")
     if "grid" in run.configuration:
         grid_shape(run.configuration)
+    kinds.check_needs(kind, {**run.environment, **run.configuration, **run.variables})
+    texts.check_texts(kind, run)
     return run
 
 

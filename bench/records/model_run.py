@@ -6,6 +6,7 @@ from datetime import datetime, timezone
 import h5py
 import numpy as np
 
+from bench.records import texts
 from bench.records.measurements import (Check, Group, Setting, fill_group, grid_shape,
                                         parse_checks, parse_created, parse_group, read_attribute,
                                         read_labels, read_numbers, read_settings, write_dataset,
@@ -208,12 +209,10 @@ def _check_shapes(run: Run) -> None:
         if not (seconds.size and (seconds > 0).all()):
             raise ValueError(f"samples/{phase} has times that are not greater than 0, or no "
                              f"numbers")
-    if "parts" in run.groups and not (
-            run.groups["parts"].variables["seconds"].values.sum(axis=-1) > 0).all():
-        raise ValueError("parts/seconds has a phase whose parts take no time")
     if not run.checks:
         raise ValueError("verification is empty")
     GridShape.parse(str(run.configuration["grid"]), str(run.configuration["grid_axes"]))
+    texts.check_texts("model", run)
 
 
 def _directions(file: h5py.Group) -> tuple[str, ...]:

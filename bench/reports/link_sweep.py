@@ -10,7 +10,8 @@ import numpy as np
 from bench.cases.paper import HEADINGS, TITLES
 from bench.cases.variants import recorded_variant
 from bench.cluster.spec import Cluster, RATES, format_unit
-from bench.prediction.machine_model import load_machine
+from bench.errors import UsageError
+from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import place_trace
 from bench.prediction.similarity import emulating_machine, split_seconds
 from bench.records.measurements import Measurements
@@ -33,7 +34,7 @@ class Curve:
     seconds : ndarray
         Seconds a sequence of whole steps, (links, repetitions).
     predicted : ndarray
-        Predicted seconds a sequence, of each link.
+        Predicted seconds a sequence, of each link; NaN where the machine is not known here.
     work : float
         Seconds a sequence that ranks wait for their work.
     """
@@ -91,16 +92,27 @@ def read_curves(record: Measurements) -> list[Curve]:
     """Read the plans of a record, with what is predicted of them."""
     samples = record.variables["samples"].values.sum(axis=2)    # forward and backward
     work = record.variables["work"].values.sum(axis=1)
+    machine, _ = find_machine(record)
     found = []
     for at, label in enumerate(record.scales["plan"]):
         batch = parse_label(label).batch
-        found.append(Curve(label, samples[at] / batch, predict_links(record, label) / batch,
-                           work[at] / batch))
+        found.append(Curve(label, samples[at] / batch,
+                           predict_links(record, label, machine) / batch, work[at] / batch))
     return found
 
 
-def predict_links(record: Measurements, label: str) -> np.ndarray:
+def find_machine(record: Measurements) -> tuple[Machine | None, str]:
+    """Return the machine whose seconds ranks waited for; None, and why, if it is not here."""
+    try:
+        return load_machine(str(record.configuration["waited_machine"])), ""
+    except UsageError as error:    # a file of who measured
+        return None, str(error)
+
+
+def predict_links(record: Measurements, label: str, machine: Machine | None) -> np.ndarray:
     """Predict the seconds of a step of a plan at each rate, of which nothing was measured."""
+    if machine is None:
+        return np.full(len(record.scales["link"]), np.nan)
     chosen, cluster = record.configuration, Cluster.parse(
         str(record.environment["emulated_cluster"]))
     plan = parse_label(label)
@@ -111,7 +123,6 @@ def predict_links(record: Measurements, label: str) -> np.ndarray:
         options=variant.options(plan.scheme), causal=variant.causal,
         recompute=str(chosen["recompute"]), batch=plan.batch,
         **{name: int(chosen[name]) for name in SIZES}), grid, plan.order)
-    machine = load_machine(str(chosen["waited_machine"]))
     crowding = int(record.environment["ranks"]) / int(record.environment["cores"])
     found = []
     for link in read_links(record):
@@ -284,6 +295,8 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     overlap = any(parse_label(label).overlap for one in records for label in one.scales["plan"])
     return [
         *map(_waits, records),
+        *(f"NOT PREDICTED: {why}." for why in dict.fromkeys(
+            find_machine(one)[1] for one in records) if why),
         f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
         f"order; forward and backward by their makespans. All plans were verified with the serial "
         f"scheme first." + " Fewer than six repetitions give no 95 % interval." * (count < 6),

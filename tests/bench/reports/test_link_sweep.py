@@ -57,6 +57,13 @@ def test_tables(record):
     assert all((np.diff(one.predicted) < 0).all() for one in curves)
 
 
+def test_a_machine_that_is_not_here_leaves_its_predictions_out(record):
+    record.configuration["waited_machine"] = "gone.toml"
+    text = " ".join(render(link_sweep.sweep_parts([record])).split())
+    assert "NOT PREDICTED: machine file gone.toml" in text
+    assert "1-D 4, batch 24 overtakes" in text
+
+
 def test_what_overlap_hides(record):
     """Of 4 seconds, half of it work, 1.5 s are hidden of 2 that could be."""
     values = record.variables["samples"].values.copy()
@@ -76,7 +83,8 @@ def test_what_overlap_hides(record):
 
 def test_predictions_know_the_placement(record):
     """The words along x and along y differ, so it matters which of them stays in a node."""
-    inside_x, inside_y = (link_sweep.predict_links(record, f"3d 4x2x1 {order} 24")
+    machine, _ = link_sweep.find_machine(record)
+    inside_x, inside_y = (link_sweep.predict_links(record, f"3d 4x2x1 {order} 24", machine)
                           for order in ("zyx", "zxy"))
     assert (abs(inside_x[:2] / inside_y[:2] - 1) > 0.02).all()
 
