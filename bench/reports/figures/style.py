@@ -4,7 +4,7 @@ import io
 import itertools
 import math
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -74,17 +74,29 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     LeftOut
         When results are missing.
     NotDrawn
-        When it cannot be drawn, for whatever reason that a library may have.
+        When matplotlib or the system fails.  Errors of `make`, which are errors of the program,
+        stay what they are.
     """
     image = io.BytesIO()
-    try:
-        with figure_style():
-            make().savefig(image, format=form, metadata=METADATA[form], **options)
-    except LeftOut:
-        raise
-    except Exception as error:
-        raise NotDrawn(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+    with ExitStack() as stack:
+        # The border: a library may fail in any way where it reads its settings, fonts and style,
+        # and where it lays out and writes; between them only as it is imported and reads files.
+        with _not_drawn(Exception):
+            stack.enter_context(figure_style())
+        with _not_drawn(ImportError, OSError):
+            figure = make()
+        with _not_drawn(Exception):
+            figure.savefig(image, format=form, metadata=METADATA[form], **options)
     return image.getvalue()
+
+
+@contextmanager
+def _not_drawn(*errors: type[Exception]) -> Iterator[None]:
+    """Return a context in which these errors become NotDrawn, in one line."""
+    try:
+        yield
+    except errors as error:
+        raise NotDrawn(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:

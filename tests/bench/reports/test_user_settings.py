@@ -103,20 +103,47 @@ def test_variables_and_settings_of_a_program_stay(monkeypatch):
     assert os.environ["MPLBACKEND"] == "svg" and "MATPLOTLIBRC" not in os.environ
 
 
-def broken(*_):
-    raise RuntimeError("no\n  letters")
+class Unwritable:
+    """A figure that matplotlib cannot write."""
+
+    def savefig(self, *_, **__):
+        raise RuntimeError("no\n  letters")
+
+
+def wrong(*_):
+    raise ZeroDivisionError("of the program")
 
 
 def test_a_figure_that_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys):
     """The others are drawn, and what is printed and written beside them is not lost."""
     write_all(tmp_path)
-    monkeypatch.setitem(every_figure.FIGURES, "roofline", (broken, ""))
+    monkeypatch.setitem(every_figure.FIGURES, "roofline", (lambda _: Unwritable(), ""))
     write_tables_and_figures(tmp_path)
     outcome = [line for line in capsys.readouterr().out.splitlines() if "drawn: " in line]
     assert [line for line in outcome if line.startswith("not drawn: roofline")] == [
         "not drawn: roofline-laptop: RuntimeError: no letters"]
     assert len(outcome) == len(every_figure.FIGURES) and (tmp_path / "tables.txt").exists()
     assert "RuntimeError: no letters" in page.write_page(tmp_path).read_text()
+
+
+def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch, capsys):
+    """Only the end of a run that has measured goes on, after it is printed."""
+    write_all(tmp_path)
+    monkeypatch.setitem(every_figure.FIGURES, "average-step-time", (wrong, ""))
+    for draw_all in (lambda: main(["plot", str(tmp_path)]), lambda: page.write_page(tmp_path)):
+        with pytest.raises(ZeroDivisionError, match="of the program"):
+            draw_all()
+    capsys.readouterr()
+    write_tables_and_figures(tmp_path)
+    assert "ZeroDivisionError: of the program" in capsys.readouterr().err
+    assert (tmp_path / "tables.txt").exists()
+
+
+def test_a_style_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(style.resources, "files", lambda _: tmp_path)    # without a style file
+    assert main(["cube", str(tmp_path / "a.png")]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("not drawn: ") and len(said.out.splitlines()) == 1
 
 
 @pytest.mark.parametrize("where, why", [("/dev/null/a.png", "Not a directory"),
