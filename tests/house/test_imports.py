@@ -30,6 +30,8 @@ NARROWER = {
     "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
+                      # whose parsers read the texts of a record
+                      "bench.cluster", "mm3d.schemes", "mm3d.training",
                       "mm3d.grid", "mm3d.tracing"},
     "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.text_files", "bench.prediction",
              "bench.records", "bench.reports", "bench.command_line", "bench.verbs", "bench.mpi"}}
