@@ -32,23 +32,22 @@ def measured_environment(backend: str, comm) -> dict[str, Setting]:
 def take_samples(sample: Callable[[], float], limits: timing.Limits,
                  comm) -> tuple[list[float], str]:
     """Take samples until the limits are reached; return them and the limit that ended them."""
-    found: list[float] = []
-    repetitions = timing.Repetitions(limits, comm, lambda: [median_interval(found)])
-    for _ in repetitions:
-        found.append(sample())
-    return found, repetitions.ended_by
+    found, ended_by = take_samples_in_turns([sample], limits, 0, comm)
+    return [*found[0]], ended_by
 
 
 def take_samples_in_turns(samples: Sequence[Callable[[], float]], limits: timing.Limits, seed: int,
-                          comm) -> np.ndarray:
+                          comm) -> tuple[np.ndarray, str]:
     """Take one sample of each in every round, in random order, until the limits are reached.
 
     Every rank calls this.  The rounds end when the intervals of all are narrow enough.
 
     Returns
     -------
-    ndarray
+    samples : ndarray
         The samples, (functions, rounds).
+    ended_by : str
+        The limit that ended the rounds.
     """
     found: list[np.ndarray] = []
     order = np.random.default_rng(seed)
@@ -59,7 +58,7 @@ def take_samples_in_turns(samples: Sequence[Callable[[], float]], limits: timing
         for index in order.permutation(len(samples)):
             row[index] = samples[index]()
         found.append(row)
-    return np.transpose(found).copy()
+    return np.transpose(found).copy(), repetitions.ended_by
 
 
 def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
@@ -98,10 +97,10 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
     return lambda: span(many) / many
 
 
-def pad_samples(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
+def pad_samples(samples: Sequence[Sequence[float]], shape: tuple[int, ...]) -> np.ndarray:
     """Join samples of points, in row-major order, in one array padded with NaN."""
     most = max(map(len, samples))
-    rows = [found + [math.nan] * (most - len(found)) for found in samples]
+    rows = [[*found, *[math.nan] * (most - len(found))] for found in samples]
     return np.array(rows).reshape(*shape, most)
 
 

@@ -14,7 +14,7 @@ from bench.experiments.products import operands, wire_bytes
 from bench.instruments import least_squares
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_order,
-                                        measured_environment, pad_samples, take_samples)
+                                        measured_environment, pad_samples, take_samples_in_turns)
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
@@ -26,7 +26,7 @@ TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in 
 LIMITS = Limits(7, 30, 1.0)    # by default
 
 Step = operands.CollectiveCall
-Repeat = Callable[[Step], tuple[list[float], str]]
+Repeat = Callable[[Sequence[Step]], tuple[Sequence[Sequence[float]], str]]
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class Sampled:
 
     Attributes
     ----------
-    seconds : list of float
+    seconds : sequence of float
         Samples of the makespan, in seconds.
     ended_by : str
-        The limit that ended them.
+        The limit that ended them, and those of MPI's own call.
     moved : int
         Bytes counted on the busiest rank.
     check : Check
         The comparison of the result with the exact one.
-    plain : list of float
-        Samples of MPI's own call for it; empty where it was not measured.
+    plain : sequence of float
+        As many samples of MPI's own call for it; empty where it was not measured.
     """
 
-    seconds: list[float]
+    seconds: Sequence[float]
     ended_by: str
     moved: int
     check: Check
@@ -111,7 +111,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     """Measure every collective along every direction of `grid` that has two ranks or more.
 
     All lines of a direction communicate at the same time, as they do in the algorithms.  Each
-    result is first compared with the exact one.
+    result is first compared with the exact one.  The collective and MPI's own call take turns, so
+    that what else the machine does slows both.
 
     Parameters
     ----------
@@ -147,14 +148,14 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     axes, clock = communicating_directions(grid), Clock(comm)
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
-        def repeat(step: Step) -> tuple[list[float], str]:
-            return take_samples(makespans(step, comm, grid.backend.synchronize, clock), limits,
-                                comm)
-        found = measure_collective(grid, axis, kind, (size // itemsize,), dtype, repeat)
-        if not grid.backend.host_buffers:    # MPI may not take a device's
-            return found
-        call = operands.plain_call(grid[axis].comm, kind, size // itemsize, dtype)
-        return replace(found, plain=repeat(call)[0])
+        def repeat(steps: Sequence[Step]) -> tuple[np.ndarray, str]:
+            samples = [makespans(step, comm, grid.backend.synchronize, clock) for step in steps]
+            together = replace(limits, max_seconds=limits.max_seconds * len(steps))
+            return take_samples_in_turns(samples, together, seed, comm)
+        # MPI may not take the arrays of a device.
+        beside = ([operands.plain_call(grid[axis].comm, kind, size // itemsize, dtype)]
+                  if grid.backend.host_buffers else [])
+        return measure_collective(grid, axis, kind, (size // itemsize,), dtype, repeat, beside)
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
     found = measure_in_random_order(points, seed, measure, progress)
@@ -170,7 +171,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
 
 
 def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,
-                       repeat: Repeat) -> Sampled:
+                       repeat: Repeat, beside: Sequence[Step] = ()) -> Sampled:
     """Verify one collective along a direction, and take its samples.
 
     The terms of a reduce-scatter lie where products put them; the time that a product takes to
@@ -187,7 +188,9 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     dtype : str
         The dtype of the array.
     repeat : callable
-        Takes the samples of a step; returns them and the limit that ended them.
+        Takes the samples of steps; returns those of each and the limit that ended them.
+    beside : sequence of callable, optional
+        MPI's own call for it, where that is to be measured too.
 
     Raises
     ------
@@ -205,8 +208,8 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     if kind == "reduce_scatter":
         del a, step
         step = _summed_zeros(split, shape, dtype)
-    seconds, ended_by = repeat(step)
-    return Sampled(seconds, ended_by, moved, check)
+    (seconds, *plain), ended_by = repeat([step, *beside])
+    return Sampled(seconds, ended_by, moved, check, *plain)
 
 
 def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
@@ -231,10 +234,10 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
     lines = lines.reshape(*shape[:2], 3)
     plain = {}
     if all(len(one.plain) for one in found):
-        alone = pad_samples([[*one.plain] for one in found], shape)
+        alone = pad_samples([one.plain for one in found], shape)
         plain = {"mpi_samples": Variable(alone, "s", (*dims, "mpi_repetition")),
                  "mpi_seconds": Variable(np.array([
-                     median_interval([*one.plain]) for one in found]).reshape(*shape, 4), "s",
+                     median_interval(one.plain) for one in found]).reshape(*shape, 4), "s",
                      (*dims, "bound"))}
         scales = {**scales, "mpi_repetition": range(alone.shape[-1])}
     copying = ~operands.left_in_place(settings["transports"], scales["collective"])

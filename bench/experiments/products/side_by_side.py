@@ -220,7 +220,7 @@ def _sample_in_turns(problems: Sequence[Problem], limits: Limits, seed: int,
         calls = [makespans(problem.forward, problem.grid.comm, problem.grid.backend.synchronize,
                            Clock(problem.grid.comm)) for problem in problems]
         together = replace(limits, max_seconds=limits.max_seconds * len(problems))
-        samples = take_samples_in_turns(calls, together, seed, comm)
+        samples, _ = take_samples_in_turns(calls, together, seed, comm)
         again = []
         for problem in problems:
             found = check_results(problem, problem.forward(), seed + 1)

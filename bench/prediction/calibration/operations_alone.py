@@ -245,7 +245,7 @@ def measure_collectives(comm, cluster: Cluster | None = None,
             for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster, fitting):
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
-                    lambda step: take(step, (kind, size, stride, pieces, length)))
+                    lambda steps: take(*steps, (kind, size, stride, pieces, length)))
                 found[kind, size, stride, pieces, length] = comm.bcast(measured.seconds)
         grid.free()
     return found

@@ -4,8 +4,10 @@ import pytest
 
 from bench.checks import freivalds, operation
 from bench.errors import WrongResult
+from bench.experiments.products import collectives
 from bench.experiments.products.problem import Problem, Replay, WholeProduct, product_grid
 from bench.instruments import least_squares
+from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import micro_tables
@@ -266,6 +268,27 @@ def test_collectives(tmp_path):
     assert any("mpi_seconds" in line for line in check_derived(run))
     assert run.variables["beta"].units == "s byte-1"
     assert "transport" in done.stdout
+
+
+@pytest.mark.ranks(2)
+def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch):
+    """The rounds of both end where the intervals of both are narrow."""
+    made, taken = [], []
+
+    def makespans(step, *more):
+        made.append(step)
+        side, drawn = len(made) % 2, iter([1, 9, *[5] * 30])    # plain MPI's vary at first
+        return lambda: taken.append(side) or 1e-6 * (5 if side else next(drawn))
+    monkeypatch.setattr(collectives, "makespans", makespans)
+    record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64],
+                                             limits=Limits(2, 30, 60))
+    rounds = np.reshape(taken, (len(COLLECTIVES), -1, 2))
+    assert rounds.shape[1] > 2 and (rounds.sum(axis=-1) == 1).all()
+    assert (rounds[..., 0] != rounds[0, 0, 0]).any()    # in random order
+    if record is not None:
+        found = {name: variable.values for name, variable in record.variables.items()}
+        assert found["ended_by_width"].all()
+        assert found["samples"].shape == found["mpi_samples"].shape == (1, 6, 1, rounds.shape[1])
 
 
 @pytest.mark.ranks(4)
