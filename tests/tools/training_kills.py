@@ -3,12 +3,17 @@
 After each kill, of all processes at once or of one rank, what the history says of every step must
 be, to the bit, what a training says that was never killed, and at last the newest checkpoints are
 the same.  A job of which one rank was killed must end by itself within 10 seconds.
+
+Where a folder can be mounted, the jobs have a /dev/shm of their own.  A job that was not killed
+leaves it empty, and what others leave there, ``bench doctor --clean`` finds.  A training that has
+come to its end leaves nothing of the checkpoints that were being written.
 """
 import argparse
 import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,26 +25,32 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from bench.instruments.leftover_memory import abandoned_segments, remove_segments
 from mm3d import launcher
 from mm3d.checkpoints.folder import checkpoints
 from support import ROOT, clean_environment
 
 STEPS, PATIENCE = 60, 10.0    # the latter in seconds
 OPTIONS = ("--layers", "2", "--hidden", "16", "--heads", "2", "--batch", "4", "--seq", "8",
-           "--steps", str(STEPS), "--warmup", "5", "--dropout", "0.1", "--scheme", "serial",
+           "--steps", str(STEPS), "--warmup", "5", "--dropout", "0.1",
            "--data", "2", "--zero", "2", "--microbatches", "2", "--save-every", "3",
            "--validate-every", "7")
+SCHEMES = {2: "serial", 4: "1d"}    # by the number of ranks
+MOUNT = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
 
 
 class Job:
-    """A training on two ranks in a folder."""
+    """A training on some ranks in a folder, with the folder beside it as /dev/shm."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ranks: int):
         self.folder, self.history = folder, folder / "saved" / "history.jsonl"
         self.output = open(folder.with_suffix(".log"), "w+")
-        command = launcher.mpirun_command(
-            2, sys.executable, "-m", "bench", "train", *OPTIONS, "--checkpoints",
-            str(folder / "saved"), "--out", str(folder / "out"))
+        mount = [*MOUNT, str(memory_of(folder))]
+        can_mount = shutil.which(mount[0]) and not subprocess.run(
+            [*mount, "true"], stderr=subprocess.DEVNULL).returncode
+        command = mount * bool(can_mount) + launcher.mpirun_command(
+            ranks, sys.executable, "-m", "bench", "train", *OPTIONS, "--scheme", SCHEMES[ranks],
+            "--checkpoints", str(folder / "saved"), "--out", str(folder / "out"))
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=clean_environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT)
@@ -97,6 +108,22 @@ class Job:
         return found
 
 
+def memory_of(folder: Path) -> Path:
+    """Return the folder that jobs of a training have as /dev/shm."""
+    found = folder.with_suffix(".shm")
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def remove_what_is_left(folder: Path) -> int:
+    """Remove the shared memory of killed jobs, and see that nothing else is left; its segments."""
+    memory = memory_of(folder)
+    removed = len(remove_segments(abandoned_segments(memory)))
+    left = [*memory.iterdir(), *(folder / "saved").glob(".step-*")]
+    assert not left, left
+    return removed
+
+
 def arrays(folder: Path) -> dict[str, np.ndarray]:
     """All arrays of the newest checkpoint, by h5py alone."""
     found = {}
@@ -120,20 +147,21 @@ def kill_at_some_moment(job: Job, draw: random.Random, begins: float) -> tuple[b
     return job.kill(all_of_it=not one), one
 
 
-def train_and_kill(folder: Path, kills: int, seed: int = 0) -> dict[str, float]:
+def train_and_kill(folder: Path, kills: int, seed: int = 0, ranks: int = 2) -> dict[str, float]:
     """Kill trainings so many times; return what happened."""
     draw, count, slowest = random.Random(seed), Counter(), 0.0
     folder.mkdir(exist_ok=True)
-    whole, begin = Job(folder / "whole"), time.monotonic()
+    whole, begin = Job(folder / "whole", ranks), time.monotonic()
     whole.wait_for_lines(1)
     begins = time.monotonic() - begin
     assert whole.wait() == 0, (folder / "whole.log").read_text()
+    assert not remove_what_is_left(folder / "whole")
     expected = {json.dumps(line) for line in whole.lines()}
     weights = arrays(folder / "whole" / "saved")
     while count["kills"] < kills:
         own, status = folder / f"killed{count['complete']}", 1
         while status:
-            job = Job(own)
+            job = Job(own, ranks)
             dead = one = False
             if count["kills"] < kills:
                 dead, one = kill_at_some_moment(job, draw, begins)
@@ -151,6 +179,7 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0) -> dict[str, float]:
         assert found.keys() == weights.keys() and all(
             np.array_equal(a, weights[name]) for name, a in found.items())
         count["complete"] += 1
+        count["segments left"] += remove_what_is_left(own)
         count["steps"] += sum("loss" in line for line in last)
     return {**count, "slowest end": round(slowest, 1)}
 
@@ -159,8 +188,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2, choices=SCHEMES)
     given = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
-        print(train_and_kill(Path(made), given.kills, given.seed))
+        print(train_and_kill(Path(made), given.kills, given.seed, given.ranks))
     print(f"{time.monotonic() - start:.0f} s")
