@@ -9,12 +9,14 @@ does without where there is no room, but ranks crash that share what is left for
 """
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import site
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 FOLDER = "/dev/shm"
 TRANSPORTS = "UCX_TLS"    # names those of UCX
@@ -36,6 +38,26 @@ def free_bytes(folder: str = FOLDER) -> tuple[int, int]:
         return 0, 0
     found = os.statvfs(folder)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def bytes_of_siblings(folder: str = FOLDER) -> int:
+    """Return how much of a folder is taken by files that other children of this process' parent,
+    such as the ranks that a launcher has started with this one, have mapped."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getppid() and process.name != str(os.getpid()):
+                found |= {line.split(maxsplit=5)[5] for line in
+                          (process / "maps").read_text().splitlines()
+                          if f" {folder}/" in line}
+        except OSError:    # it has just ended, or is another user's
+            continue
+    taken = 0
+    for path in found:
+        with contextlib.suppress(OSError):    # all who need it have it
+            taken += os.stat(path).st_blocks * 512
+    return taken
 
 
 def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ,
@@ -78,6 +100,9 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
     need = _taken(ranks, int(cells))
     total, free = free_bytes(folder)
     if (free if first else total) >= need:
+        return ""
+    # Ranks of the same job that have begun before the first have taken some of their own room.
+    if total >= need and free + bytes_of_siblings(folder) >= need:
         return ""
     has = "is not there, or cannot be written"
     if total:

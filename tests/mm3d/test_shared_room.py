@@ -1,6 +1,9 @@
 """What MPICH takes of /dev/shm, from made-up sizes and from a real folder that is small."""
+import contextlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -78,6 +81,31 @@ def test_the_first_rank_of_a_node_counts_what_other_jobs_have_left(folder, free,
     assert not shared_room.lack(8, more)
 
 
+def test_the_first_rank_counts_room_that_ranks_of_its_job_have_taken(folder, tmp_path):
+    """They may be faster, and would wait for it for ever if it ended."""
+    folder(9 << 20, 8 << 20)
+    said = shared_room.lack(8, {}, str(tmp_path), first=True)
+    assert "need 8.5 MB" in said
+    with sibling(tmp_path / "mpich_shm_1_0", 1 << 20):
+        assert shared_room.lack(8, {}, str(tmp_path), first=True) == ""
+        assert shared_room.bytes_of_siblings(str(tmp_path / "another")) == 0
+    assert shared_room.lack(8, {}, str(tmp_path), first=True) == said
+
+
+@contextlib.contextmanager
+def sibling(path, size):
+    """Have another child of this process' parent, who maps a file."""
+    program = ("import mmap, sys; file = open(sys.argv[1], 'w+b'); file.write(bytes({0})); "
+               "file.flush(); found = mmap.mmap(file.fileno(), {0}); print(flush=True); input()")
+    process = subprocess.Popen([sys.executable, "-c", program.format(size), str(path)], text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getppid", os.getpid)
+        yield
+    process.communicate("\n")
+
+
 def test_what_other_jobs_have_left_is_said_of_ranks_that_crashed(folder):
     folder(CONTAINER, 3 << 20)
     assert shared_room.hint(16).startswith(
@@ -122,6 +150,14 @@ def test_ranks_start_with_what_other_jobs_have_left(tmp_path, kilobytes):
                            taken=taken * 1024)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [4, ""]
+
+
+def test_a_first_rank_that_is_late_finds_the_room_of_its_job(tmp_path):
+    late = "import os, time\nif os.environ['PMI_RANK'] == '0':\n    time.sleep(2)\n" + PROGRAM
+    need = -(-shared_room._taken(4) // 4096) * 4096
+    done = in_small_memory(str(2 * need), *launcher.mpirun_command(4, sys.executable, "-c", late),
+                           taken=need)
+    assert done.returncode == 0 and json.loads(done.stdout) == [4, ""], done.stderr
 
 
 @pytest.mark.slow
