@@ -14,7 +14,7 @@ mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.command_line.parser import Parser  # noqa: E402
-from bench.errors import UsageError, in_options  # noqa: E402
+from bench.errors import UsageError, in_options, in_short  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect  # noqa: E402
 
@@ -66,7 +66,7 @@ def run_verb(run: Callable[..., int], arguments: argparse.Namespace, *more) -> i
     try:
         return run(arguments, *more)
     except UsageError as error:
-        raise UsageError(in_options(str(error), vars(arguments))) from error
+        raise UsageError(in_short(in_options(str(error), vars(arguments)))) from error
 
 
 def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> int:

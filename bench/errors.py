@@ -3,6 +3,7 @@
 import re
 from typing import Any, Callable, Container, Iterable
 
+WORD, MESSAGE = 300, 1000    # letters
 EXPERTS = {"count": "experts"}    # arguments of mm3d.Experts that have other names as options
 ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
@@ -24,8 +25,18 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
         from mm3d.console import complain    # here: other programs import neither NumPy nor MPI
         named = isinstance(error, OSError) and error.filename and error.strerror
         what = too_large(error) if isinstance(error, MemoryError) else error
+        if isinstance(error, UsageError):
+            what = in_short(str(what))
         complain(f"error: {f'{error.filename}: {error.strerror}' if named else what}")
         return 2
+
+
+def in_short(message: str) -> str:
+    """Return a message that shows of long texts, such as values, the beginning alone."""
+    message = re.sub(rf"\S{{{WORD},}}", lambda word: f"{word[0][:WORD // 2]}...", message)
+    if len(message) > MESSAGE:    # the choices are at the end
+        message = f"{message[:MESSAGE // 2]} ... {message[-MESSAGE // 2:]}"
+    return message
 
 
 def too_large(error: MemoryError) -> str:

@@ -149,10 +149,14 @@ def test_a_wrong_verb_is_refused_in_one_line():
 @pytest.mark.parametrize("program, words", [
     ("bench", ["x" * 100_000]),
     ("bench", ["run", "--dtype", "a b " * 20_000]), ("bench", ["plan", "--" + "z" * 100_000]),
-    ("bench", ["cube", *["word"] * 20_000]), ("jobs", ["x" * 100_000])])
+    ("bench", ["cube", *["word"] * 20_000]), ("jobs", ["x" * 100_000]),
+    ("bench", ["train", "--scheme", "y" * 100_000, "--checkpoints", "none"]),
+    ("bench", ["dry", "--ranks", "8", "--hidden", "8", "--scheme", "y" * 100_000]),
+    ("jobs", ["render", "--site", "cpu", "--table", "y" * 100_000])])
 def test_long_texts_are_said_in_short(program, words, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module(f"{program}.__main__").main(words)
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(importlib.import_module(f"{program}.__main__").main(words))
+    assert ended.value.code == 2
     printed = capsys.readouterr()
     assert "error: " in printed.err
     assert len(printed.err[printed.err.index("error: "):]) < 1100, len(printed.err)
