@@ -68,8 +68,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rules that turn a row's published sizes into measured ones, and limits of a measurement.
 
     A preset of an emulated cluster names it, and the machine whose work its ranks wait for.  That
-    machine is shrunk by `shrink`, by which hidden size and sequence are divided.  `tables` has
-    what differs in the rows of a table.  Of a preset with `ranks` only the rows of these numbers
+    machine is shrunk by `shrink`, by which hidden size and sequence are divided.  Links and waits
+    of a row are slowed until software takes `software_share` of a step.  `tables` has what
+    differs in the rows of a table.  Of a preset with `ranks` only the rows of these numbers
     of ranks are reproduced unless others are asked for.
     """
 
@@ -91,6 +92,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str = ""
     machine: str = ""
     shrink: float = 1.0
+    software_share: float = 0.0
     ranks: list[int] = []
     tables: dict[str, dict[str, int]] = {}
 

@@ -9,11 +9,11 @@ from bench.cases.case import make_case
 from bench.cases.paper import PROPOSED, Row
 from bench.cases.selection import equal_token_rows
 from bench.cases.variants import Variant
-from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster, parse_rate
 from bench.command_line import options
 from bench.command_line.publish import publish, report_failure
 from bench.errors import Failed, UsageError
+from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.link_sweep import SweepPlan, measure_sweep
 from bench.experiments.rows.settings import Settings
 from bench.records.measurements import Measurements
@@ -26,8 +26,8 @@ ROUNDS = 3
 Rates = list[float | None]
 # Options of single rows, with what they are when they are not given.
 OF_ROWS = {"warmup": None, "max_repetitions": None, "max_seconds": None, "width": 0.05,
-           "traced": None, "memory": None, "trace": None, "stop_file": None,
-           "equal_tokens": False}
+           "traced": None, "memory": None, "software_share": None, "trace": None,
+           "stop_file": None, "equal_tokens": False}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def rates(text: str) -> Rates:
 
 
 def measure_links(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
-                  settings: Settings, comm, out: Path) -> int:
+                  settings: Settings, dilation: Dilation, comm, out: Path) -> int:
     """Measure and write a sweep of each table, print the tables and draw one picture.
 
     Raises
@@ -67,7 +67,7 @@ def measure_links(arguments: argparse.Namespace, rows: list[Row], variant: Varia
             continue
         try:
             record = measure_sweep(plans, arguments.links, arguments.repetitions or ROUNDS,
-                                   settings, comm, change_links, say)
+                                   settings, dilation, comm, say)
         except Failed as error:
             status = report_failure(f"links {table}", error, comm)
             continue

@@ -9,17 +9,21 @@ from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
 from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
+from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
+from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
-from bench.prediction.similarity import shrink_machine, work_scale
+from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
+                                         work_scale)
 from bench.command_line import options
 from bench.command_line.number_types import MOST_SECONDS, SEEDS, number
 from mm3d.arrays.backend import Backend
+from mm3d.grid.shape import GridShape
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
@@ -121,6 +125,21 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "with --work wait: multiply the machine's seconds by this factor (default: with the "
         "presets of emulated clusters, how many times slower their links are than the machine's, "
         "else 1)"))
+    parser.add_argument("--software-share", type=software_share, metavar="FRACTION", help=(
+        "in an emulated cluster with --work wait: slow the links and the waits of each row by a "
+        "factor from which on software, on cores that ranks share, takes this fraction of a step "
+        "or less; none: as they are (default: 0.25 with the presets of emulated clusters, else "
+        "none)"))
+
+
+def software_share(text: str) -> float:
+    """Read a fraction of a step, greater than 0 and less than 1; 0 for ``none``."""
+    if text == "none":
+        return 0.0
+    share = number(above=True)(text)
+    if share >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a fraction less than 1 would do, or none")
+    return share
 
 
 def modelled_work(arguments: argparse.Namespace,
@@ -176,6 +195,44 @@ def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, f
         scale = (work_scale(machine, Cluster.from_environment() or Cluster.parse(preset.cluster))
                  if preset.cluster else 1.0)
     return machine, scale
+
+
+def dilation(arguments: argparse.Namespace, comm, sweeps: bool = False) -> Dilation | None:
+    """Return how links and waits of rows are slowed; None where they are not.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        The options of `add_rows`.
+    comm : mpi4py.MPI.Intracomm
+        All ranks; rank 0 reads the machine.
+    sweeps : bool
+        Whether rows are measured at several rates of links, as they are.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when ``--software-share`` is given where nothing can be slowed.
+    """
+    share, cluster = arguments.software_share, Cluster.from_environment()
+    slowed = cluster is not None and cluster.link is not None and (
+        chosen_work(arguments) == "wait")
+    if share is None:
+        share = load_tables().presets[arguments.preset].software_share if slowed else 0.0
+    elif share and not slowed:
+        raise UsageError(f"--software-share {share:g}: waits and the links of an emulated cluster "
+                         f"are slowed; give --work wait and --cluster with a rate, such as "
+                         f"--cluster 16x4:50Mbit, or leave --software-share out")
+    if not (share or sweeps):
+        return None
+    machine, scale = waited_machine(arguments, comm)
+
+    def predict(one: Case, grid: GridShape, order: str) -> dict[str, tuple[float, float]]:
+        shrink = load_tables().presets[arguments.preset].of_table(one.row.table).shrink
+        return predict_phases(emulating_machine(machine, shrink, scale, cluster),
+                              one.row.scheme, grid, order, one.sizes, one.variant,
+                              arguments.recompute)
+    return Dilation(share, cluster.link, predict, change_links)
 
 
 def chosen_work(arguments: argparse.Namespace) -> str:

@@ -57,7 +57,7 @@ def read_measured(run: model_run.Run | Measurements) -> Iterator[Measured]:
         work = Work("layer", chosen["scheme"], grid_shape(chosen),
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"],
-                       {phase: timing.typical(run.samples[phase]) for phase in PHASES},
+                       {phase: timing.typical(run.times[phase]) for phase in PHASES},
                        None if math.isnan(published) else published, **more)
     elif run.kind == "matmul":
         work = Work("matmul", chosen["scheme"], grid_shape(chosen),

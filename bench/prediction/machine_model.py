@@ -21,9 +21,11 @@ from bench.text_files import read_text
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
 SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or infinite
 LEAST = {**dict.fromkeys(("launch_seconds", "seconds_per_message", "gemm_half_size",
-                          "gemm_seconds", "block", "ranks", "call_seconds", "peer_seconds",
-                          "cores", "waiting", "node_waiting"), 0),
+                          "gemm_seconds", "block", "ranks", "cores", "waiting",
+                          "node_waiting"), 0),
          "alpha": -LARGEST, "beta": -LARGEST}    # of others it is `SMALLEST`
+
+RETIRED = ("call_seconds", "peer_seconds")    # 0 in all files that were measured
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,9 +142,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         where some ranks are on other nodes; "" if nothing was measured.
     ranks : int
         Number of ranks that measured it, where they were on several nodes; else 0.
-    call_seconds, peer_seconds : float
-        Seconds for which ranks that share cores keep them busy: with a collective inside nodes,
-        and with one between nodes for each other node of a line (twice in an all-reduce).
     cores : int
         Number of cores that all ranks share which measured it; 0 where each had its own.
     waiting : dict of int to float
@@ -172,8 +171,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives: list[Line] = []
     transport: str = ""
     ranks: int = 0
-    call_seconds: float = 0.0
-    peer_seconds: float = 0.0
     cores: int = 0
     waiting: dict[int, float] = {}
     node_waiting: dict[int, float] = {}
@@ -252,7 +249,7 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     text = read_text(file, f"machine file {name}",
                      f"a .toml file, or one of {', '.join(sorted(supplied))},")
     try:
-        tree = tomllib.loads(text)
+        tree = {key: value for key, value in tomllib.loads(text).items() if key not in RETIRED}
         problem = _find_problem(tree)
         machine = None if problem else msgspec.convert(tree, Machine, str_keys=True)
     except (ValueError, msgspec.ValidationError) as error:

@@ -90,8 +90,7 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     if widest == "node":
         if event.kind in uncopied_collectives(machine.transport):
             within = 0.0    # the product that reads the whole pays for it
-        return {"node": within,
-                "latency": steps * machine.node.seconds_per_message + machine.call_seconds}
+        return {"node": within, "latency": steps * machine.node.seconds_per_message}
     crossing = moved * times / machine.network.bytes_per_second
     if event.kind == "all_to_all":
         # Each rank of the node sends its blocks for other nodes itself: nothing is passed on.
@@ -100,10 +99,8 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
         crossing = (machine.ranks_per_node * (g - near) / g * event.bytes
                     / machine.network.bytes_per_second)
     level = "network" if crossing >= within else "node"
-    others = math.ceil(g * min(event.stride, machine.ranks_per_node) / machine.ranks_per_node) - 1
     return {level: max(within, crossing),
-            "latency": (steps * machine.network.seconds_per_message
-                        + others * barriers(event) * machine.peer_seconds)}
+            "latency": steps * machine.network.seconds_per_message}
 
 
 def waiting_seconds(machine: Machine, event: Collective) -> float:

@@ -10,21 +10,19 @@ computing keeps its ratio to communicating.  That factor is the same for all row
 
 import msgspec
 
+from bench.cases.variants import Variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.prediction.machine_model import Achieved, Curve, Level, Machine
-from bench.prediction.seconds import Terms, trace_terms
+from bench.prediction.seconds import Terms, place_trace, trace_terms
+from mm3d import ModelSizes
+from mm3d.grid.shape import GridShape
+from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 
-# The ranks of an emulated node share memory for real.  Assumed: a fraction of what a core copies,
-# since many ranks share few cores, and the time to pass a message on between processes.
-SHARED_BYTES_PER_SECOND = 1e9
-SECONDS_PER_MESSAGE = 2e-4
-# Fitted to 26 rows on 8 to 64 ranks and two cores of Zen 5 (results, tables of commit 9273de8):
-# processor seconds of a rank, with polling, Python and TCP, for a collective inside a node and for
-# each other node in one between nodes.
-CALL_SECONDS = 2.4e-4
-PEER_SECONDS = 1.2e-4
+# Of the bytes of a full frame of Ethernet, which a link counts, those that TCP carries.
+PAYLOAD = 1448 / 1514
+SHARED_MEMORY = Level(0.0, 1e30)    # inside a node: copies are software
 
 
 def shrink_machine(machine: Machine, factor: float) -> Machine:
@@ -63,12 +61,19 @@ def work_scale(machine: Machine, cluster: Cluster) -> float:
     if cluster.link is None:
         raise UsageError(f"cluster {cluster}: links without a limit have no ratio to those of "
                          f"{machine.name}; give --work-scale")
-    return machine.network.bytes_per_second * machine.achieved.network / (cluster.link / 8)
+    return machine.network.bytes_per_second * machine.achieved.network / link_bytes(cluster.link)
+
+
+def link_bytes(link: float) -> float:
+    """Return the bytes of messages that a link of so many bit/s carries in a second."""
+    return PAYLOAD * link / 8
 
 
 def emulating_machine(machine: Machine, shrink: float, scale: float,
-                      cluster: Cluster | None, ranks_per_core: float = 0.0) -> Machine:
+                      cluster: Cluster | None) -> Machine:
     """Return the model of the emulated cluster whose ranks wait for the work of `machine`.
+
+    It has links and waits alone: software takes no time.
 
     Parameters
     ----------
@@ -78,16 +83,12 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
         The factors of `shrink_machine`, and of its seconds.
     cluster : Cluster or None
         The emulated cluster; None for one node.
-    ranks_per_core : float
-        Ranks of all nodes that share a core for all that is not waited for; 0 to leave out what
-        that takes.
     """
     shrunk, achieved = shrink_machine(machine, shrink), machine.achieved
-    node = Level(SECONDS_PER_MESSAGE, SHARED_BYTES_PER_SECOND)
-    network = node if cluster is None or cluster.link is None else Level(
-        SECONDS_PER_MESSAGE + cluster.latency, cluster.link / 8)
+    network = SHARED_MEMORY if cluster is None or cluster.link is None else Level(
+        cluster.latency, link_bytes(cluster.link))
     return msgspec.structs.replace(
-        shrunk, name=f"{machine.name}, emulated", node=node, network=network,
+        shrunk, name=f"{machine.name}, emulated", node=SHARED_MEMORY, network=network,
         ranks_per_node=cluster.ranks if cluster else 2 ** 30,
         gemm_rate={dtype: rate / scale for dtype, rate in shrunk.gemm_rate.items()},
         memory_bandwidth=shrunk.memory_bandwidth / scale,
@@ -95,7 +96,6 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
         passes={name: Curve(curve.bytes, [scale * seconds for seconds in curve.seconds])
                 for name, curve in shrunk.passes.items()},
         collectives=[], waiting={}, node_waiting={}, transport="shared",
-        call_seconds=CALL_SECONDS * ranks_per_core, peer_seconds=PEER_SECONDS * ranks_per_core,
         achieved=Achieved(achieved.gemm, achieved.memory, 1.0, 1.0))
 
 
@@ -108,3 +108,22 @@ def split_seconds(machine: Machine, trace: Trace) -> dict[str, tuple[float, floa
         work = terms["gemm"] + terms["memory"]
         found[phase] = work, sum(terms.values()) - work
     return found
+
+
+def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, sizes: ModelSizes,
+                   variant: Variant, recompute: str = "none") -> dict[str, tuple[float, float]]:
+    """Predict the seconds of work, and those of communication, of a step by phase.
+
+    Parameters
+    ----------
+    machine : Machine
+        The machine.
+    scheme, grid, sizes, variant, recompute
+        What is computed, and on which grid.
+    order : str
+        The directions of the grid from the one that varies slowest over the nodes to the fastest.
+    """
+    trace = dry_run.extrapolate_step(
+        scheme, grid.ranks, grid.sizes, dtype=variant.dtype, options=variant.options(scheme),
+        causal=variant.causal, recompute=recompute, **sizes)
+    return split_seconds(machine, place_trace(trace, grid, order))

@@ -17,7 +17,7 @@ from bench.records.model_run import Run
 Key = tuple[str, str, int]  # table, scheme, ranks
 # Settings of how long a measurement took, not of its subject.
 EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seconds", "width",
-          "calls", "ended_by"}
+          "calls", "ended_by", "dilation"}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model"
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
 CLOCK = ("resolution", "offset_error")
-GROUPS = ("parts", "machine", "memory", "waits", "wire")
+GROUPS = ("parts", "machine", "memory", "waits", "software", "predicted", "wire")
 TRAFFIC_DIMS = ("phase", "rank", "axis", "collective")
 SAMPLE_DIMS = ("repetition", "rank")
 
@@ -98,6 +98,16 @@ class Run:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.samples["forward"].shape[1]
+
+    @property
+    def dilation(self) -> float:
+        """The factor by which the links and the waits of an emulated cluster were slowed."""
+        return float(self.configuration.get("dilation", 1.0))
+
+    @property
+    def times(self) -> dict[str, np.ndarray]:
+        """The samples over `dilation`: seconds that runs of other factors compare with."""
+        return {phase: values / self.dilation for phase, values in self.samples.items()}
 
     @property
     def grid(self) -> GridShape:

@@ -103,7 +103,7 @@ def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
     if chosen["overridden"]:
         name += ", with " + " ".join(f"{word} {chosen.get(word)}"
                                      for word in chosen["overridden"].split())
-    yield name, Timed(timing.step_times(run.samples, 1), run)
+    yield name, Timed(timing.step_times(run.times, 1), run)
 
 
 def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:

@@ -1,24 +1,16 @@
 """Make the tables of schemes at several rates of links: where each is the fastest."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Iterator, Sequence
 
 import numpy as np
 
 from bench.cases.paper import HEADINGS, TITLES
-from bench.cases.variants import recorded_variant
 from bench.cluster.spec import Cluster, RATES, format_unit
-from bench.errors import UsageError
-from bench.prediction.machine_model import Machine, load_machine
-from bench.prediction.seconds import place_trace
-from bench.prediction.similarity import emulating_machine, split_seconds
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
-from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
-from mm3d.tracing import dry_run
 
 SIZES = ("layers", "hidden", "heads", "seq")
 
@@ -34,15 +26,16 @@ class Curve:
     seconds : ndarray
         Seconds a sequence of whole steps, (links, repetitions).
     predicted : ndarray
-        Predicted seconds a sequence, of each link; NaN where the machine is not known here.
-    work : float
-        Seconds a sequence that ranks wait for their work.
+        Predicted seconds a sequence, of each link.
+    work, software : float
+        Seconds a sequence that ranks wait for their work, and those without links and waits.
     """
 
     label: str
     seconds: np.ndarray
     predicted: np.ndarray
     work: float
+    software: float
 
     @property
     def medians(self) -> np.ndarray:
@@ -89,49 +82,32 @@ def read_links(record: Measurements) -> list[float]:
 
 
 def read_curves(record: Measurements) -> list[Curve]:
-    """Read the plans of a record, with what is predicted of them."""
+    """Read the plans of a record, with what was predicted of them before."""
     samples = record.variables["samples"].values.sum(axis=2)    # forward and backward
     work = record.variables["work"].values.sum(axis=1)
-    machine, _ = find_machine(record)
+    missing = np.full(samples.shape[:1], np.nan)
+    software = (np.median(record.variables["software"].values.sum(axis=1), axis=-1)
+                if "software" in record.variables else missing)
     found = []
     for at, label in enumerate(record.scales["plan"]):
         batch = parse_label(label).batch
-        found.append(Curve(label, samples[at] / batch,
-                           predict_links(record, label, machine) / batch, work[at] / batch))
+        found.append(Curve(label, samples[at] / batch, predicted_at_links(record, at) / batch,
+                           work[at] / batch, software[at] / batch))
     return found
 
 
-def find_machine(record: Measurements) -> tuple[Machine | None, str]:
-    """Return the machine whose seconds ranks waited for; None, and why, if it is not here."""
-    try:
-        return load_machine(str(record.configuration["waited_machine"])), ""
-    except UsageError as error:    # a file of who measured
-        return None, str(error)
+def predicted_at_links(record: Measurements, plan: int) -> np.ndarray:
+    """Return the seconds of a step that were predicted before, at each rate; NaN without any.
 
-
-def predict_links(record: Measurements, label: str, machine: Machine | None) -> np.ndarray:
-    """Predict the seconds of a step of a plan at each rate, of which nothing was measured."""
-    if machine is None:
-        return np.full(len(record.scales["link"]), np.nan)
-    chosen, cluster = record.configuration, Cluster.parse(
-        str(record.environment["emulated_cluster"]))
-    plan = parse_label(label)
-    grid = GridShape.parse(plan.grid, find_scheme(plan.scheme).directions)
-    variant = replace(recorded_variant(chosen), overlap=plan.overlap)
-    trace = place_trace(dry_run.extrapolate_step(
-        plan.scheme, grid.ranks, grid.sizes, dtype=variant.dtype,
-        options=variant.options(plan.scheme), causal=variant.causal,
-        recompute=str(chosen["recompute"]), batch=plan.batch,
-        **{name: int(chosen[name]) for name in SIZES}), grid, plan.order)
-    crowding = int(record.environment["ranks"]) / int(record.environment["cores"])
-    found = []
-    for link in read_links(record):
-        here = Cluster(cluster.nodes, cluster.ranks, None if math.isinf(link) else link,
-                       cluster.latency)
-        model = emulating_machine(machine, float(chosen["waited_shrink"]),
-                                  float(chosen["waited_scale"]), here, crowding)
-        found.append(sum(map(sum, split_seconds(model, trace).values())))
-    return np.array(found)
+    They were at the rate of the cluster's links; those of links are as much longer as a rate is
+    lower.
+    """
+    links = np.array(read_links(record))
+    if "predicted" not in record.variables:
+        return np.full(links.shape, np.nan)
+    base = Cluster.parse(str(record.environment["emulated_cluster"])).link
+    work, moving = record.variables["predicted"].values[plan].sum(axis=0)
+    return work + moving * (base or 0.0) / links
 
 
 def crossing_rates(links: Sequence[float], one: np.ndarray, other: np.ndarray) -> list[float]:
@@ -270,12 +246,14 @@ def prediction_table(record: Measurements, curves: Sequence[Curve]) -> Table:
                          number_cell(1e3 * one.seconds[at].max(), ".3g"),
                          number_cell(1e3 * one.predicted[at], ".3g"),
                          number_cell(one.predicted[at] / median - 1, "+.0%"),
-                         number_cell(one.work / median, ".0%")])
+                         number_cell(one.work / median, ".0%"),
+                         number_cell(one.software / median, ".0%")])
     return Table(f"{heading(record)}: predictions", [
         Column("scheme"), Column("link"), Column("median", "", group),
         Column("least", "", group), Column("greatest", "", group),
         Column("predicted", "", group), Column("error of", "prediction"),
-        Column("share", "of work")], rows)
+        Column("share", "of work"),
+        Column("share of", "software")], rows)
 
 
 def _waits(record: Measurements) -> str:
@@ -291,22 +269,18 @@ def _waits(record: Measurements) -> str:
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
     env, count = records[-1].environment, len(records[-1].scales["repetition"])
-    unlimited = any(math.inf in read_links(record) for record in records)
     overlap = any(parse_label(label).overlap for one in records for label in one.scales["plan"])
     return [
         *map(_waits, records),
-        *(f"NOT PREDICTED: {why}." for why in dict.fromkeys(
-            find_machine(one)[1] for one in records) if why),
         f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
         f"order; forward and backward by their makespans. All plans were verified with the serial "
         f"scheme first." + " Fewer than six repetitions give no 95 % interval." * (count < 6),
         f"The {env['ranks']} ranks share {env['cores']} cores for all that is not waited for: "
         f"copies, sums, TCP and Python take longer than with a core for each, and where links "
-        f"are fast this is what is measured."
-        + " The column without a limit shows how long it takes." * unlimited,
-        "Predicted: the links of the cluster, shared by the ranks of a node as they are placed, "
-        "the waits, and the processor time of messages, two figures fitted to an earlier run; "
-        "nothing of this run was measured for it. Crossings are interpolated between measured "
-        "rates as powers of the rate.",
+        f"are fast this is what is measured. "
+        f"The share of software is what a step takes without links and waits over what it takes.",
+        "Predicted, and stored before the first step: the links of the cluster, shared by the "
+        "ranks of a node as they are placed, and the waits, without software; nothing is fitted. "
+        "Crossings are interpolated between measured rates as powers of the rate.",
         *["Predictions hide nothing: seconds of work and of communication add up, also with "
           "overlap."] * overlap]

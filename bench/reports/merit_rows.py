@@ -18,7 +18,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
     for row, run in zip(rows, runs):
         if run is None:
             continue
-        seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
+        seconds = sum(timing.typical(run.times[phase]) for phase in PHASES)
         tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
         rate = merit.useful_flops(run) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks

@@ -19,10 +19,10 @@ MIN_RUNS = 3    # that an interval of confidence needs
 SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
         "emulated_cluster")
 NOTE = ("Speed-ups of several runs of both rows (repeat the command with the same --out) are "
-        "medians of the quotients of their runs, the latest with the latest, and so on back, as "
-        "far as settings, commit, machine and libraries are those of the latest. From three runs "
-        "on low and high are the bounds of the 95 % interval of the geometric mean of these "
-        "quotients, by Student's t on their logarithms; of two runs they are the two quotients.")
+        "geometric means of the quotients of their runs, the latest with the latest, and so on "
+        "back, as far as settings, commit, machine and libraries are those of the latest. From "
+        "three runs on low and high are the bounds of the 95 % interval of that mean, by "
+        "Student's t on the logarithms of the quotients; of two runs they are the two quotients.")
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class SpeedUp:
 
     Attributes
     ----------
-    median, low, high : float
-        The median of the quotients of the pairs of runs, and its bounds.
+    ratio, low, high : float
+        The geometric mean of the quotients of the pairs of runs, and its bounds.
     runs : int
         The number of pairs.
     """
 
-    median: float
+    ratio: float
     low: float
     high: float
     runs: int
@@ -55,9 +55,8 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp:
     Returns
     -------
     SpeedUp
-        From `MIN_RUNS` pairs on with the 95 % interval of the geometric mean of the quotients by
-        Student's t, where their logarithms are normal and independent; of fewer with the least and
-        the greatest quotient.
+        From `MIN_RUNS` pairs on with the 95 % interval by Student's t, where the logarithms of
+        the quotients are normal and independent; of fewer with the least and the greatest one.
 
     Raises
     ------
@@ -68,10 +67,10 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp:
     if not count:
         raise ValueError("a speed-up takes a run of both rows")
     ratios = np.asarray(slow[-count:], float) / np.asarray(fast[-count:], float)
-    median = float(np.median(ratios))
+    mean = float(ratios.prod() ** (1 / count))
     if count < MIN_RUNS:
-        return SpeedUp(median, float(ratios.min()), float(ratios.max()), count)
-    return SpeedUp(median, *geometric_mean_interval(ratios), count)
+        return SpeedUp(mean, float(ratios.min()), float(ratios.max()), count)
+    return SpeedUp(mean, *geometric_mean_interval(ratios), count)
 
 
 def repeated_runs(results: Results, row: Row) -> list[Run]:

@@ -72,7 +72,7 @@ def preset_parts(results: Results) -> list[Part]:
 
 def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
     """Make one of the paper's tables, with "missing" for rows that were not measured."""
-    times = [_column([run and timing.typical(run.samples[phase]) for run in runs])
+    times = [_column([run and timing.typical(run.times[phase]) for run in runs])
              for phase in PHASES]
     times.append(_column([run and measured_average(run) for run in runs]))
     lines: Rows = []
@@ -93,7 +93,7 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
 
 def measured_average(run: Run) -> float:
     """Compute the average step time in seconds per sequence (equation 6) from medians."""
-    return timing.average_step_time(run.samples, run.configuration["batch"])
+    return timing.average_step_time(run.times, run.configuration["batch"])
 
 
 def published_notes() -> list[str]:

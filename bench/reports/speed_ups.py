@@ -50,11 +50,11 @@ def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Ce
     batches = [run.configuration["batch"] for run in runs]
     tokens = [run.configuration["batch"] * run.configuration["seq"] for run in runs]
     found = over_runs.speed_up(*(
-        [timing.average_step_time(run.samples, batch)
+        [timing.average_step_time(run.times, batch)
          for run in over_runs.repeated_runs(results, row)]
         for row, batch in zip((other, cube), batches)))
     bounds = [_cell(found.low), _cell(found.high)] if found.runs > 1 else ["", ""]
-    return [*cells, *batches, *tokens, _cell(found.median), *bounds, found.runs,
+    return [*cells, *batches, *tokens, _cell(found.ratio), *bounds, found.runs,
             certainty.compare_repetitions(*runs)]
 
 

@@ -236,6 +236,9 @@ def check_waits(run: Run) -> Iterator[str]:
         for name in ("waited_machine", "waited_scale", "waited_shrink"):
             if name not in run.configuration:
                 yield f"work wait: {name} is missing"
+    for name in ("software", "predicted"):
+        if (name in run.groups) != ("dilation" in run.configuration):
+            yield f"links and waits are slowed, or the group {name} is there, but not both"
     if found is None:
         return
     modelled, counted, slept = (found.variables[name].values

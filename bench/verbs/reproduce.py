@@ -211,6 +211,8 @@ def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[st
     words = [f"--preset={arguments.preset}", f"--out={out}", f"--order={order}",
              *row_options.variant(arguments).arguments(),
              *[f"--work={arguments.work}"] * (arguments.work == "compute")]
+    if arguments.software_share is not None:
+        words.append(f"--software-share={arguments.software_share or 'none'}")
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
                  "backend", "seed", "stall", "recompute", "memory", "machine", "work_scale"):
         value = getattr(arguments, name)

@@ -13,6 +13,7 @@ from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, s
 from bench.cases.variants import Variant
 from bench.checks import layer_residuals
 from bench.errors import Failed, LeftOut, StoreError, UsageError
+from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import Measured, measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
                                              check_verifiable)
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     settings, variant = read_settings(arguments, rows, comm)
     if arguments.links:
         link_rates.check_waits(arguments, settings)
-        return link_rates.measure_links(arguments, rows, variant, settings, comm,
+        return link_rates.measure_links(arguments, rows, variant, settings,
+                                        row_options.dilation(arguments, comm, sweeps=True), comm,
                                         claim_folder(arguments.out, comm))
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)
@@ -92,6 +94,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     for one in shuffle_cases(cases, settings.order):
         file = trace and chrome_trace.trace_file(trace, one.name, len(cases))
         status, line = measure_and_write(one, settings, peaks, comm, out, file)
+        if settings.dilation:    # as they were, for whatever follows in this cluster
+            set_links(settings.dilation.link, comm, settings.dilation.change)
         warn_of_slow_nodes(comm)
         # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
         spared = arguments.rows is None and one.row.like and line.startswith("left out")
@@ -122,7 +126,8 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
         inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file),
         fits=lambda one, sizes, comm: node_memory.check_memory(
             one, sizes, arguments.recompute, library, comm, memory),
-        waits=row_options.modelled_work(arguments, comm)), variant
+        waits=row_options.modelled_work(arguments, comm),
+        dilation=None if arguments.links else row_options.dilation(arguments, comm)), variant
 
 
 def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
@@ -284,5 +289,7 @@ def summarize(record: model_run.Run) -> str:
     checked = "a smaller model differs" if own else "differs"
     worst = max((check.share for check in own), default=0.0)
     step = f", residuals up to {worst:.1g} of their tolerance" if own else ""
-    return (f"forward {forward:.3g} s, backward {backward:.3g} s, {checked} from serial by "
-            f"{error:.1g}{step}")
+    slowed = (f", links and waits slowed {record.dilation:.2g} times"
+              if "dilation" in record.configuration else "")
+    return (f"forward {forward:.3g} s, backward {backward:.3g} s{slowed}, {checked} from serial "
+            f"by {error:.1g}{step}")

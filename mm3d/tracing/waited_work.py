@@ -45,20 +45,22 @@ class WorkClock:
     Attributes
     ----------
     counted : float
-        Seconds of the work so far by the model.
+        Seconds of the work so far by the model, at its pace.
     slept, overlapped : float
         Seconds that this rank has slept for it, and those that passed while the host worked.
     times : int
         Number of equal events that each event counted from now on stands for.
     between_sleeps : callable or None
         Called now and then while the clock sleeps.
+    pace : float
+        Seconds that events take from now on over those of the model; 0 to wait for nothing.
     """
 
     def __init__(self, seconds: Seconds, now: Callable[[], float] = time.perf_counter,
                  sleep: Callable[[float], None] = time.sleep) -> None:
         self._seconds, self._known = seconds, {}
         self._now, self._pause = now, sleep
-        self.times = 1
+        self.times, self.pace = 1, 1.0
         self.between_sleeps: Progress = None
         self.reset()
 
@@ -68,8 +70,8 @@ class WorkClock:
         if seconds is None:
             seconds = self._known[event] = self._seconds(event)
         self._run_on()
-        self.counted += self.times * seconds
-        self._left += self.times * seconds
+        self.counted += self.times * self.pace * seconds
+        self._left += self.times * self.pace * seconds
 
     def settle(self) -> None:
         """Sleep until the queue is empty."""

@@ -3,7 +3,6 @@
 import random
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
@@ -11,13 +10,14 @@ import numpy as np
 import mm3d
 from bench.cases.case import Case
 from bench.checks import against_serial
-from bench.errors import Failed
+from bench.experiments.rows.dilation import (KINDS, Dilation, Predicted, set_links,
+                                             time_phases)
 from bench.experiments.rows.row import (fail_on_value_error, free_at_end, run_counted_step,
                                         verify_step)
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.experiments.rows.waited import TimedModel, waiting_model
 from bench.instruments import placement, sampling
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock
 from bench.records.measurements import Check, Measurements, Setting, Variable
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
@@ -80,11 +80,12 @@ class ReadyPlan:
 
 
 def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rounds: int,
-                  settings: Settings, world, change: Callable[[float | None], None],
+                  settings: Settings, dilation: Dilation, world,
                   say: Callable[[str], None]) -> Measurements | None:
     """Verify all plans, and time a step of each at every rate of the links, in rounds.
 
-    A round takes the rates in random order, and at each of them the plans in random order.
+    A round takes the rates in random order, and at each of them the plans in random order; and
+    each plan without links and waits, which is the software.
 
     Parameters
     ----------
@@ -96,10 +97,10 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
         Number of rounds.
     settings : Settings
         How ranks wait for their work.
+    dilation : Dilation
+        Predicts plans, and sets the rate of all links; nothing else is slowed.
     world : mpi4py.MPI.Intracomm
         All ranks; each must call this.
-    change : callable
-        Sets the rate of all links; called on rank 0, when all other ranks wait.
     say : callable
         Prints a line of progress; called on rank 0.
 
@@ -114,44 +115,29 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
         On every rank, when the sizes do not fit a scheme, or a result is wrong.
     """
     draw = random.Random(settings.order)
-    found = np.full((len(plans), len(links), len(PHASES), rounds), np.nan)
-    set_links(None, world, change)    # what is not timed need not wait for links
+    found = np.full((len(plans), len(links) + 1, len(PHASES), rounds), np.nan)
+    set_links(None, world, dilation.change)    # what is not timed need not wait for links
     with ExitStack() as stack:
         ready = [stack.enter_context(prepare_plan(plan, settings, world)) for plan in plans]
+        predicted = [dilation.predict(one.plan.case, one.grid, one.order)
+                     for one in ready if world.rank == 0]
         clocks = [Clock(one.timed.model.grid.comm) for one in ready]
         for turn in range(rounds):
-            for at in draw.sample(range(len(links)), len(links)):
-                set_links(links[at], world, change)
+            for at in draw.sample(range(len(links) + 1), len(links) + 1):
+                waits = at < len(links)
+                set_links(links[at] if waits else None, world, dilation.change)
                 for which in draw.sample(range(len(ready)), len(ready)):
                     timed = ready[which].timed
+                    timed.model.grid.backend.trace.pace = float(waits)
                     with settings.watched(timed.model.grid, timed.model):
-                        found[which, at, :, turn] = time_phases(timed, clocks[which])
+                        found[which, at, :, turn] = time_phases(timed.model, timed.x, timed.dy,
+                                                                clocks[which])
             if world.rank == 0:
                 say(f"{plans[0].case.row.table}: round {turn + 1} of {rounds}")
-        set_links(None, world, change)
+        set_links(dilation.link, world, dilation.change)
         environment = sampling.measured_environment(backends.get(settings.backend).name, world)
         return (None if world.rank else
-                sweep_record(ready, links, found, settings, environment))
-
-
-def set_links(link: float | None, world, change: Callable[[float | None], None]) -> None:
-    """Let rank 0 set the rate of all links, while the other ranks wait.
-
-    Raises
-    ------
-    Failed
-        On every rank, when it cannot.
-    """
-    world.Barrier()
-    problem = ""
-    if world.rank == 0:
-        try:
-            change(link)
-        except OSError as error:
-            problem = str(error)
-    wait_patiently(world)    # so that what rank 0 has started gets a core
-    if problem := world.bcast(problem):
-        raise Failed(problem)
+                sweep_record(ready, links, found, predicted, settings, environment))
 
 
 @contextmanager
@@ -180,25 +166,15 @@ def prepare_plan(plan: SweepPlan, settings: Settings, world) -> Iterator[ReadyPl
                                         model.random("output gradient"))
             checks = verify_step(one, scheme, model, y, dx, settings)
             del model, y, dx
-            with waiting_model(one, scheme, settings) as timed:
+            with waiting_model(one, scheme, settings, order) as timed:
                 yield ReadyPlan(plan, shape, order, timed, checks)
 
 
-def time_phases(timed: TimedModel, clock: Clock) -> list[float]:
-    """Time forward and backward of one step; return their makespans, the same on every rank."""
-    model, found = timed.model, []
-    backends.get(model.grid.backend)    # in place of that of the plan before
-    model.zero_gradients()
-    comm, settle = model.grid.comm, model.grid.backend.synchronize
-    times, (_, saved) = time_on_all_ranks(partial(model.forward, timed.x), comm, settle, clock)
-    found.append(float(times.max()))
-    times, _ = time_on_all_ranks(partial(model.backward, timed.dy, saved), comm, settle, clock)
-    return [*found, float(times.max())]
-
-
 def sweep_record(ready: Sequence[ReadyPlan], links: Sequence[float | None], found: np.ndarray,
-                 settings: Settings, environment: dict[str, Setting]) -> Measurements:
+                 predicted: Sequence[Predicted], settings: Settings,
+                 environment: dict[str, Setting]) -> Measurements:
     """Make the record of a sweep, on rank 0."""
+    seconds = [[one[phase] for phase in PHASES] for one in predicted]
     first = ready[0].plan.case
     sizes = {name: value for name, value in first.sizes.items() if name != "batch"}
     waited = settings.waits(first).settings if settings.waits else {}
@@ -209,9 +185,11 @@ def sweep_record(ready: Sequence[ReadyPlan], links: Sequence[float | None], foun
                "recompute": settings.recompute, "seed": settings.seed, "order": settings.order},
         environment,
         {"plan": [one.label for one in ready], "phase": PHASES,
-         "link": [np.inf if link is None else float(link) for link in links],
+         "link": [np.inf if link is None else float(link) for link in links], "kind": KINDS,
          "repetition": range(found.shape[-1])},
-        {"samples": Variable(found, "s", ("plan", "link", "phase", "repetition")),
+        {"samples": Variable(found[:, :-1], "s", ("plan", "link", "phase", "repetition")),
+         "software": Variable(found[:, -1], "s", ("plan", "phase", "repetition")),
+         "predicted": Variable(np.array(seconds), "s", ("plan", "phase", "kind")),
          "work": Variable(np.array(modelled), "s", ("plan", "phase"))},
         [replace(check, quantity=f"{one.label}: {check.quantity}")
          for one in ready for check in one.checks])

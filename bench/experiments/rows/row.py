@@ -11,6 +11,7 @@ from bench.cases.case import Case
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
 from bench.errors import Failed
+from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.experiments.rows.waited import TimedModel, waiting_model
@@ -71,6 +72,8 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
         raise Failed("not begun, as it was told to stop")
     shape, order = fail_on_value_error(lambda: choose_grid(one, settings, world))
     settings.fits(one, shape.sizes, world)
+    if settings.dilation:
+        set_links(None, world, settings.dilation.change)    # what is not timed need not wait
     comm = placement.reorder_ranks(world, shape, order)
     with free_at_end(comm.Free):
         scheme = fail_on_value_error(lambda: mm3d.scheme(
@@ -119,11 +122,13 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     del y, dx
     if one.verified != one.sizes:
         checks += check_residuals(model, x, dy, settings)
-    with (waiting_model(one, scheme, settings) if settings.waits
+    with (waiting_model(one, scheme, settings, order) if settings.waits
           else nullcontext(TimedModel(model, x, dy))) as timed:
         del model, x, dy
         groups["waits"] = timed.waits
         step, times, spans, groups["parts"] = time_and_trace(timed, settings)
+        if settings.dilation:
+            set_links(None, comm, settings.dilation.change)    # bytes are counted, not timed
         groups["wire"] = wire_of_step(step, timed.model, settings)
     everyone = comm.gather(traffic)
     nodes = placement.placement_outcome(comm, scheme.grid.shape, order)
@@ -132,6 +137,9 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     if times is None:
         return Measured(None)
     waits = settings.waits(one).settings if settings.waits else {}
+    if timed.dilated:
+        groups |= timed.dilated.groups
+        waits |= {"dilation": timed.dilated.factor, "software_share": settings.dilation.share}
     configuration = row_configuration(one, scheme, settings) | asdict(nodes) | waits
     return Measured(row_record(one, scheme, configuration, times, np.stack(everyone, axis=2),
                                checks, groups), document)

@@ -10,6 +10,7 @@ from bench.cases.case import Case
 from bench.cases.paper import Row
 from bench.cases.variants import Variant
 from bench.errors import UsageError
+from bench.experiments.rows.dilation import Dilation
 from bench.instruments import placement, timing
 from bench.instruments.stall import unwatched
 from bench.records.measurements import Setting
@@ -88,6 +89,8 @@ class Settings:
         both and the ranks' communicator, before any large array is made.
     waits : callable or None
         Returns the seconds that the ranks of a case wait for their work; None where they compute.
+    dilation : Dilation or None
+        How links and waits are slowed; None where they are not.
     """
 
     warmup: int
@@ -103,6 +106,7 @@ class Settings:
     stop: Callable[[], bool] = lambda: False
     fits: Callable[[Case, tuple[int, ...], Any], None] = lambda one, grid, comm: None
     waits: Callable[[Case], ModelledWork] | None = None
+    dilation: Dilation | None = None
 
 
 def check_verifiable(cases: list[Case]) -> None:

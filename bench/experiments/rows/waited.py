@@ -10,6 +10,7 @@ import mm3d
 from bench.cases.case import Case
 from bench.checks import against_serial
 from bench.errors import Failed
+from bench.experiments.rows.dilation import Dilated, dilate
 from bench.experiments.rows.settings import ModelledWork, Settings
 from bench.records.measurements import Group, Variable
 from mm3d.tracing import dry_run
@@ -32,19 +33,23 @@ class TimedModel:
         This rank's blocks of the input and of the output's gradient.
     waits : Group or None
         The group ``waits`` of a run, on rank 0, where the model waits for its work.
+    dilated : Dilated or None
+        How links and waits are slowed, where they are.
     """
 
     model: mm3d.Transformer
     x: Any
     dy: Any
     waits: Group | None = None
+    dilated: Dilated | None = None
 
 
 @contextmanager
-def waiting_model(one: Case, scheme, settings: Settings) -> Iterator[TimedModel]:
+def waiting_model(one: Case, scheme, settings: Settings,
+                  order: str) -> Iterator[TimedModel]:
     """Build the model of a case so that its ranks wait for their work within the block.
 
-    One step is counted first.
+    One step is counted first, after links and waits are slowed where `settings` say so.
 
     Parameters
     ----------
@@ -54,6 +59,8 @@ def waiting_model(one: Case, scheme, settings: Settings) -> Iterator[TimedModel]
         The scheme on its grid.
     settings : Settings
         How it is measured, with `Settings.waits`.
+    order : str
+        The directions of the grid from the one that varies slowest over the nodes to the fastest.
 
     Raises
     ------
@@ -63,18 +70,21 @@ def waiting_model(one: Case, scheme, settings: Settings) -> Iterator[TimedModel]
     """
     work, comm = settings.waits(one), scheme.grid.comm
     trace = trace_rank(one, scheme, settings, work)
-    modelled = [modelled_seconds(trace, work, phase) for phase in PHASES]
     with waited_work(scheme.grid, work.seconds, work.block) as backend:
         model = against_serial.build_model(scheme, one.sizes, settings.seed, one.variant.dtype,
                                            one.variant.causal, settings.recompute)
         x, dy = model.random("input"), model.random("output gradient")
         with settings.watched(scheme.grid, model):
+            dilated = (dilate(one, model, x, dy, order, settings.dilation)
+                       if settings.dilation else None)
+            modelled = [backend.trace.pace * modelled_seconds(trace, work, phase)
+                        for phase in PHASES]
             counted, passed, moved = count_step(model, x, dy, backend.trace)
         problem = describe_difference(moved, [trace.traffic[phase] for phase in PHASES],
                                       counted, modelled)
         if problem := next(filter(None, comm.allgather(problem)), ""):
             raise Failed(problem)
-        yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, passed))
+        yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, passed), dilated)
 
 
 def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from bench.cases.case import Case
 from bench.cases.paper import Row, load_tables
 from bench.cases.variants import Variant, recorded_variant
@@ -12,14 +14,12 @@ from bench.cluster.spec import Cluster
 from bench.instruments import placement, timing
 from bench.instruments.statistics import median_interval
 from bench.prediction.machine_model import Machine, load_machine
-from bench.prediction.seconds import place_trace
-from bench.prediction.similarity import emulating_machine, split_seconds
+from bench.prediction.similarity import emulating_machine, predict_phases
 from bench.records.folder import policy_of
 from bench.records.model_run import Run
-from mm3d import ModelSizes, launcher
+from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.tracing import dry_run
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,31 @@ class Emulated:
 
     @property
     def to_paper(self) -> float:
-        """Seconds of the emulated machine with the paper's layers, over seconds here."""
+        """Seconds of the emulated machine with the paper's layers, over seconds here if nothing is
+        slowed."""
         layers = load_tables().settings.layers / self.sizes.layers
         return self.shrink ** 2 / self.scale * layers
 
-    def _split(self, machine: Machine, sizes: ModelSizes) -> tuple[float, float]:
+    def _predict(self, machine: Machine, sizes: ModelSizes) -> tuple[float, float]:
         """Predict the seconds of work and of communication of a step."""
-        trace = dry_run.extrapolate_step(
-            self.row.scheme, self.grid.ranks, self.grid.sizes, dtype=self.variant.dtype,
-            options=self.variant.options(self.row.scheme), causal=self.variant.causal,
-            recompute=self.recompute, **sizes)
-        placed = place_trace(trace, self.grid, self.order or self.grid.directions)
-        found = split_seconds(machine, placed).values()
+        found = predict_phases(machine, self.row.scheme, self.grid,
+                               self.order or self.grid.directions, sizes, self.variant,
+                               self.recompute).values()
         return sum(work for work, _ in found), sum(moving for _, moving in found)
 
     @cached_property
     def predicted(self) -> tuple[float, float]:
-        """Predicted seconds of work and of communication of a step here."""
-        cores = int(self.run.environment["cores"]) if self.run else launcher.cores()
-        return self._split(emulating_machine(self.machine, self.shrink, self.scale, self.cluster,
-                                             self.grid.ranks / cores), self.sizes)
+        """Predicted seconds of work and of communication of a step here, if nothing is slowed.
+
+        Of a measurement those that were stored before it; NaN without.
+        """
+        if self.run is None:
+            return self._predict(emulating_machine(self.machine, self.shrink, self.scale,
+                                                   self.cluster), self.sizes)
+        if "predicted" not in self.run.groups:
+            return math.nan, math.nan
+        work, moving = self.run.groups["predicted"].variables["seconds"].values.sum(axis=0)
+        return float(work), float(moving)
 
     @cached_property
     def original(self) -> tuple[float, float]:
@@ -94,7 +99,32 @@ class Emulated:
         tables = load_tables()
         sizes = replace_sizes(self.sizes, hidden=self.row.hidden, seq=tables.settings.seq,
                               layers=1)
-        return self._split(self.machine, sizes)
+        return self._predict(self.machine, sizes)
+
+    @property
+    def original_average(self) -> float:
+        """Predicted seconds a sequence on the machine that is emulated, with all layers."""
+        return sum(self.original) * load_tables().settings.layers / self.sizes.batch
+
+    @property
+    def software(self) -> float:
+        """The share of a measured step that it takes without links and waits; NaN if unknown."""
+        if self.run is None or "software" not in self.run.groups:
+            return math.nan
+        alone = self.run.groups["software"].variables["samples"].values.sum(axis=0)
+        return float(np.median(alone)) / (
+            self.sizes.batch * timing.average_step_time(self.run.samples, self.sizes.batch))
+
+    @property
+    def dilation(self) -> float:
+        """The factor by which links and waits were slowed; NaN without a measurement."""
+        return math.nan if self.run is None else self.run.dilation
+
+    @property
+    def quotable(self) -> bool:
+        """Whether software takes no more of a step than it may."""
+        return self.run is not None and (
+            self.software <= float(self.run.configuration.get("software_share", 0)))
 
     @property
     def predicted_average(self) -> float:
@@ -112,14 +142,14 @@ class Emulated:
         return [self._average(run) for run in self.repeats or (self.run,) if run]
 
     def _average(self, run: Run) -> float:
-        return timing.average_step_time(run.samples, self.sizes.batch) * self.to_paper
+        return timing.average_step_time(run.times, self.sizes.batch) * self.to_paper
 
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the 95 % interval of `average`, of whole steps; NaN without a measurement."""
         if self.run is None:
             return math.nan, math.nan
-        found = median_interval(timing.step_times(self.run.samples, self.sizes.batch))
+        found = median_interval(timing.step_times(self.run.times, self.sizes.batch))
         return found[1] * self.to_paper, found[2] * self.to_paper
 
 

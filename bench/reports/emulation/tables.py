@@ -16,6 +16,9 @@ from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Tabl
 from bench.reports.emulation.row import Emulated, of_run
 
 
+MARK = "*"    # of software that takes more of a step than it may
+
+
 def row_parts(results: Results) -> list[Part]:
     """Make the tables of the rows of a preset that were measured on an emulated cluster.
 
@@ -71,28 +74,31 @@ def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table
     for one in found:
         like = f", batch of {title(one.row.like)}" * bool(one.row.like)
         published = math.nan if one.row.like else one.row.recomputed
-        work, moving = one.predicted
-        far_work, far_moving = one.original
         cells: list[Cell] = [f"{title(one.row.scheme)}{like}", one.row.gpus, one.sizes.batch,
                              one.sizes.hidden, number_cell(published, ".3f"),
+                             number_cell(one.original_average, ".3f"),
                              number_cell(one.predicted_average, ".3f")]
         if measured:
             low, high = one.interval
             cells += [number_cell(one.average, ".3f"), number_cell(low, ".3f"),
                       number_cell(high, ".3f"),
-                      number_cell(one.predicted_average / one.average - 1, "+.0%")]
-        lines.append([*cells, number_cell(far_work / (far_work + far_moving), ".0%"),
-                      number_cell(work / (work + moving), ".0%"), number_cell(work + moving)])
+                      number_cell(one.predicted_average / one.average - 1, "+.0%"),
+                      number_cell(one.dilation, ".2g"),
+                      Number(one.software, f"{one.software:.0%}{MARK * (not one.quotable)}")]
+        else:
+            cells.append(number_cell(sum(one.predicted)))
+        lines.append(cells)
     group = "seconds a sequence"
     columns = [Column("scheme"), Column("ranks"), Column("batch"), Column("hidden"),
-               Column("published", "", group), Column("predicted", "", group)]
+               Column("published", "", group), Column("machine's", "model", group),
+               Column("predicted", "here", group)]
     if measured:
         columns += [Column("emulated", "", group), Column("low", "", group),
-                    Column("high", "", group), Column("error of", "prediction")]
-    share = "share of work, predicted"
-    return Table(f"{heading}: rows", [*columns, Column("machine", "", share),
-                                      Column("emulated", "", share),
-                                      Column("step here", "(s), pred.")], lines)
+                    Column("high", "", group), Column("error of", "prediction"),
+                    Column("slowed", "by"), Column("share of", "software")]
+    else:
+        columns.append(Column("step here", "(s)"))
+    return Table(f"{heading}: rows", columns, lines)
 
 
 def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> Table:
@@ -109,7 +115,7 @@ def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> 
                     lines.append(speed_up_cells(f"over {title(other)}{words}", slow, fast,
                                                 measured))
     columns = [Column("speed-up of 3-D"), Column("ranks"), Column("published"),
-               Column("predicted")]
+               Column("machine's", "model"), Column("predicted", "here")]
     if measured:
         columns += [Column("emulated"), Column("low"), Column("high"), Column("runs"),
                     Column("error of", "prediction")]
@@ -121,15 +127,18 @@ def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) ->
     alike = bool(slow.row.like or fast.row.like)
     published = math.nan if alike else slow.row.recomputed / fast.row.recomputed
     predicted = slow.predicted_average / fast.predicted_average
-    cells: list[Cell] = [name, slow.row.gpus, _ratio(published), _ratio(predicted)]
+    cells: list[Cell] = [name, slow.row.gpus, _ratio(published),
+                         _ratio(slow.original_average / fast.original_average),
+                         _ratio(predicted)]
     if not measured:
         return cells
     over = over_runs.speed_up(slow.averages, fast.averages)
-    ratio, low, high = over.median, over.low, over.high
+    low, high = over.low, over.high
     if over.runs == 1:
         low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
-    return [*cells, _ratio(ratio), _ratio(low), _ratio(high), over.runs,
-            number_cell(predicted / ratio - 1, "+.0%")]
+    mark = MARK * (not (slow.quotable and fast.quotable))
+    return [*cells, Number(over.ratio, f"{over.ratio:#.3g}{mark}"), _ratio(low), _ratio(high),
+            over.runs, number_cell(predicted / over.ratio - 1, "+.0%")]
 
 
 def _ratio(value: float) -> Number:
@@ -155,12 +164,15 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         f"The ratio is that of data sheets and usual fractions of them, in the file of machine "
         f"{name}. The paper's times fit a slower network and slower GPUs (bench predict), so "
         f"compare speed-ups, not seconds.",
-        "Predicted: by the same machine model with the emulated links, which the ranks of a node "
-        "share, from a dry run of ranks as they are placed; and with the processor time of "
-        "messages, since ranks share cores: two figures, fitted to runs of commit 9273de8 on "
-        "two cores" + (", these, so that its errors are of a fit." if any(
-            str(each.run.environment.get("git_commit", "")).startswith("9273de8")
-            for each in found if each.run is not None) else "."),
+        f"Machine's model: {name} itself, at the published sizes, predicted. Predicted here: by "
+        "the same model with the emulated links, which the ranks of a node share, from a dry run "
+        "of ranks as they are placed; links and waits alone, nothing is fitted. Where there is a "
+        "measurement, these are the seconds that it stored before its first step.",
+        "Slowed by: links and waits of a row are this many times slower than the scale says, and "
+        "its seconds are divided by it again. Share of software: seconds of a step whose links "
+        "have no limit and which waits for nothing, over those of a step as it is timed; ranks "
+        f"share few cores for it. {MARK} marks a share above what was allowed, and ratios of such "
+        "rows: do not quote them.",
         "It shows: traffic, the placement of ranks on nodes, contention for links, what MPI's "
         "algorithms send beyond the least, and this software. It does not show: GPUs and their "
         "kernels, NVLink (ranks of a node share memory, which is faster beside these links than "

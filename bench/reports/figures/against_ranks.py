@@ -123,7 +123,7 @@ def measured_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
 
 def average_step_time(run: Run) -> Interval:
     """Compute the median average step time of whole steps, and its 95 % confidence interval."""
-    return median_interval(timing.step_times(run.samples, run.configuration["batch"]))
+    return median_interval(timing.step_times(run.times, run.configuration["batch"]))
 
 
 def step_rate(run: Run) -> float:

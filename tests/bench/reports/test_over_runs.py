@@ -1,5 +1,6 @@
 """Speed-ups over several runs of two rows, and their intervals."""
 import math
+from dataclasses import astuple
 
 import pytest
 
@@ -20,13 +21,14 @@ def test_pairs_of_runs():
     """The latest with the latest; earlier runs of one side alone are left out."""
     found = speed_up([100, 6, 3, 12], [2, 2, 2])
     half = T_OF_2 * math.log(2) / math.sqrt(3)
-    assert found.median == 3 and found.runs == 3
+    assert found.ratio == pytest.approx(3) and found.runs == 3
     assert (found.low, found.high) == pytest.approx((3 * math.exp(-half), 3 * math.exp(half)))
 
 
 def test_one_and_two_runs():
-    assert speed_up([6], [2]) == SpeedUp(3, 3, 3, 1)
-    assert speed_up([6, 10], [2, 2]) == SpeedUp(4, 3, 5, 2)
+    """Of two the geometric mean, as of more."""
+    for slow, found in (([6], SpeedUp(3, 3, 3, 1)), ([4, 16], SpeedUp(4, 2, 8, 2))):
+        assert astuple(speed_up(slow, [2] * len(slow))) == pytest.approx(astuple(found))
     with pytest.raises(ValueError, match="a run of both rows"):
         speed_up([], [2])
 
@@ -60,7 +62,7 @@ def test_tables_have_intervals_over_runs(tmp_path):
 def test_runs_of_another_commit_do_not_count(tmp_path):
     write_runs(tmp_path, [2, 8, 4])
     write_runs(tmp_path, [3, 5], git_commit="another")
-    assert [words[4:8] for words in lines_of(tmp_path)] == [["4.00x", "3.00x", "5.00x", "2"]]
+    assert [words[4:8] for words in lines_of(tmp_path)] == [["3.87x", "3.00x", "5.00x", "2"]]
     results, = read_folder(tmp_path).results
     assert len(repeated_runs(results, LINE)) == 2 and results.earlier == 8
 

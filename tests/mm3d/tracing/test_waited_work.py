@@ -154,3 +154,13 @@ def test_collectives_go_on_while_other_work_is_waited_for(seconds, sleeps):
     clock.count_event(EVENT)
     clock.settle()
     assert len(calls) == sleeps and len(host.asked) == sleeps + 1
+
+
+def test_a_pace_scales_what_is_waited_for():
+    """From when it is set on, and 0 waits for nothing."""
+    host = Host()
+    clock = host.clock()
+    for clock.pace in (3.0, 0.0, 1.0):
+        clock.count_event(EVENT)
+        clock.settle()
+    assert host.asked == pytest.approx([0.03, 0.01]) and clock.counted == pytest.approx(0.04)

@@ -1,0 +1,168 @@
+"""Slow the links of a row and its waits together, until software is a small share of a step.
+
+On an emulated cluster many ranks share few cores for all that is not waited for: Python, copies,
+sums, TCP.  That takes as long as it takes, however slow the links are.  With links slower by a
+factor, and waits longer by it, a step takes that factor longer and so much less of it is
+software.  Times are divided by the factor again when they are printed, so rows compare.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable
+
+import numpy as np
+
+from bench.cases.case import Case
+from bench.errors import Failed
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.records.measurements import Group, Variable
+from mm3d.arrays import backend as backends
+from mm3d.grid.shape import GridShape
+from mm3d.tracing.events import PHASES
+
+STEPS = 3    # without links and waits, after one that does not count
+KINDS = ("work", "links")    # of predicted seconds
+LEAST_LINK = 1e4    # bit/s, below which no link is slowed
+
+Change = Callable[[float | None], None]
+Predicted = dict[str, tuple[float, float]]    # seconds of work and of links, by phase
+
+
+@dataclass(frozen=True)
+class Dilation:
+    """How the rows of a job are dilated.
+
+    Attributes
+    ----------
+    share : float
+        The share of a step that software may take.
+    link : float
+        The rate of the links that are not slowed, in bit/s.
+    predict : callable
+        Predicts, on rank 0, a step of a case on a grid whose directions lie on the nodes in an
+        order, with no software.
+    change : callable
+        Sets the rate of all links in bit/s, None for no limit; called on rank 0.
+    """
+
+    share: float
+    link: float
+    predict: Callable[[Case, GridShape, str], Predicted]
+    change: Change
+
+
+@dataclass(frozen=True)
+class Dilated:
+    """A row whose links and waits are slowed.
+
+    Attributes
+    ----------
+    factor : float
+        By how much, 1 for not at all.
+    samples : ndarray
+        Seconds of steps without links and waits, (phases, repetitions).
+    predicted : dict
+        Seconds of a step that is not slowed, predicted before it was measured; on rank 0.
+    """
+
+    factor: float
+    samples: np.ndarray
+    predicted: Predicted
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups ``software`` and ``predicted`` of a run."""
+        seconds = np.array([self.predicted[phase] for phase in PHASES])
+        return {"software": Group({"phase": PHASES, "repetition": range(STEPS)}, {
+                    "samples": Variable(self.samples, "s", ("phase", "repetition"))}),
+                "predicted": Group({"phase": PHASES, "kind": KINDS}, {
+                    "seconds": Variable(seconds, "s", ("phase", "kind"))})}
+
+
+def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilation) -> Dilated:
+    """Time a step without links and waits, and slow both by what follows from it.
+
+    Every rank calls this.
+
+    Parameters
+    ----------
+    one : Case
+        The case.
+    model : Transformer
+        Its model, on the backend of `mm3d.tracing.waited_work.waited_work`, which the factor
+        slows.
+    x, dy : Array
+        This rank's blocks of the input and of the output's gradient.
+    order : str
+        The directions of the grid from the one that varies slowest over the nodes to the fastest.
+    dilation : Dilation
+        How rows are dilated.
+
+    Raises
+    ------
+    Failed
+        On every rank, when the rate of links cannot be changed.
+    """
+    comm, waits = model.grid.comm, model.grid.backend.trace
+    set_links(None, comm, dilation.change)
+    waits.pace = 0.0
+    clock = Clock(comm)
+    samples = np.array([time_phases(model, x, dy, clock) for _ in range(1 + STEPS)])[1:].T
+    predicted = dilation.predict(one, model.grid.shape, order) if comm.rank == 0 else {}
+    factor = comm.bcast(
+        dilation_factor(float(np.median(samples.sum(axis=0))),
+                        sum(map(sum, predicted.values())), dilation.share, dilation.link)
+        if comm.rank == 0 else None)
+    waits.pace = factor
+    set_links(dilation.link / factor, comm, dilation.change)
+    return Dilated(factor, samples, predicted)
+
+
+def dilation_factor(software: float, predicted: float, share: float, link: float) -> float:
+    """Return the factor, of two digits, from which on software takes its share of a step.
+
+    Parameters
+    ----------
+    software, predicted : float
+        Seconds of a step: without links and waits, and of these alone.
+    share : float
+        The share that software may take.
+    link : float
+        The rate of links that are not slowed, in bit/s.
+    """
+    wanted = software / (share * predicted)
+    if wanted <= 1:
+        return 1.0
+    unit = 10.0 ** (math.floor(math.log10(wanted)) - 1)
+    return min(math.ceil(round(wanted / unit, 6)) * unit, max(1.0, link / LEAST_LINK))
+
+
+def set_links(link: float | None, comm: Any, change: Change) -> None:
+    """Let rank 0 set the rate of all links, while the other ranks wait.
+
+    Raises
+    ------
+    Failed
+        On every rank, when it cannot.
+    """
+    comm.Barrier()
+    problem = ""
+    if comm.rank == 0:
+        try:
+            change(link)
+        except OSError as error:
+            problem = str(error)
+    wait_patiently(comm)    # so that what rank 0 has started gets a core
+    if problem := comm.bcast(problem):
+        raise Failed(problem)
+
+
+def time_phases(model: Any, x: Any, dy: Any, clock: Clock) -> list[float]:
+    """Time forward and backward of one step; return their makespans, the same on every rank."""
+    backends.get(model.grid.backend)    # in place of that of another model
+    model.zero_gradients()
+    comm, settle = model.grid.comm, model.grid.backend.synchronize
+    forward, (_, saved) = time_on_all_ranks(partial(model.forward, x), comm, settle, clock)
+    backward, _ = time_on_all_ranks(partial(model.backward, dy, saved), comm, settle, clock)
+    return [float(forward.max()), float(backward.max())]

@@ -1,0 +1,71 @@
+"""Rows whose links and waits are slowed until software is a small share of a step."""
+import numpy as np
+import pytest
+
+from bench import verbs
+from bench.__main__ import parser
+from bench.cluster.spec import Cluster
+from bench.command_line import row_options
+from bench.experiments.rows.dilation import dilation_factor
+from bench.records import run_file
+from bench.validation.files import check_file
+from bench.validation.rules import check_waits
+from refused import refused
+
+ROW = ("--preset", "emulated-tiny", "--rows", "weak:3d", "--repetitions", "2",
+       "--max-repetitions", "2", "--traced", "0", "--work-scale", "100", "--batch", "8")
+
+
+@pytest.mark.parametrize("software, predicted, share, factor", [
+    (0.1, 1.0, 0.25, 1.0), (0.25, 1.0, 0.25, 1.0), (1.0, 1.0, 0.25, 4.0), (1.0, 1.0, 0.1, 10.0),
+    (1.01, 1.0, 0.1, 11.0), (0.2512, 1.0, 0.25, 1.1), (3.0, 2e-3, 0.1, 5000.0)])
+def test_software_takes_its_share_or_less(software, predicted, share, factor):
+    """The factor has two digits, is never below 1, and leaves links a rate."""
+    found = dilation_factor(software, predicted, share, link=5e7)
+    assert found == pytest.approx(factor)
+    assert found == 1 or found == 5000 or software / (found * predicted) <= share * (1 + 1e-9)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Pretend that ranks are in an emulated cluster; the rates that its links are set to."""
+    rates = []
+    monkeypatch.setenv("MM3D_CLUSTER", Cluster.parse("2x4:50Mbit").to_environment())
+    monkeypatch.setattr(row_options, "change_links", rates.append)
+    return rates
+
+
+@pytest.mark.ranks(8)
+def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
+    arguments = parser("run").parse_args(["run", *ROW, "--software-share", "0.1",
+                                          "--out", str(shared_tmp_path)])
+    assert verbs.load("run").run(arguments, comm) == 0
+    path, = shared_tmp_path.glob("*.h5")
+    run = run_file.read_run(path)
+    assert check_file(path)[0] == []
+    predicted = run.groups["predicted"].variables["seconds"].values
+    software = run.groups["software"].variables["samples"].values
+    assert predicted.shape == (2, 2) and (predicted > 0).all() and software.shape == (2, 3)
+    wanted = np.median(software.sum(axis=0)) / (0.1 * predicted.sum())
+    assert run.dilation == dilation_factor(wanted, 1.0, 1.0, 5e7) > 1
+    if comm.rank == 0:    # without a limit but where steps are timed; then as they were
+        assert cluster == [None, None, 5e7 / run.dilation, None, 5e7]
+    waits = run.groups["waits"].variables["counted"].values
+    # The model waits so many times its seconds, and readers divide by it.
+    assert waits.sum(axis=0).max() == pytest.approx(run.dilation * predicted[:, 0].sum(), rel=0.3)
+    for phase, values in run.samples.items():
+        np.testing.assert_array_equal(run.times[phase], values / run.dilation)
+    del run.groups["software"]
+    assert "the group software is there, but not both" in "".join(check_waits(run))
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("words, message", [
+    (["--software-share", "0.1"], "give --work wait and --cluster with a rate"),
+    (["--software-share", "1"], "'1': a fraction less than 1 would do, or none"),
+    (["--software-share", "0"], "'0': a number greater than 0")])
+def test_shares_of_nothing_are_refused(comm, shared_tmp_path, words, message):
+    said = refused(comm, "run", "--preset", "tiny", "--rows",
+                   "weak:3d" if comm.size > 1 else "weak:serial", *words,
+                   "--out", str(shared_tmp_path))
+    assert message in said and not list(shared_tmp_path.glob("*.h5"))
