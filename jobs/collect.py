@@ -1,9 +1,8 @@
-"""Collect the files of the jobs in one folder and one file; make tables and figures."""
+"""Collect the files of the jobs in one folder and one file; make tables, figures and a page."""
 
 from bench.cases.case import Case
 from bench.records import atomic, merged, run_file
 from bench.reports.finish import write_tables_and_figures
-from bench.reports.page import write_page
 from jobs import standings
 from jobs.scripts import Work
 from jobs.standings import DONE, Standing
@@ -43,7 +42,7 @@ def merge_runs(work: Work, cases: list[Case]) -> str:
 
 
 def collect(work: Work, cases: list[Case]) -> int:
-    """Collect and merge results, print the tables, draw the figures, and name missing rows.
+    """Collect and merge results, print a summary, draw the figures, and name missing rows.
 
     Returns
     -------
@@ -57,7 +56,6 @@ def collect(work: Work, cases: list[Case]) -> int:
     done = len(cases) - len(missing)
     if run_file.list_files(work.out):
         write_tables_and_figures(work.out)
-        say(f"all of it on one page: {write_page(work.out)}")
     say(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:
         say(f"missing: {format_standing(one)}")

@@ -1,25 +1,35 @@
-"""Write the tables and figures of a folder of results into it."""
+"""Write the tables, the figures and the page of a folder of results, and print a summary."""
 
 import traceback
 from pathlib import Path
 
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED
+from bench.errors import UsageError
 from bench.records import atomic
+from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
+                                  share_cores)
+from bench.records.model_run import Run
+from bench.reports import formats, paper_tables, speed_ups
+from bench.reports.document import Notes, Part, Table
+from bench.reports.emulated import describe_clusters
+from bench.reports.emulation import tables as emulation_tables
+from bench.reports.emulation.row import Emulated
 from bench.reports.figures.every_figure import draw_figures
-from bench.reports.paper_tables import format_tables
+from bench.reports.page import write_page
 from mm3d.console import complain, say
 
 
 def write_tables_and_figures(out: Path, figures: bool = True) -> None:
-    """Print the tables and the names of the figures, and write them into the folder `out`.
+    """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
-    The tables are in ``tables.txt``.
+    All tables are in ``tables.txt``, of which the summary is a part.
 
     Parameters
     ----------
     out : Path
         A folder of results.
     figures : bool
-        Whether to draw the figures.
+        Whether to draw the figures and write the page.
 
     Raises
     ------
@@ -28,16 +38,120 @@ def write_tables_and_figures(out: Path, figures: bool = True) -> None:
     OSError
         When a file cannot be written.
     """
-    text = format_tables(out)
-    say(f"\n{text}\n")
-    atomic.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old file
-    if not figures:
-        return
+    found = read_folder(out)
+    text = formats.render(paper_tables.make_document(found))
+    say(f"\n{formats.render(summary_parts(found))}\n")
+    tables = out / "tables.txt"
+    atomic.replace(tables, text + "\n")    # a full disk leaves the old file
+    files = [f"all tables: {tables}"]
+    if figures:
+        files += draw_and_describe(out)
+    say("; ".join(files))
+
+
+def draw_and_describe(out: Path) -> list[str]:
+    """Draw the figures and write the page; return what names these files.
+
+    An error of the program ends nothing here, and nothing hides it: all runs and tables are on
+    the disk, and a picture decides nothing about the run that has measured them.
+    """
     try:
         drawn, left_out = draw_figures(out)
+        say(*[f"not drawn: {why}" for why in left_out])
+        return [f"page: {write_page(out)}",
+                f"figures: {', '.join(path.name for path in drawn) or 'none'}"]
     except Exception:
-        # An error of the program, which nothing hides; but all runs and tables are on the disk,
-        # and a picture decides nothing about the run that has measured them.
         complain(traceback.format_exc())
-        return
-    say(*[f"drawn: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])
+        return []
+
+
+def summary_parts(found: FolderContents) -> list[Part]:
+    """Make what is printed of a folder: the rows of its latest preset and variant.
+
+    They are the paper's tables, published beside measured, the speed-ups of 3-D, and five lines
+    on what these figures show.
+    """
+    parts: list[Part] = []
+    shown = [results for results in found.results if results.shown_runs()]
+    if shown:
+        results = max(shown, key=lambda one: max(run.created for run in one.shown_runs()))
+        groups: list[list[Emulated]] = []
+        try:
+            groups = emulation_tables.emulated_groups(results)
+        except UsageError as error:
+            parts.append(Notes("Not predicted:", [str(error)]))
+        parts += [*row_parts(results), *ratio_parts(results, groups), Notes(
+            "What these figures show, and what not:", state_limits(results, groups))]
+    return parts + [Notes("Left out:", found.problems)] * bool(found.problems)
+
+
+def row_parts(results: Results) -> list[Part]:
+    """Make the paper's tables of which a row was measured, published beside measured."""
+    return [paper_tables.paper_table(paper_tables.heading(results, name), rows, runs)
+            for name in HEADINGS
+            for rows in [results.rows(name)] for runs in [[results.get(row) for row in rows]]
+            if any(runs)]
+
+
+def ratio_parts(results: Results, groups: list[list[Emulated]]) -> list[Table]:
+    """Make the tables of the speed-ups of 3-D; with predictions where a cluster was emulated."""
+    tables = [table for group in groups for table in emulation_tables.speed_ups_tables(group)]
+    if not groups:
+        tables = [speed_ups.speed_up_table(HEADINGS[name], name, results) for name in HEADINGS
+                  if is_compared(results, name)]
+    return [table for table in tables if table.rows]
+
+
+def is_compared(results: Results, table: str) -> bool:
+    """Return whether 3-D and another of the paper's schemes were measured on as many ranks."""
+    cubes, others = ({ranks for name, scheme, ranks in results.runs
+                      if name == table and scheme in schemes} for schemes in (
+                          (PROPOSED,), BASELINES))
+    return bool(cubes & others)
+
+
+def state_limits(results: Results, groups: list[list[Emulated]]) -> list[str]:
+    """State in five lines what the figures show and what not, and warn of what is not verified."""
+    runs = results.shown_runs()
+    verified = paper_tables.verified_notes(runs)
+    lines = (state_emulated(runs, [one for group in groups for one in group]) if groups
+             else state_computed(results.preset, runs))
+    return [*lines, *paper_tables.published_notes()[:1], verified[0],
+            *(note for note in verified[1:] if note.startswith("NOT "))]
+
+
+def state_emulated(runs: list[Run], rows: list[Emulated]) -> list[str]:
+    """State what rows of an emulated cluster show whose ranks wait for their work."""
+    machines = " and ".join(sorted({one.machine.name for one in rows}))
+    crowded = most_oversubscribed(runs)
+    cores = f" on {crowded.environment['cores']} cores" if crowded else ""
+    above = sum(not one.quotable for one in rows)
+    share = (f"software took more than its share in {above} of {len(rows)} rows, whose ratios "
+             f"have a {emulation_tables.MARK}" if above else "software kept within its share")
+    return [
+        f"EMULATED CLUSTER: {bare_clusters(runs)}{cores}; ranks sleep for {machines}'s modelled "
+        f"work.",
+        "Shown: traffic, placement, contention for links, what MPI sends, and this software. Not "
+        "shown: GPUs, NVLink, real switches, sending while a GPU computes.",
+        f"Compare speed-ups, not seconds; {share}."]
+
+
+def state_computed(preset: str, runs: list[Run]) -> list[str]:
+    """State what rows show whose ranks did their work."""
+    clusters, crowded = bare_clusters(runs), most_oversubscribed(runs)
+    where = f"EMULATED CLUSTER: {clusters}; " if clusters else ""
+    if crowded is None:
+        first = f"{where}every rank had a core of its own."
+    else:
+        warning = "NOT SCALING RESULTS: " * (not clusters)
+        first = f"{where}{warning}up to {crowded.ranks} ranks {share_cores(crowded)}."
+    return [
+        first[0].upper() + first[1:],
+        f"Shown: work, copies, messages and waiting of each scheme, at the sizes of {preset}. Not "
+        f"shown: the paper's GPUs and their network: compare ratios, not seconds.",
+        "Where batches differ, a ratio holds what the larger batch gains (--equal-tokens)."]
+
+
+def bare_clusters(runs: list[Run]) -> str:
+    """Return the different emulated clusters of runs, such as "4 nodes x 2 ranks, 1 Gbit/s"."""
+    return describe_clusters(runs).replace("emulated cluster, ", "")

@@ -56,18 +56,24 @@ def preset_parts(results: Results) -> list[Part]:
         if not (rows or results.plain):
             continue
         runs = [results.get(row) for row in rows]
-        heading = f"{HEADINGS[name]}, preset {results.title}{emulated.state_conditions(runs)}"
-        parts.append(paper_table(heading, rows, runs))
+        title_of_all = heading(results, name)
+        parts.append(paper_table(title_of_all, rows, runs))
         if any(runs):
-            parts += [certainty.certainty_table(heading, rows, runs),
-                      merit_rows.merit_table(heading, rows, runs)]
+            parts += [certainty.certainty_table(title_of_all, rows, runs),
+                      merit_rows.merit_table(title_of_all, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
-            parts.append(speed_ups.speed_up_table(heading, name, results))
+            parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     parts += emulation_tables.row_parts(results) + wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),
                     Notes("About the measured figures:", measured_notes(results))]
+
+
+def heading(results: Results, table: str) -> str:
+    """Return the heading of the tables of a preset's rows of one of the paper's tables."""
+    runs = [results.get(row) for row in results.rows(table)]
+    return f"{HEADINGS[table]}, preset {results.title}{emulated.state_conditions(runs)}"
 
 
 def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:

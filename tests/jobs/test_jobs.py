@@ -15,7 +15,7 @@ from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.records import merged, run_file
 from bench.reports import finish
-from jobs import collect, scripts, site, slurm, standings
+from jobs import scripts, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
 from records import made_up
@@ -494,7 +494,7 @@ def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, arra
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(finish, "draw_figures", lambda folder: drawn.append(folder) or ([], []))
-    monkeypatch.setattr(collect, "write_page", lambda folder: drawn.append(folder) or folder)
+    monkeypatch.setattr(finish, "write_page", lambda folder: drawn.append(folder) or folder)
     name, out = site_file(tmp_path), tmp_path / "out"
     mine = work(tmp_path, name)
     other = make_case(select_rows("strong", "3d")[0], "tiny")

@@ -25,8 +25,7 @@ def row_parts(results: Results) -> list[Part]:
     There are none where ranks computed, or had no links between them.
     """
     try:
-        groups = group_rows([of_run(row, run, over_runs.repeated_runs(results, row))
-                             for row, run in waited_rows(results)])
+        groups = emulated_groups(results)
     except UsageError as error:
         return [Notes("Not predicted:", [str(error)])]
     parts: list[Part] = []
@@ -34,6 +33,18 @@ def row_parts(results: Results) -> list[Part]:
         parts += tables_of(found, measured=True)
         parts.append(Notes("About the emulated cluster:", similarity_notes(found)))
     return parts
+
+
+def emulated_groups(results: Results) -> list[list[Emulated]]:
+    """List the rows of a preset that were measured on an emulated cluster, in groups.
+
+    Raises
+    ------
+    UsageError
+        When the machine of a row is none of the supplied ones.
+    """
+    return group_rows([of_run(row, run, over_runs.repeated_runs(results, row))
+                       for row, run in waited_rows(results)])
 
 
 def group_rows(rows: Iterable[Emulated]) -> list[list[Emulated]]:
@@ -56,16 +67,26 @@ def waited_rows(results: Results) -> list[tuple[Row, Run]]:
 def tables_of(found: Sequence[Emulated], measured: bool) -> list[Part]:
     """Make the tables of rows, and of speed-ups, of both of the paper's tables."""
     parts: list[Part] = []
-    for name, heading in HEADINGS.items():
-        rows = [one for one in found if one.row.table == name]
-        if rows:
-            where = f"{heading}: {rows[0].cluster and rows[0].cluster.describe()}"
-            parts += [rows_table(where, rows, measured), speed_ups_table(where, rows, measured)]
+    for where, rows in by_heading(found):
+        parts += [rows_table(where, rows, measured), speed_ups_table(where, rows, measured)]
     if any(one.variant.overlap for one in found):
         parts.append(Notes("About overlap:", [
             "Predictions hide nothing: seconds of work and of communication add up, also where a "
             "scheme sends while its ranks wait for their work."]))
     return parts
+
+
+def speed_ups_tables(found: Sequence[Emulated]) -> list[Table]:
+    """Make the tables of the speed-ups alone, of measured rows."""
+    return [speed_ups_table(where, rows, True) for where, rows in by_heading(found)]
+
+
+def by_heading(found: Sequence[Emulated]) -> Iterable[tuple[str, list[Emulated]]]:
+    """Return the rows of each of the paper's tables, with a heading that names the cluster."""
+    for name, heading in HEADINGS.items():
+        rows = [one for one in found if one.row.table == name]
+        if rows:
+            yield f"{heading}: {rows[0].cluster and rows[0].cluster.describe()}", rows
 
 
 def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table:

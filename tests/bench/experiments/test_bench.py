@@ -257,7 +257,10 @@ def test_reproduce_runs_every_rank_count_and_shows_the_results(reproduced, ranks
         assert re.search(rf"\[ \d/{len(ranks)} \d\d:\d\d\] done: strong 3-D {n} ranks",
                          done.stdout)
     assert "Table 2, strong scaling" in done.stdout
-    assert {path.suffix for path in out.iterdir()} == {".h5", ".png", ".txt", ".jsonl"}
+    assert {path.suffix for path in out.iterdir()} == {
+        ".h5", ".png", ".txt", ".jsonl", ".html"}
+    assert done.stdout.splitlines()[-1].startswith(
+        f"all tables: {out}/tables.txt; page: {out}/report.html; figures: ")
     assert [run.ranks for run in runs(out)] == ranks
     again = run_python("-m", "bench", "table", str(out))
     assert again.returncode == 0 and again.stdout == (out / "tables.txt").read_text()

@@ -9,7 +9,6 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.command_line import options
 from bench.records import run_file
-from bench.reports import page
 from bench.reports.figures import every_figure, style
 from bench.reports.finish import write_tables_and_figures
 from records import made_up, write_all
@@ -119,11 +118,14 @@ def test_a_figure_that_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys
     write_all(tmp_path)
     monkeypatch.setitem(every_figure.FIGURES, "roofline", (lambda _: Unwritable(), ""))
     write_tables_and_figures(tmp_path)
-    outcome = [line for line in capsys.readouterr().out.splitlines() if "drawn: " in line]
+    *_, last = lines = capsys.readouterr().out.splitlines()
+    outcome = [line for line in lines if line.startswith("not drawn: ")]
     assert [line for line in outcome if line.startswith("not drawn: roofline")] == [
         "not drawn: roofline-laptop: RuntimeError: no letters"]
-    assert len(outcome) == len(every_figure.FIGURES) and (tmp_path / "tables.txt").exists()
-    assert "RuntimeError: no letters" in page.write_page(tmp_path).read_text()
+    drawn = last.partition("; figures: ")[2].split(", ")
+    assert all((tmp_path / name).exists() for name in drawn)
+    assert len(outcome) + len(drawn) == len(every_figure.FIGURES)
+    assert "RuntimeError: no letters" in (tmp_path / "report.html").read_text()
 
 
 def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch, capsys):

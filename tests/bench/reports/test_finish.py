@@ -1,0 +1,72 @@
+"""What is printed at the end of a reproduction, and what is written."""
+import pytest
+
+from bench.__main__ import main
+from bench.cases.paper import load_tables
+from bench.cases.selection import select_rows
+from bench.records import run_file
+from bench.reports import finish, page
+from records import made_up, wait_for_work, write_all
+
+
+@pytest.fixture(autouse=True)
+def few_figures(monkeypatch, tmp_path):
+    monkeypatch.setattr(finish, "draw_figures", lambda out: ([out / "a.png", out / "b.png"],
+                                                             ["c: it has no numbers"]))
+    monkeypatch.setattr(page, "embed_figures", lambda found: ([], []))
+
+
+def ends(text):
+    """The lines on what figures show, each in one."""
+    notes = text.partition("What these figures show, and what not:\n")[2].partition("\n\n")[0]
+    return " ".join(notes.split()).split(" - ")
+
+
+def test_a_summary_is_printed_and_all_tables_are_written(tmp_path, capsys):
+    write_all(tmp_path, oversubscribed=True)
+    finish.write_tables_and_figures(tmp_path)
+    text = capsys.readouterr().out
+    *lines, last = text.splitlines()
+    assert last == (f"all tables: {tmp_path}/tables.txt; page: {tmp_path}/report.html; figures: "
+                    f"a.png, b.png") and lines[-1] == "not drawn: c: it has no numbers"
+    assert len(lines) < 75 and (tmp_path / "report.html").stat().st_size > 1000
+    assert [line[:24] for line in lines if line.startswith("Table ")] == [
+        "Table 1, weak scaling, p", "Table 2, strong scaling,", "Table 1, weak scaling: s",
+        "Table 2, strong scaling:"]
+    first, *others = (line.removeprefix("- ") for line in ends(text))
+    assert first.startswith("NOT SCALING RESULTS: up to 64 ranks take turns on ")
+    assert len(others) == 4 and others[0].startswith("Shown: ") and "Not shown" in others[0]
+    # The verb prints everything, and so does the file.
+    assert main(["table", str(tmp_path)]) == 0
+    everything = capsys.readouterr().out
+    assert everything == (tmp_path / "tables.txt").read_text()
+    assert len(everything.splitlines()) > 2 * len(lines)
+
+
+def test_of_an_emulated_cluster_ratios_stand_beside_predictions(tmp_path, capsys):
+    for row in (one for one in load_tables().rows if one.gpus == 64):
+        run = made_up(row, preset="emulated", oversubscribed=True)
+        wait_for_work(run, "longhorn", 1600.0, 8.0)
+        run.environment["emulated_cluster"] = "16x4:50Mbit"
+        run_file.write_run(run, tmp_path, f"{row.table}-{row.scheme}")
+    finish.write_tables_and_figures(tmp_path, figures=False)
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == f"all tables: {tmp_path}/tables.txt"
+    for column in ("published", "machine's", "predicted", "emulated", "low", "high"):
+        assert column in text
+    first, *others = (line.removeprefix("- ") for line in ends(text))
+    assert first.startswith("EMULATED CLUSTER: 16 nodes x 4 ranks, 50 Mbit/s on 32 cores; ranks ")
+    assert len(others) == 4 and "6 of 6 rows, whose ratios have a *" in others[1]
+
+
+def test_the_preset_that_was_measured_last_is_shown(tmp_path, capsys):
+    row = select_rows("weak", "3d")[0]
+    for preset, year in (("tiny", 2031), ("laptop", 2030)):
+        run_file.write_run(made_up(row, preset=preset, created=f"{year}-01-01T00:00:00+00:00"),
+                           tmp_path, preset)
+    (tmp_path / "broken.h5").write_bytes(b"nothing")
+    finish.write_tables_and_figures(tmp_path, figures=False)
+    text = capsys.readouterr().out
+    assert "preset tiny" in text and "preset laptop" not in text and "strong" not in text
+    assert "speed-up" not in text and "Left out:\n" in text and "broken.h5" in text
+    assert ends(text)[0].startswith("- Every rank had a core of its own.")
