@@ -71,7 +71,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine is shrunk by `shrink`, by which hidden size and sequence are divided.  Links and waits
     of a row are slowed until software takes `software_share` of a step.  `tables` has what
     differs in the rows of a table.  Of a preset with `ranks` only the rows of these numbers
-    of ranks are reproduced unless others are asked for.
+    of ranks are reproduced unless others are asked for.  `minutes` is how long that takes on two
+    cores, 0 where it has to be predicted.
     """
 
     about: str
@@ -94,6 +95,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shrink: float = 1.0
     software_share: float = 0.0
     ranks: list[int] = []
+    minutes: float = 0.0
     tables: dict[str, dict[str, int]] = {}
 
     def of_table(self, table: str) -> "Preset":

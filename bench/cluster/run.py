@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0    # seconds that a command has to end after a signal; its job has 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STARTED = b"started"
+PROBE_SECONDS = 60    # that `mpi_refusal` waits for ranks
 
 
 def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
@@ -70,15 +72,27 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def refusal(cluster: Cluster) -> str:
-    """Return why this machine cannot emulate a cluster; "" if it can, as is tried."""
+def refusal(cluster: Cluster, command: Sequence[str] = ("true",)) -> str:
+    """Return why this machine cannot run a command in a cluster; "" if it can, as is tried."""
     if sys.platform != "linux":
         return "it needs Linux"
-    try:
-        status = run_inside(cluster, ["true"], stdin=subprocess.DEVNULL)
-    except UsageError as error:
-        return str(error)
-    return f"a command in it ended with status {status}" if status else ""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        try:
+            status = run_inside(cluster, command, stdin=subprocess.DEVNULL, stdout=said.fileno(),
+                                stderr=subprocess.STDOUT)
+        except UsageError as error:
+            return str(error)
+        said.seek(0)
+        last = said.read().strip().rpartition("\n")[2]
+    return (f"{command[0]} in it ended with status {status}{f': {last}' if last else ''}"
+            if status else "")
+
+
+def mpi_refusal(cluster: Cluster) -> str:
+    """Return why ranks of a cluster, one a node, cannot add numbers up; "" if they can."""
+    add = "from mpi4py import MPI; MPI.COMM_WORLD.allreduce(1)"
+    return refusal(cluster, ["timeout", "-k", "5", str(PROBE_SECONDS), "mpirun", "-n",
+                             str(cluster.size), sys.executable, "-c", add])
 
 
 def run_verb_inside(cluster: Cluster, words: Sequence[str], on_all_ranks: bool) -> int:

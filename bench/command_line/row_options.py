@@ -26,9 +26,17 @@ from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
 
 
-def add_rows(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``run`` and ``reproduce`` share."""
-    _add_selection(parser)
+def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
+    """Add the options that ``run`` and ``reproduce`` share.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        The verb's parser.
+    preset : str or None
+        The default preset; None for the best that the machine can.
+    """
+    _add_selection(parser, preset)
     _add_steps(parser)
     _add_arrays(parser)
     parser.add_argument("--memory", metavar="SIZE", help=(
@@ -38,7 +46,9 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
     options.add_cluster(parser)
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
+def _add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
+    default = preset or ("emulated with --equal-tokens where this machine can emulate a cluster "
+                         "and ranks are not told what to do, else laptop")
     presets = "; ".join(f"{name}: {preset.about}"
                         for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
@@ -48,8 +58,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
                         help=f"measure rows of these schemes: {', '.join(TITLES)}, several "
                              f"separated by commas, all that divide the work, or those of the "
                              f"paper, {', '.join(PAPER)} (default: paper)")
-    parser.add_argument("--preset", default="laptop", choices=load_tables().presets,
-                        help=f"sizes of the models (default laptop). {presets}")
+    parser.add_argument("--preset", default=preset, choices=load_tables().presets,
+                        help=f"sizes of the models (default: {default}). {presets}")
     parser.add_argument("--equal-tokens", action="store_true", help=(
         "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
         "these with that of 3-D, so that speed-ups at equal batches can be read"))

@@ -1,10 +1,11 @@
-"""Measure all selected rows, starting mpirun for each rank count; print tables, draw figures.
+"""Measure all selected rows, starting mpirun for each rank count; print a summary, draw figures.
 
 It resumes an earlier one that was stopped.  A row that fails, or is left out as its nodes lack
 memory, is reported; the others are measured all the same.
 """
 
 import argparse
+import math
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from bench.reports.emulation import row as emulated_row, tables as emulation_tab
 from bench.reports.finish import write_tables_and_figures
 from bench.reports.formats import render
 from bench.command_line import options, row_options
+from bench.command_line.best_preset import choose_preset
 from bench.command_line.progress import RowProgress
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -33,11 +35,14 @@ from mm3d.console import complain, say
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
+# Of an emulated row beyond the seconds of its links and waits: a rank's part of its job's start,
+# and of the steps that verify, by the 26 rows of commit 16ea1f8.
+START_SECONDS = 0.8    # of one core
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``reproduce``."""
-    row_options.add_rows(parser)
+    row_options.add_rows(parser, preset=None)
     parser.add_argument("--ranks", type=options.numbers, metavar="P,...", help=(
         "measure only the rows of these numbers of ranks, any number for schemes that the paper "
         "lacks (default: all; with --preset emulated-tiny 8 and 64)"))
@@ -49,10 +54,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure every selected row, then print the tables and draw the figures.
+    """Measure every selected row, then print a summary, and write tables, figures and a page.
 
-    Rows that an earlier reproduction, which was stopped or killed, has finished with the same
-    settings are not measured again.
+    Without a preset it is the best that this machine can.  Rows that an earlier reproduction,
+    which was stopped or killed, has finished with the same settings are not measured again.
 
     Returns
     -------
@@ -78,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
+    if arguments.preset is None:
+        choose(arguments)
     preset = load_tables().presets[arguments.preset]
     if preset.cluster and Cluster.from_environment() is None:
         return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
@@ -106,6 +113,38 @@ def run(arguments: argparse.Namespace) -> int:
     return report_end(log, reproduction, progress, stopped,
                       {one.title: one.name for one in cases if one.row.like},
                       arguments.words)
+
+
+def choose(arguments: argparse.Namespace) -> None:
+    """Set the preset that nobody has named, in the words of the command too; say which and why."""
+    arguments.preset, why = choose_preset(arguments)
+    chosen = [f"--preset={arguments.preset}"]
+    if load_tables().presets[arguments.preset].cluster:
+        arguments.equal_tokens = True
+        chosen.append("--equal-tokens")
+    arguments.words = [*arguments.words, *chosen]
+    say(f"preset {arguments.preset}, {why}; {expected_time(arguments)}")
+
+
+def expected_time(arguments: argparse.Namespace) -> str:
+    """Say how long the rows that are asked for take.
+
+    Where links and waits take the time it is predicted; where ranks compute it is what all rows of
+    the preset have taken.
+    """
+    preset = load_tables().presets[arguments.preset]
+    found = row_options.waited_machine(arguments)
+    if found is None or not preset.cluster:
+        return f"all rows take up to {preset.minutes:g} minutes on two cores"
+    warmup, limits = row_options.step_counts(arguments)
+    steps = warmup + limits.repetitions + row_options.traced_steps(arguments)
+    cluster = Cluster.parse(preset.cluster)
+    rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute)
+            for one in make_cases(arguments)]
+    seconds = sum(steps * sum(one.predicted) + START_SECONDS / launcher.cores() * one.row.gpus
+                  for one in rows)
+    return (f"about {math.ceil(seconds / 60)} min for {len(rows)} rows, and more for those that "
+            f"are slowed, as software would be too large a part of them")
 
 
 def zero_bubble() -> int:
