@@ -35,6 +35,8 @@ from mm3d.console import complain, say
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
+ROUNDS = 3    # of --precise
+PRECISE_SHARE = 0.1    # of software in a step
 # Of an emulated row beyond the seconds of its links and waits: a rank's part of its job's start,
 # and of the steps that verify, by the 26 rows of commit 16ea1f8.
 START_SECONDS = 0.8    # of one core
@@ -48,6 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "lacks (default: all; with --preset emulated-tiny 8 and 64)"))
     parser.add_argument("--fresh", action="store_true", help=(
         "measure every row again, also those that an earlier reproduction has finished"))
+    parser.add_argument("--precise", action="store_true", help=(
+        f"measure all rows, and then those with the most ranks twice more, so that their "
+        f"speed-ups have intervals over {ROUNDS} runs; in an emulated cluster software takes "
+        f"{100 * PRECISE_SHARE:g} %% of a step or less"))
     parser.add_argument("--paper", choices=("zero-bubble",), help=(
         "instead, without other options, compute the published table of this paper again: Table 5 "
         "of arXiv:2401.10241, bubble rates of pipeline schedules"))
@@ -86,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.preset is None:
         choose(arguments)
     preset = load_tables().presets[arguments.preset]
+    if arguments.precise and preset.software_share and arguments.software_share is None:
+        arguments.software_share = PRECISE_SHARE
     if preset.cluster and Cluster.from_environment() is None:
         return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
     wanted = row_settings(arguments)
@@ -97,15 +105,31 @@ def run(arguments: argparse.Namespace) -> int:
     log = Journal(out)
     log.claim()
     resume.remove_leftovers(out)
+    predict_rows(arguments, cases)
+    if not arguments.precise:
+        return measure_round(arguments, cases, wanted, log)
+    status = 0
+    for number in range(1 if arguments.fresh else resume.next_round(
+            log.entries(), wanted, ROUNDS), 1 + ROUNDS):
+        say(f"round {number} of {ROUNDS}")
+        status = measure_round(arguments, cases if number == 1 else most_ranks(cases),
+                               wanted | {resume.ROUND: number}, log)
+        if status:
+            break
+    return status
+
+
+def measure_round(arguments: argparse.Namespace, cases: list[Case], wanted: dict[str, Any],
+                  log: Journal) -> int:
+    """Measure the rows of one reproduction that are not finished, and report it; its status."""
     reproduction, finished = resume.begin_or_resume(
         log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, say)
     progress = RowProgress(len(cases), len(finished))
-    announce_start(progress, arguments.preset, out, reproduction)
-    predict_rows(arguments, cases)
+    announce_start(progress, arguments.preset, log.folder, reproduction)
     left = [one for one in shuffle_cases(cases, reproduction.order) if one.name not in finished]
     stopped = None
     try:
-        measure_cases(left, run_options(arguments, out, reproduction.order), progress)
+        measure_cases(left, run_options(arguments, log.folder, reproduction.order), progress)
     except Stopped as error:
         stopped = error
     finally:
@@ -113,6 +137,12 @@ def run(arguments: argparse.Namespace) -> int:
     return report_end(log, reproduction, progress, stopped,
                       {one.title: one.name for one in cases if one.row.like},
                       arguments.words)
+
+
+def most_ranks(cases: list[Case]) -> list[Case]:
+    """Return the cases with the most ranks."""
+    most = max(one.row.gpus for one in cases)
+    return [one for one in cases if one.row.gpus == most]
 
 
 def choose(arguments: argparse.Namespace) -> None:
@@ -174,7 +204,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(error)) from error
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
             "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
-            "recompute": arguments.recompute,
+            "recompute": arguments.recompute, "software_share": arguments.software_share,
             **asdict(row_options.variant(arguments, library)),
             **waited_settings(arguments),
             **resume.describe_machine(library.name)}
@@ -319,7 +349,8 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     print_lines(f"{len(progress.failures)} of {progress.total} rows failed:", progress.failures)
     print_lines(f"{len(progress.left_out)} of {progress.total} rows left out for lack of memory:",
                 progress.left_out)
-    if progress.measured:
+    goes_on = reproduction.settings.get(resume.ROUND, ROUNDS) < ROUNDS and outcome == "complete"
+    if progress.measured and not goes_on:
         write_tables_and_figures(log.folder, figures=not stopped)
     if stopped or lacking:
         print_rest(log.folder, progress, stopped, words)

@@ -17,6 +17,7 @@ from bench.records.journal import Journal, Reproduction
 
 
 WAITED = ("waited_machine", "waited_scale")    # settings of rows whose ranks wait for their work
+ROUND = "round"    # the setting that numbers the reproductions of one command
 
 
 def describe_machine(library: str) -> dict[str, Any]:
@@ -78,6 +79,33 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
     new = Reproduction(order, journal.utc_now(), wanted, tuple(names))
     log.write("begin", token=token, order=order, settings=wanted, rows=sorted(names))
     return new, set()
+
+
+def next_round(entries: list[dict], wanted: dict[str, Any], rounds: int) -> int:
+    """Return the number of the round with which a reproduction in several rounds goes on.
+
+    Parameters
+    ----------
+    entries : list of dict
+        The entries of the journal.
+    wanted : dict
+        All settings that rows must have in common, but for `ROUND`.
+    rounds : int
+        The number of rounds.
+
+    Returns
+    -------
+    int
+        The latest round that was begun, or the one after it if it is complete; 1 if it had other
+        settings, or all rounds are complete.
+    """
+    begun = [entry for entry in entries if entry["event"] == "begin"]
+    settings = dict(begun[-1].get("settings", {})) if begun else {}
+    number = settings.pop(ROUND, 0)
+    if not number or journal.setting_differences(settings, wanted):
+        return 1
+    number += journal.unfinished_reproduction(entries) is None
+    return number if number <= rounds else 1
 
 
 def missing_rows(reproduction: Reproduction, folder: Path) -> list[str]:

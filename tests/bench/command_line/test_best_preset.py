@@ -96,3 +96,18 @@ def test_a_real_cluster_is_tried():
     assert mpi_refusal(Cluster(2, 1, 5e7)) == ""
     said = refusal(Cluster(2, 1, 5e7), ["sh", "-c", "echo first; echo no luck >&2; exit 3"])
     assert said == "sh in it ended with status 3: no luck"
+
+
+def test_a_precise_reproduction_has_less_software_and_more_rounds_of_64_ranks(tmp_path,
+                                                                              monkeypatch):
+    rounds = []
+    monkeypatch.setenv(VARIABLE, Cluster(16, 4, 5e7).to_environment())
+    monkeypatch.setattr(reproduce, "measure_round", lambda arguments, cases, wanted, log: (
+        rounds.append((wanted["round"], len(cases), reproduce.run_options(
+            arguments, tmp_path, 1).count("--software-share=0.1"))) or 0))
+    words = ["reproduce", "--preset=emulated", "--table=weak", "--ranks=8,64", "--precise"]
+    assert main([*words, f"--out={tmp_path / 'a'}"]) == 0
+    assert rounds == [(1, 5, 1), (2, 3, 1), (3, 3, 1)]
+    rounds.clear()
+    assert main([*words, "--software-share=none", f"--out={tmp_path / 'b'}"]) == 0
+    assert [share for *_, share in rounds] == [0, 0, 0]

@@ -11,9 +11,11 @@ from mpi4py import MPI
 
 from bench.__main__ import main, parser
 from bench.cases import selection
+from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.errors import UsageError
+from bench.experiments.rows import resume
 from bench.records import journal
 from bench.records.journal import Journal
 from bench.verbs import reproduce as reproduce_verb, run
@@ -97,6 +99,44 @@ def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path,
     unfinished(tmp_path)
     out = reproduce_here("--dtype", "float64", "--fresh")
     assert out.count("done: ") == 2 and "anew" not in out
+
+
+@pytest.mark.slow
+def test_a_precise_reproduction_has_rounds_and_goes_on_with_the_last(tmp_path, reproduce_here):
+    assert reproduce_here("--precise").count("done: ") == 6
+    begun = [e["settings"]["round"] for e in entries(tmp_path) if e["event"] == "begin"]
+    assert begun == [1, 2, 3]
+    unfinished(tmp_path)
+    out = reproduce_here("--precise")
+    assert "round 3 of 3" in out and "round 2" not in out and out.count("done: ") == 1
+    assert len(list(tmp_path.glob("*.h5"))) == 6
+    unfinished(tmp_path)
+    out = reproduce_here()
+    assert "because of: round None instead of 3\n" in out and out.count("done: ") == 2
+
+
+def test_rounds_follow_each_other():
+    settings = {"seed": 0}
+    log = []
+
+    def next_round(**changes):
+        return resume.next_round(log, settings | changes, 3)
+    assert next_round() == 1
+    for number in (1, 2, 3):
+        log.append({"event": "begin", "at": "2030", "order": 1, "rows": ["a"],
+                    "settings": settings | {"round": number}})
+        assert next_round() == number and next_round(seed=1) == 1
+        log.append({"event": "end", "outcome": "stopped"})
+        assert next_round() == number
+        log.append({"event": "end", "outcome": "complete"})
+        assert next_round() == number % 3 + 1
+    log.append({"event": "begin", "at": "2030", "order": 1, "rows": [], "settings": settings})
+    assert next_round() == 1
+
+
+def test_further_rounds_have_the_rows_of_the_most_ranks():
+    cases = [make_case(row, "tiny") for row in select_rows("all", "3d")]
+    assert [one.row.gpus for one in reproduce_verb.most_ranks(cases)] == [64, 64]
 
 
 @pytest.mark.slow
