@@ -12,6 +12,8 @@ KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
 BUBBLE = "#DDDDDD"
 PALER = 0.55
 LETTERS = 7.0    # points, of the numbers of micro-batches; fewer where boxes are narrow
+LEAST = 5.0    # points, below which they are left out
+DIGIT, APART = 0.64, 0.3    # widths of a digit and of the gap between numbers, in letters
 WIDTH = 14.0    # inches
 LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
 
@@ -70,8 +72,8 @@ def _rows(panel, timeline: Timeline, end: float) -> None:
                               facecolor=KINDS[action.kind][1], edgecolor="white", linewidth=0.4,
                               alpha=1 if action.chunk == 0 else PALER)
             room = (stop - start) / end * (WIDTH - 1) * 72    # points
-            size = min(LETTERS, room / (0.62 * digits), LETTERS * height / 0.6)
-            if size >= 2.5:
+            size = min(LETTERS, room / (DIGIT * digits + APART), LETTERS * height / 0.6)
+            if size >= LEAST:
                 panel.text((start + stop) / 2, bottom + height / 2, str(action.micro), ha="center",
                            va="center", fontsize=size, clip_on=True)
     panel.set(xlim=(0, end), ylim=(schedule.ranks - 0.5, -0.5))
