@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterable
 
-from bench.cases.paper import PAPER, Row, load_tables, unpublished_row
+from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, unpublished_row
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant, recorded_variant
 from bench.errors import StoreError
@@ -87,8 +87,13 @@ class Results:
         return self.equal.get((row.key, row.like)) if row.like else self.runs.get(row.key)
 
     def shown_runs(self) -> list[Run]:
-        """Return all runs that tables show."""
-        return [*self.runs.values(), *self.equal.values()]
+        """Return all runs that tables show, in the tables' order, those of one row together."""
+        places = {row.key: place for place, row in enumerate(
+            row for table in HEADINGS for row in self.rows(table))}
+        found = [*((key, "", run) for key, run in self.runs.items()),
+                 *((key, like, run) for (key, like), run in self.equal.items())]
+        found.sort(key=lambda one: (places.get(one[0], len(places)), one[1]))
+        return [run for _, _, run in found]
 
     def schemes(self) -> list[str]:
         """Return the paper's schemes, then the others that were run."""

@@ -55,7 +55,7 @@ def render_page(found: FolderContents) -> str:
     runs: list[Run | Measurements] = [run for results in found.results
                                       for run in results.shown_runs()]
     runs += found.measurements
-    # In the order of the folder; the tables of each run are folded.
+    # In the order of the tables; those of each run are folded.
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
     drawn, left_out = embed_figures(found)
     return environment.get_template("report.html").render(

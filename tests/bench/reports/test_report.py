@@ -1,11 +1,13 @@
 """The page of all results: whole, self-contained, and safe to open."""
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
 from bench.__main__ import main
-from bench.cases.paper import load_tables
+from bench.cases.paper import load_tables, title
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports.page import write_page
@@ -72,6 +74,45 @@ def test_all_rows_figures_and_warnings_are_there(page):
     assert page.tags.count("details") == 18 and page.text.count("MFU") >= 18
     assert "cut.h5" in page.text and "Some CPU" in page.text and "Some MPI 1.0" in page.text
     assert "the median of at least 3 repetitions after 2 to warm up" in page.text
+
+
+def test_figures_come_first_and_runs_in_the_order_of_the_paper(tmp_path):
+    """In whatever order they were measured; a row with another's batch beside its own."""
+    rows = [*reversed(select_rows("strong", "1d,3d")), *reversed(select_rows("weak", "1d,3d"))]
+    for k, row in enumerate(rows):
+        run = made_up(row, created=f"2030-01-02T03:04:{k:02d}+00:00")
+        run_file.write_run(run, tmp_path, str(k))
+    source = write_page(tmp_path).read_text()
+    assert 0 < source.index('id="figures"') < source.index('id="results"') < source.index(
+        'id="each"')
+    assert re.findall(r"<summary>(.*) ranks, laptop</summary>", source) == [
+        f"{row.table} {title(row.scheme)} {row.gpus}" for row in rows[::-1]]
+
+
+# Writes into the title which cells of a page are outside of it, or of what scrolls.
+OUTSIDE = """<script>document.title = "outside:" + [...document.querySelectorAll(
+"th, td, caption")].filter(cell => cell.getBoundingClientRect().right > 1 + Math.min(
+document.documentElement.clientWidth, cell.closest(".wide").getBoundingClientRect().right)
+).map(cell => cell.textContent.slice(0, 40)).join(";")</script>"""
+BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_every_column_is_inside_the_page(tmp_path, folder, width):
+    """As a browser lays it out, with all that is folded open."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not browser:
+        pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)} on the PATH")
+    opened = tmp_path / "opened.html"
+    source = (folder / "report.html").read_text().replace("<details>", "<details open>")
+    opened.write_text(source.replace("</body>", f"{OUTSIDE}</body>"))
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         f"--user-data-dir={tmp_path}/home", f"--window-size={width},900", opened.as_uri()],
+        capture_output=True, text=True, timeout=120)
+    found = re.search("<title>outside:(.*?)</title>", done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    assert found[1] == ""
 
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> \' & {{ 7 * 7 }} $x_{ ../'
