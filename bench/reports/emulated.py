@@ -8,6 +8,8 @@ from bench.records.folder import most_oversubscribed, share_cores
 from bench.records.measurements import Setting
 from bench.records.model_run import Run
 
+MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
+
 
 def describe_cluster(environment: Mapping[str, Setting]) -> str:
     """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
@@ -45,7 +47,7 @@ def state_conditions(runs: Sequence[Run | None]) -> str:
     said = [clusters] if clusters else []
     waits = any(run and recorded_variant(run.configuration).waits for run in runs)
     if waits:
-        said.append("NOT COMPUTED: work is waited for")
+        said.append(MODELLED if clusters else "NOT COMPUTED: work is waited for")
     for most, warning in ((crowded, ""), (others, "NOT SCALING RESULTS: " * (not waits))):
         if most:
             said.append(f"{warning}up to {most.ranks} ranks {share_cores(most)}")

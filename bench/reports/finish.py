@@ -77,7 +77,7 @@ def summary_parts(found: FolderContents) -> list[Part]:
         results = max(shown, key=lambda one: max(run.created for run in one.shown_runs()))
         groups: list[list[Emulated]] = []
         try:
-            groups = emulation_tables.emulated_groups(results)
+            groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
         except UsageError as error:
             parts.append(Notes("Not predicted:", [str(error)]))
         parts += [*row_parts(results), *ratio_parts(results, groups), Notes(

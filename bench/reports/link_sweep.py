@@ -10,6 +10,7 @@ import numpy as np
 from bench.cases.paper import HEADINGS, TITLES
 from bench.cluster.spec import Cluster, RATES, format_unit
 from bench.records.measurements import Measurements
+from bench.reports import emulated
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 
 SIZES = ("layers", "hidden", "heads", "seq")
@@ -196,7 +197,7 @@ def heading(record: Measurements) -> str:
     layers = int(record.configuration["layers"])
     return (f"{HEADINGS[str(record.configuration['table'])]}, {layers} layer"
             f"{'s' * (layers != 1)}: emulated cluster, {cluster.nodes} nodes x {cluster.ranks} "
-            f"ranks, links of several rates; NOT COMPUTED: work is waited for")
+            f"ranks, links of several rates; {emulated.MODELLED}")
 
 
 def seconds_table(record: Measurements, curves: Sequence[Curve]) -> Table:

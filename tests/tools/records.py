@@ -3,6 +3,7 @@ import numpy as np
 
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row, load_tables
+from bench.experiments.rows.dilation import Dilated
 from bench.experiments.rows.record import published_row
 from bench.instruments import spans
 from bench.records import model_run, run_file
@@ -24,6 +25,21 @@ def wait_for_work(run: Run, machine: str, scale: float, shrink: float) -> None:
                              waited_shrink=shrink)
     run.groups["waits"] = Group({"phase": PHASES, "rank": range(ranks)},
                                 dict.fromkeys(("modelled", "counted", "slept"), seconds))
+
+
+def emulated_run(row: Row, seconds: float, slowed: float = 1.0, software: float = 0.1) -> Run:
+    """A run of `row` that waited for its work, whose steps take `seconds`, 1 predicted."""
+    preset = load_tables().presets["emulated"]
+    run = made_up(row, seconds / 3, 2 * seconds / 3, preset="emulated", oversubscribed=True)
+    wait_for_work(run, "longhorn", 1600.0, preset.of_table(row.table).shrink)
+    grid = SCHEMES[row.scheme].default_grid(row.gpus)
+    run.configuration.update({"grid": " x ".join(map(str, grid)), "dilation": slowed,
+                              "software_share": 0.25})
+    run.environment["emulated_cluster"] = preset.cluster
+    dilated = Dilated(slowed, np.full((2, 3), software / 2),
+                      {"forward": (0.1, 0.2), "backward": (0.3, 0.4)})
+    run.groups.update(dilated.groups)
+    return run
 
 
 def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str = "laptop",

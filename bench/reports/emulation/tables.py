@@ -25,7 +25,7 @@ def row_parts(results: Results) -> list[Part]:
     There are none where ranks computed, or had no links between them.
     """
     try:
-        groups = emulated_groups(results)
+        groups = group_rows(emulated_rows(results))
     except UsageError as error:
         return [Notes("Not predicted:", [str(error)])]
     parts: list[Part] = []
@@ -35,16 +35,16 @@ def row_parts(results: Results) -> list[Part]:
     return parts
 
 
-def emulated_groups(results: Results) -> list[list[Emulated]]:
-    """List the rows of a preset that were measured on an emulated cluster, in groups.
+def emulated_rows(results: Results) -> list[Emulated]:
+    """Describe those of `waited_rows`, with the runs that repeat them.
 
     Raises
     ------
     UsageError
         When the machine of a row is none of the supplied ones.
     """
-    return group_rows([of_run(row, run, over_runs.repeated_runs(results, row))
-                       for row, run in waited_rows(results)])
+    return [of_run(row, run, over_runs.repeated_runs(results, row))
+            for row, run in waited_rows(results)]
 
 
 def group_rows(rows: Iterable[Emulated]) -> list[list[Emulated]]:

@@ -86,10 +86,18 @@ def draw_scaling(results: Results):
                 label_plainly(panel.yaxis, 2.0, (1,))
             else:
                 start_at_zero(panel)
+        share_limits(panels[row])
     add_legends(figure, panels.flat)
     write_caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
                   "confidence intervals; that at the fewest ranks is not in the others'.")
     return figure
+
+
+def share_limits(panels) -> None:
+    """Give panels beside each other the same vertical axis, from the least to the most of all."""
+    limits = [bound for panel in panels for bound in panel.get_ylim()]
+    for panel in panels:
+        panel.set_ylim(min(limits), max(limits))
 
 
 def draw_words(results: Results):

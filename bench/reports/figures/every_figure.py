@@ -11,7 +11,8 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
 from bench.records.measurements import Measurements
-from bench.reports.figures import (against_ranks, experts, link_sweep, products,
+from bench.reports.emulation.tables import waited_rows
+from bench.reports.figures import (against_ranks, emulation, experts, link_sweep, products,
                                    roofline_and_memory, style, time_shares)
 from bench.reports.figures.style import LeftOut
 
@@ -35,6 +36,12 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
     "memory-per-rank": (roofline_and_memory.draw_memory,
                         "Memory of a rank against ranks, measured, and by the "
                         "closed form or, its peak, by a dry run.")}
+# Of rows whose ranks waited for their work on an emulated cluster.
+EMULATED = {"scaling": (emulation.draw_emulated,
+                        "Seconds a sequence against ranks, weak and strong scaling, published "
+                        "beside emulated, and the words that a rank sends."),
+            **{name: drawn for name, drawn in FIGURES.items()
+               if name != "speed-up-and-efficiency"}}
 # The same of a kind of microbenchmark.
 MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {"products": {
     "words-of-products": (products.draw_words_against_ranks,
@@ -80,7 +87,8 @@ def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:
     for results in found.results:
         # It becomes part of a file's name, and a record may contain any text.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
-        for name, (draw, about) in FIGURES.items():
+        chosen = EMULATED if waited_rows(results) else FIGURES
+        for name, (draw, about) in chosen.items():
             yield Drawing(f"{name}-{preset}", about, partial(draw, results))
 
 

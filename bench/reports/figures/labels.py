@@ -10,13 +10,15 @@ Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
 class Label:
     """A text with its possible places: points of the panel's data, each with an offset in points.
 
-    The first free place is taken, or else the one where the text covers the least.
+    The first free place is taken, or else the one where the text covers the least; if `optional`,
+    none, and the text is left out.
     """
 
     panel: object
     text: str
     places: Sequence[tuple[tuple[float, float], tuple[float, float]]]
     colour: str = "black"
+    optional: bool = False
 
 
 def places_beside(x: float, y: float) -> list[tuple[tuple[float, float], tuple[float, float]]]:
@@ -67,10 +69,13 @@ def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object
             written.append((cost, len(written), text, tuple(box)))
             if not cost:
                 break
-        *worse, (_, _, _, chosen) = sorted(written, reverse=True)
+        *worse, best = sorted(written, reverse=True)
+        if label.optional and best[0]:
+            worse.append(best)
+        else:
+            taken.append(best[3])
         for _, _, text, _ in worse:
             text.remove()
-        taken.append(chosen)
 
 
 def _overlap(a: Box, b: Box) -> float:

@@ -1,7 +1,6 @@
 """A machine shrunk with a model's lengths keeps the ratio of computing to communicating."""
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from bench.__main__ import parser
@@ -11,7 +10,6 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
-from bench.experiments.rows.dilation import Dilated
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import place_trace, work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
@@ -26,7 +24,7 @@ from bench.verbs import reproduce
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
-from records import made_up, wait_for_work
+from records import emulated_run
 
 LONGHORN = load_machine("longhorn")
 EMULATED = load_tables().presets["emulated"]
@@ -109,19 +107,6 @@ def test_predictions_know_the_placement():
     assert placed == {("x", 4), ("y", 1), ("z", 16)}
 
 
-def emulated_run(row, seconds: float, slowed: float = 1.0, software: float = 0.1):
-    """A run of `row` that waited for its work, whose steps take `seconds`, 1 predicted."""
-    run = made_up(row, seconds / 3, 2 * seconds / 3, preset="emulated", oversubscribed=True)
-    wait_for_work(run, "longhorn", 1600.0, EMULATED.of_table(row.table).shrink)
-    run.configuration.update({"grid": "8" if row.scheme == "1d" else "2 x 2 x 2",
-                              "dilation": slowed, "software_share": 0.25})
-    run.environment["emulated_cluster"] = str(CLUSTER)
-    dilated = Dilated(slowed, np.full((2, 3), software / 2),
-                      {"forward": (0.1, 0.2), "backward": (0.3, 0.4)})
-    run.groups.update(dilated.groups)
-    return run
-
-
 @pytest.mark.parametrize("slowed", [1.0, 4.0])
 def test_measured_rows_are_set_beside_published_and_predicted_ones(tmp_path, slowed):
     """With the seconds that are predicted, times what is slowed, the error is 0."""
@@ -184,7 +169,7 @@ def test_crowded_rows_that_wait_say_so(tmp_path):
         run_file.write_run(run, tmp_path, str(n))
     text = " ".join(format_tables(tmp_path).split())
     shared = "ranks share 4 cores for all that is not waited for"
-    assert f"NOT COMPUTED: work is waited for; up to 8 {shared})" in text
+    assert f"real messages, modelled arithmetic; up to 8 {shared})" in text
     assert "The ranks of all nodes share 4 cores for all that is not waited for: copies" in text
     assert certainty.compare_repetitions(*runs) == "not tested"
     warnings = list(list_warnings(runs[0]))

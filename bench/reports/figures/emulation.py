@@ -1,0 +1,182 @@
+"""Draw an emulated cluster beside what was published: seconds and words against ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from bench.cases.paper import HEADINGS, PROPOSED, title
+from bench.errors import UsageError
+from bench.records.folder import Results
+from bench.reports import emulated, over_runs
+from bench.reports.emulation.row import Emulated
+from bench.reports.emulation.tables import MARK, emulated_rows, group_rows
+from bench.reports.figures.against_ranks import counted_words
+from bench.reports.figures.labels import Label, place_labels
+from bench.reports.figures.style import (LeftOut, Point, TICKS, draw_intervals, draw_line,
+                                         label_plainly, make_rank_figure)
+
+# Read from the last row of a room: larger than the figures of a report.
+LARGE = {"font.size": 14, "axes.titlesize": 16, "axes.labelsize": 14, "xtick.labelsize": 13,
+         "ytick.labelsize": 13, "figure.titlesize": 18, "figure.titleweight": "bold",
+         "legend.fontsize": 14, "lines.linewidth": 2.6, "lines.markersize": 10}
+SMALL = 11    # points, of the remarks
+DARK = "#1B1F24"
+ASIDE, LETTER = 10, 4.1    # points: of a label from its marker, and half the width of a letter
+ROOM = 2.6    # of the ranks' axis, to the right of the most ranks, for labels
+MARKS = (1, 1.5, 2, 3, 5, 7)    # of an axis, in each decade
+MARGIN = 1.12    # above and below what is drawn, as a factor
+
+
+def draw_emulated(results: Results):
+    """Draw seconds a sequence, published and emulated, and words a rank, against ranks.
+
+    Weak scaling is above strong scaling. All axes are logarithmic, and the vertical ones of a row
+    span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks each
+    scheme's multiple of that of 3-D is written, where there is room for it.
+
+    Raises
+    ------
+    LeftOut
+        When the machine is unknown, or rows were emulated at several scales.
+    """
+    from matplotlib import rc_context
+    from matplotlib.ticker import EngFormatter
+    try:
+        groups = group_rows(emulated_rows(results))
+    except UsageError as error:
+        raise LeftOut(str(error)) from error
+    if len(groups) != 1:
+        raise LeftOut(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
+                      f"would do")
+    rows = [one for one in groups[0] if not one.row.like]
+    cluster = rows[0].cluster
+    where = cluster.describe() if cluster else "emulated"
+    with rc_context(LARGE):
+        figure, panels = make_rank_figure(2, 3, (16, 9), (
+            f"{where[0].upper()}{where[1:]}: {emulated.MODELLED}"))
+        labels, markers = [], []
+        for line, table in zip(panels, HEADINGS):
+            mine = [one for one in rows if one.row.table == table]
+            for panel, draw in zip(line, (_published, _emulated, _words)):
+                found = {scheme: draw(panel, [one for one in mine if one.row.scheme == scheme])
+                         for scheme in results.schemes()}
+                found = {scheme: points for scheme, points in found.items() if points}
+                markers += [(panel, *point) for points in found.values() for point in points]
+                labels += _multiples(panel, found, mine if draw is _emulated else ())
+            _span_alike(line)
+            line[0].set_ylabel(f"{HEADINGS[table].partition(', ')[2]}\nseconds a sequence")
+            line[2].set_ylabel("words a sequence")
+            line[2].yaxis.set_major_formatter(EngFormatter(sep=""))
+        for panel, name in zip(panels[0], ("published", "emulated", "words of a rank")):
+            panel.set_title(name)
+        for panel, unit in zip(panels[1], ("GPUs", "ranks", "ranks")):
+            panel.set_xlabel(unit)
+        _legend(panels)
+        figure.supxlabel("\n".join(_remarks(rows)), fontsize=SMALL, color=DARK)
+        place_labels(figure, labels, markers, size=LARGE["font.size"])
+    return figure
+
+
+def _published(panel, rows: Sequence[Emulated]) -> list[Point]:
+    """Draw the seconds a sequence that the paper prints of a scheme; return the points."""
+    return _line(panel, [one for one in rows if one.row.published],
+                 lambda one: one.row.recomputed)
+
+
+def _emulated(panel, rows: Sequence[Emulated]) -> list[Point]:
+    """Draw a scheme's emulated seconds a sequence with their intervals; return the points."""
+    if rows:
+        draw_intervals(panel, rows[0].row.scheme, [(one.row.gpus, *one.interval) for one in rows])
+    return _line(panel, rows, lambda one: one.average)
+
+
+def _words(panel, rows: Sequence[Emulated]) -> list[Point]:
+    """Draw a scheme's words counted per rank and sequence; return the points."""
+    return _line(panel, rows, lambda one: counted_words(one.run) if one.run else math.nan)
+
+
+def _line(panel, rows: Sequence[Emulated], value: Callable[[Emulated], float]) -> list[Point]:
+    points = sorted((one.row.gpus, value(one)) for one in rows)
+    if points:
+        draw_line(panel, rows[0].row.scheme, points)
+    return points
+
+
+def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -> list[Label]:
+    """Label the points at the most ranks with multiples of 3-D's, as the tables have them.
+
+    Parameters
+    ----------
+    panel
+        Where they are drawn.
+    found : dict
+        The points of each scheme.
+    rows : sequence of Emulated
+        The rows whose runs are compared; without, the points are.
+    """
+    ranks, base = max(found.get(PROPOSED, [(0, math.nan)]))
+    runs = {one.row.scheme: one for one in rows if one.row.gpus == ranks}
+    labels = []
+    for scheme, points in found.items():
+        value = dict(points).get(ranks)
+        if value is None:
+            continue
+        ratio, mark = value / base, ""
+        if runs:
+            pair = runs[scheme], runs[PROPOSED]
+            ratio = over_runs.speed_up(*(one.averages for one in pair)).ratio
+            mark = MARK * (not all(one.quotable for one in pair))
+        text = f"{title(scheme)}{f' {ratio:.1f}x{mark}' * (scheme != PROPOSED)}"
+        middle = ASIDE + LETTER * len(text)
+        labels.append(Label(panel, text, [((ranks, value), (middle, up)) for up in (
+            0, 8, -8, 14, -14)], DARK, optional=True))
+    return labels
+
+
+def _span_alike(panels) -> None:
+    """Let logarithmic vertical axes span the same ratio, each around what is drawn there."""
+    ends = [(min(values), max(values)) for panel in panels
+            if (values := [y for line in panel.lines for y in line.get_ydata()])]
+    half = MARGIN * math.sqrt(max((high / low for low, high in ends), default=1.0))
+    for panel in panels:
+        panel.set_yscale("log")
+        values = [y for line in panel.lines for y in line.get_ydata()]
+        if values:
+            middle = math.sqrt(min(values) * max(values))
+            panel.set_ylim(middle / half, middle * half)
+        label_plainly(panel.yaxis, marks=MARKS)
+        panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * ROOM)
+
+
+def _legend(panels) -> None:
+    """Name all schemes in the first panel, and those that the paper lacks where they are."""
+    handles = {label: handle for panel in panels.flat for handle, label in zip(
+        *panel.get_legend_handles_labels())}
+    panels[0, 0].legend(handles.values(), handles.keys(), loc="upper left")
+
+
+def _remarks(rows: Sequence[Emulated]) -> list[str]:
+    """State how the figure was measured and drawn."""
+    machine = rows[0].machine.name
+    said = ["1.5x: times what 3-D takes. Logarithmic axes; the vertical ones of a row span the "
+            "same ratio. Bars: 95 % intervals.",
+            f"Messages take their time on emulated links; ranks wait for the seconds of "
+            f"arithmetic that a model of {machine} states. Seconds are at its scale.",
+            f"Batches, {_batches(rows)}."]
+    if not all(one.quotable for one in rows):
+        said[-1] += (f" {MARK} not to be quoted: software takes too much of a step, or was not "
+                     f"timed.")
+    return said
+
+
+def _batches(rows: Sequence[Emulated]) -> str:
+    """Name the batches of each table's schemes, from the fewest ranks to the most."""
+    found = []
+    for table in HEADINGS:
+        sizes: dict[str, list[int]] = {}
+        for one in sorted(rows, key=lambda one: (title(one.row.scheme), one.row.gpus)):
+            if one.row.table == table:
+                sizes.setdefault(one.row.scheme, []).append(one.sizes.batch)
+        found += [f"{table} " + ", ".join(
+            f"{title(scheme)} {' to '.join(map(str, dict.fromkeys((own[0], own[-1]))))}"
+            for scheme, own in sizes.items())] * bool(sizes)
+    return "; ".join(found)

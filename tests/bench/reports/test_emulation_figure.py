@@ -1,0 +1,99 @@
+"""The figure of an emulated cluster beside what was published."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.cases.selection import select_rows
+from bench.records import run_file
+from bench.records.folder import read_folder
+from bench.reports.emulation.row import of_run
+from bench.reports.figures import emulation, every_figure, style
+from records import emulated_run, made_up
+
+SECONDS = {"1d": 30.0, "2d": 120.0, "3d": 60.0}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Of all rows, with neither stored predictions nor times of software for half of them."""
+    for row in (row for table in ("weak", "strong") for row in select_rows(table)):
+        run = emulated_run(row, SECONDS[row.scheme] * (1 + row.gpus / 64))
+        if row.table == "weak":
+            for name in ("predicted", "software"):
+                run.groups.pop(name)
+        run_file.write_run(run, tmp_path, f"{row.table}-{row.scheme}-{row.gpus}")
+    return read_folder(tmp_path).results[0]
+
+
+def points_of(panel):
+    return {line.get_label(): line.get_xydata().tolist() for line in panel.lines
+            if not line.get_label().startswith("_")}
+
+
+def test_seconds_are_at_the_machines_scale_beside_published_ones_and_words(results):
+    figure = emulation.draw_emulated(results)
+    panels = np.array(figure.axes).reshape(2, 3)
+    assert "real messages, modelled arithmetic" in figure.get_suptitle()
+    for line, table in zip(panels, ("weak", "strong")):
+        rows = select_rows(table, "2d")
+        runs = [results.get(row) for row in rows]
+        found = [points_of(panel)["2-D"] for panel in line]
+        expected = [[row.recomputed for row in rows],
+                    [of_run(row, run).average for row, run in zip(rows, runs)],
+                    [run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
+                     for run in runs]]
+        for points, values in zip(found, expected):
+            assert points == [[row.gpus, pytest.approx(value)] for row, value in zip(rows, values)]
+
+
+def test_axes_of_a_row_are_of_one_kind_and_span_one_ratio(results):
+    for line in np.array(emulation.draw_emulated(results).axes).reshape(2, 3):
+        limits = [panel.get_ylim() for panel in line]
+        assert len({round(high / low, 6) for low, high in limits}) == 1
+        assert {panel.get_yscale() for panel in line} == {"log"}
+        for panel, (low, high) in zip(line, limits):
+            drawn = [y for one in panel.lines for y in one.get_ydata()]
+            assert low < min(drawn) and max(drawn) < high
+
+
+def test_labels_are_the_ratios_of_the_tables_and_are_marked_like_them(results):
+    """Batches of 30 or 12, and 384 or 24, sequences: 1-D takes 30 / 60 of the time a step."""
+    weak, strong = np.array(emulation.draw_emulated(results).axes).reshape(2, 3)[:, 1]
+    texts = [{text.get_text() for text in panel.texts} for panel in (weak, strong)]
+    assert texts == [{"1-D 6.4x*", "2-D 2.0x*", "3-D"}, {"1-D 1.0x", "2-D 2.0x", "3-D"}]
+
+
+def test_labels_that_have_no_room_are_left_out(results):
+    """Of values so close together that each would lie on another."""
+    for key, run in results.runs.items():
+        for phase in run.samples:
+            run.samples[phase][:] = run.configuration["batch"] * (1 + 1e-3 * (key[1] == "1d"))
+    with style.figure_style():
+        figure = emulation.draw_emulated(results)
+        figure.draw_without_rendering()
+        panel = figure.axes[4]
+        boxes = [text.get_window_extent().extents for text in panel.texts]
+    assert 1 <= len(boxes) < 3
+    for k, one in enumerate(boxes):
+        for other in boxes[:k]:
+            assert one[1] >= other[3] or other[1] >= one[3]
+
+
+def test_it_stands_in_for_speed_ups_where_work_was_waited_for(results, tmp_path):
+    names = {one.name.partition("-emulated")[0] for one in every_figure.make_row_drawings(
+        read_folder(tmp_path))}
+    assert "scaling" in names and "speed-up-and-efficiency" not in names
+    other = tmp_path / "computed"
+    other.mkdir()
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), other, "weak")
+    names = {one.name for one in every_figure.make_row_drawings(read_folder(other))}
+    assert "speed-up-and-efficiency-laptop" in names and "scaling-laptop" not in names
+
+
+def test_rows_of_several_scales_are_left_out_with_the_reason(results):
+    key = "weak", "3d", 64
+    run = results.runs[key]
+    results.runs[key] = replace(run, configuration=run.configuration | {"waited_scale": 8.0})
+    with pytest.raises(style.LeftOut, match="2 clusters, machines or scales: one would do"):
+        emulation.draw_emulated(results)
