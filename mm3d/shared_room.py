@@ -46,10 +46,10 @@ def bytes_of_siblings(folder: str = FOLDER) -> int:
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[1]
             if int(parent) == os.getppid() and process.name != str(os.getpid()):
                 found |= {line.split(maxsplit=5)[5] for line in
-                          (process / "maps").read_text().splitlines()
+                          os.fsdecode((process / "maps").read_bytes()).splitlines()
                           if f" {folder}/" in line}
         except OSError:    # it has just ended, or is another user's
             continue

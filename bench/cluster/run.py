@@ -76,7 +76,7 @@ def refusal(cluster: Cluster, command: Sequence[str] = ("true",)) -> str:
     """Return why this machine cannot run a command in a cluster; "" if it can, as is tried."""
     if sys.platform != "linux":
         return "it needs Linux"
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", encoding=CHILDREN_PRINT, errors="replace") as said:
         try:
             status = run_inside(cluster, command, stdin=subprocess.DEVNULL, stdout=said.fileno(),
                                 stderr=subprocess.STDOUT)

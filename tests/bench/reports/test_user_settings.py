@@ -9,6 +9,7 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.command_line import options
 from bench.records import run_file
+from bench.reports import page
 from bench.reports.figures import every_figure, style
 from bench.reports.finish import write_tables_and_figures
 from records import made_up, write_all

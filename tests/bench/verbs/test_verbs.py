@@ -16,7 +16,8 @@ from support import ROOT, run_python
 FILES = sorted((ROOT / "bench" / "verbs").glob("*.py"))
 NAMES = [path.stem for path in FILES if path.stem != "__init__"]
 SHARED = sorted((ROOT / "bench" / "command_line").glob("*.py"))
-PROGRAMS = [ROOT / name / "__main__.py" for name in ("bench", "jobs")]
+PROGRAMS = [*(ROOT / name / "__main__.py" for name in ("bench", "jobs")),
+            ROOT / "jobs" / "own_options.py"]    # whose subject is what options programs take
 NEW = '''"""Count to a number."""
 
 GROUP = "Look at numbers"
