@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterable
 
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 
 LIMIT = 60    # seconds for an answer: sbatch retries a full queue for minutes
 SHORT_LIMIT = 20    # for one about a single job

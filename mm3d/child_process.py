@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import locale
 import os
 import signal
 import subprocess
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mm3d.console import CHILDREN_PRINT
-
+# In which programs that are started here print: the locale's, but for Python's UTF-8 mode, which
+# they have too.
+CHILDREN_PRINT = locale.getpreferredencoding(False)
 GRACE = 10.0     # seconds between SIGTERM and SIGKILL
 ORPHANS = 1.0    # of these at most for processes that have outlived the child
 PR_SET_PDEATHSIG = 1

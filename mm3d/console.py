@@ -10,15 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import locale
 import os
 import select
 import sys
 
 NAMES = {1: "stdout", 2: "stderr"}
-# In which programs that are started here print: the locale's, but for Python's UTF-8 mode, which
-# they have too.
-CHILDREN_PRINT = locale.getpreferredencoding(False)
 
 
 class _Output(io.FileIO):

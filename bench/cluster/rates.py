@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.cluster import faults, namespaces
 from bench.cluster.spec import Cluster, format_unit, parse_rate, RATES, UNLIMITED
 from bench.errors import UsageError
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = 1    # the process that has built the cluster, in whose namespaces the switch is

@@ -17,7 +17,7 @@ from bench.cluster.launchers import find_launcher
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from mm3d import launcher
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0    # seconds that a command has to end after a signal; its job has 15

@@ -16,8 +16,7 @@ from typing import Any
 
 from bench.doctor.census import MARK
 from mm3d import launcher, shared_room
-from mm3d.child_process import run_child
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT, run_child
 
 TIMED_OUT = "timeout"    # the status of a child job that a script has ended at its limit
 

@@ -17,8 +17,7 @@ from bench.doctor.child_jobs import describe_failure
 from bench.errors import UsageError
 from bench.experiments.gpu.parts import PARTS
 from mm3d import launcher
-from mm3d.child_process import run_child
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT, run_child
 
 ROOT = Path(bench.__file__).parents[1]    # where the tests are
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 import mm3d
 from bench.checks.against_serial import build_model
 from bench.errors import UsageError

@@ -20,7 +20,7 @@ from bench.experiments.pipeline.subject import PipelineCase, squared_error
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
 from mm3d import launcher
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 from mm3d.training.mesh import Mesh
 
 TIMEOUT = 120.0    # seconds; a rank of PyTorch that waits longer for another ends

@@ -14,7 +14,7 @@ from bench.experiments.layer.torch_process import torch_environment
 from bench.experiments.training import torch_parallel
 from bench.instruments.clock import wait_patiently
 from mm3d import launcher
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 
 TIMEOUT = 300.0    # seconds; a rank of PyTorch that waits longer for another ends
 KINDS = tuple(torch_parallel.KINDS)

@@ -17,7 +17,7 @@ from bench.experiments.training.plain_gpt import State
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text
 from mm3d import launcher
-from mm3d.console import CHILDREN_PRINT
+from mm3d.child_process import CHILDREN_PRINT
 
 
 @dataclass(frozen=True)
