@@ -8,7 +8,7 @@ from typing import Any, Mapping, Sequence
 from bench.errors import UsageError
 from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
-from mm3d.training.schedules.builders import LARGEST, SEARCHED, check_size
+from mm3d.training.schedules.builders import check_request, check_size, largest
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count
@@ -104,6 +104,35 @@ def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
         f"{float(pipeline.memory):.4g}")
 
 
+def check_requests(names: Sequence[str], pipeline: Pipeline, curves: bool) -> None:
+    """Refuse schedules that there are not, or that take too long, before one is made.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Their names.
+    pipeline : Pipeline
+        Their sizes.
+    curves : bool
+        Whether `costs_by_microbatches` is to follow.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or schedules are too large; those of curves all together.
+    """
+    try:
+        for name in names:
+            check_request(name, pipeline.ranks, pipeline.microbatches)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    size = pipeline.ranks * pipeline.microbatches * (pipeline.microbatches + 1) // 2
+    most = min(map(largest, names), default=size)
+    if curves and size > most:
+        raise UsageError(f"curves of {pipeline.ranks} ranks and 1 to {pipeline.microbatches} "
+                         f"micro-batches have {size} forward steps: at most {most} would do")
+
+
 def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
         str, list[tuple[int, Mapping[str, float]]]]:
     """Return what schedules cost with 1 to ``pipeline.microbatches`` micro-batches.
@@ -114,16 +143,7 @@ def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
         By name: the micro-batches that there is such a schedule of; ``"bubble / cost"``, ``"in
         flight"`` (to the end of W, in activations of all layers of a rank) and ``"messages"``.
 
-    Raises
-    ------
-    UsageError
-        When all of these schedules together are larger than the largest one may be.
     """
-    size = pipeline.ranks * pipeline.microbatches * (pipeline.microbatches + 1) // 2
-    most = SEARCHED if "auto" in names else LARGEST
-    if size > most:
-        raise UsageError(f"curves of {pipeline.ranks} ranks and 1 to {pipeline.microbatches} "
-                         f"micro-batches have {size} forward steps: at most {most} would do")
     found: dict[str, list[tuple[int, Mapping[str, float]]]] = {name: [] for name in names}
     for name, points in found.items():
         for microbatches in range(1, pipeline.microbatches + 1):

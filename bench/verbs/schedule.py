@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a schedule and what it costs, and draw it; UsageError when that cannot be."""
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
+    names = list(dict.fromkeys([*[arguments.name] * (not schedule), *arguments.compare]))
+    schedule_costs.check_requests(names, pipeline, bool(arguments.curves))
     if schedule:
         timelines = {arguments.file: schedule_costs.timed_schedule(schedule, pipeline)}
     else:
@@ -72,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
     if arguments.curves:
-        names = list(dict.fromkeys([*[arguments.name] * (not schedule), *arguments.compare]))
         draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
                              schedule_costs.costs_by_microbatches(names, pipeline)))
     return options.draw_pictures(draws)

@@ -554,7 +554,8 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
 @pytest.mark.parametrize("words", [
     ["render", "--site", "gpu4", "--table", "weak", "--scheme", "3d"],    # with a dry run
     ["train", "--site", "cpu", "--ranks", "8", "--", "--steps", "5"],
-    ["collect", "--site", "cpu", "--table", "weak", "--scheme", "3d"]])
+    pytest.param(["collect", "--site", "cpu", "--table", "weak", "--scheme", "3d"],
+                 marks=pytest.mark.slow)])
 def test_no_command_starts_mpi(tmp_path, words):
     """An MPI that only starts under its launcher would end it on a login node."""
     out = tmp_path / "results"

@@ -127,13 +127,13 @@ def test_pictures_of_schedules(tmp_path, texts):
 
 
 def test_numbers_that_would_not_fit_into_their_boxes_are_left_out(tmp_path, texts):
-    """Of 24 micro-batches on 8 ranks, each in two chunks, beside longer actions that have them."""
-    crowded, roomy = (schedule_costs.timed(name, schedule_costs.Pipeline(8, 24))
+    """Of 24 micro-batches on 4 ranks, each in two chunks, beside longer actions that have them."""
+    crowded, roomy = (schedule_costs.timed(name, schedule_costs.Pipeline(4, 24))
                       for name in ("zb-v", "1f1b"))
     schedules.picture(tmp_path / "a.png", {"zb-v": crowded, "1f1b": roomy})
     [found] = texts.found.values()
     numbers = [text for text, (shown, _) in found.items() if shown == "23"]
-    assert len(numbers) == 2 * 8    # of forward and backward on each rank, without chunks
+    assert len(numbers) == 2 * 4    # of forward and backward on each rank, without chunks
     assert min(text.get_fontsize() for text in found) >= schedules.LEAST
     assert list(texts.problems()) == []
 

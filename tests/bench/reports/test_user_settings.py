@@ -82,6 +82,7 @@ def test_settings_of_the_user_change_no_figure(plain, tmp_path, kind, value):
     assert len(pictures(plain)) == 5 and pictures(folder) == pictures(plain)
 
 
+@pytest.mark.slow
 def test_settings_in_the_working_folder_change_no_figure(plain, tmp_path):
     folder = tmp_path / plain.name
     folder.mkdir()

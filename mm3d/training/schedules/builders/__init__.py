@@ -12,7 +12,7 @@ from typing import Any, Callable
 from mm3d.training.schedules.builders.names import BUILDERS, builder
 from mm3d.training.schedules.schedule import Schedule
 
-__all__ = ["CONDITIONS", "build", "builder", "check_size", "registry"]
+__all__ = ["CONDITIONS", "build", "builder", "check_request", "check_size", "registry"]
 
 CONDITIONS = ("chunks", "times", "memory", "kept")
 LARGEST = 2 ** 18    # ranks x chunks x micro-batches: a minute and half a GB
@@ -46,16 +46,27 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     ------
     ValueError
         When the name is unknown, or there is no such schedule of so many ranks and micro-batches,
-        or it is larger than `LARGEST`.
+        or it has more forward steps than `largest`.
     """
+    check_request(name, ranks, microbatches)
     function, chosen = _builder_of(name)
-    if ranks < 1 or microbatches < 1:
-        raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
-                         f"is needed")
-    check_size(ranks, microbatches, chosen.get("chunks", 1))
     known = inspect.signature(function).parameters
     given = {key: value for key, value in conditions.items() if key in known}
     return function(ranks, microbatches, **given | chosen)
+
+
+def check_request(name: str, ranks: int, microbatches: int) -> None:
+    """Raise ValueError when `build` would refuse this name, or schedules as large."""
+    _, chosen = _builder_of(name)
+    if ranks < 1 or microbatches < 1:
+        raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
+                         f"is needed")
+    check_size(ranks, microbatches, chosen.get("chunks", 1), largest(name))
+
+
+def largest(name: str) -> int:
+    """Return how many forward steps a schedule of this name may have."""
+    return SEARCHED if name == "auto" else LARGEST
 
 
 def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:

@@ -1,6 +1,5 @@
 """The best schedule found for given times and memory."""
 
-from mm3d.training.schedules.builders import SEARCHED, check_size
 from mm3d.training.schedules.builders.names import builder
 from mm3d.training.schedules.builders.one_f_one_b import one_f_one_b
 from mm3d.training.schedules.builders.zb_h import zb_h1, zb_h2
@@ -34,10 +33,8 @@ def auto(ranks: int, microbatches: int, times: Times | None = None,
     Raises
     ------
     ValueError
-        When not even one micro-batch fits, or the times are of another number of stages, or
-        there are more forward steps than `SEARCHED`.
+        When not even one micro-batch fits, or the times are of another number of stages.
     """
-    check_size(ranks, microbatches, most=SEARCHED)
     times = times or Times.equal(ranks, 1, 1, 1)
     limit = Limit(exact(ranks if memory is None else memory), exact(kept))
     if limit.memory < 1 or not 0 <= limit.kept <= 1:
