@@ -227,12 +227,15 @@ def measure_collectives(comm, cluster: Cluster | None = None,
     least = max(LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK * comm.size)
     fitting = bytes_that_fit(comm.size)
 
-    def take(step: Callable[[], object], point: CollectivePoint) -> tuple[list[float], str]:
+    def take(step: Callable[[], object], point: CollectivePoint) -> tuple[list[list[float]], str]:
         if cluster is None:
-            return sampling.take_samples(make_sampler(step, comm, clock=clock), LIMITS, comm)
-        calls = math.ceil(least / min(earlier[point])) if earlier else None
-        sample = sampling.makespans(step, comm, lambda: None, clock, least, calls)
-        return sampling.take_samples(sample, LINK_LIMITS, comm)
+            sample, limits = make_sampler(step, comm, clock=clock), LIMITS
+        else:
+            calls = math.ceil(least / min(earlier[point])) if earlier else None
+            sample = sampling.makespans(step, comm, lambda: None, clock, least, calls)
+            limits = LINK_LIMITS
+        seconds, ended_by = sampling.take_samples(sample, limits, comm)
+        return [seconds], ended_by
 
     ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
     for size, stride in list_placements(comm.size):

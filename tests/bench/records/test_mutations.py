@@ -21,7 +21,7 @@ ROW = select_rows("weak", "3d")[0]
 SPOILED = 24    # of all mutations of a file, evenly
 
 
-@pytest.fixture(scope="module", params=["model", "matmul"])
+@pytest.fixture(scope="module", params=["matmul", "model"])
 def whole(request, tmp_path_factory):
     """A file that nothing is wrong with, and one of all kinds that are shown."""
     run = limited(ROW) if request.param == "model" else matmul_record()

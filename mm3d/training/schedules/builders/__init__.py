@@ -9,14 +9,12 @@ import inspect
 import pkgutil
 from typing import Any, Callable
 
-from mm3d.training.schedules.builders.names import BUILDERS, builder
+from mm3d.training.schedules.builders.names import BUILDERS, LARGEST, MOST, builder
 from mm3d.training.schedules.schedule import Schedule
 
 __all__ = ["CONDITIONS", "build", "builder", "check_request", "check_size", "registry"]
 
 CONDITIONS = ("chunks", "times", "memory", "kept")
-LARGEST = 2 ** 18    # ranks x chunks x micro-batches: a minute and half a GB
-SEARCHED = 2 ** 15   # the same of `auto`, which makes each schedule 54 times: half a minute
 
 
 def registry() -> dict[str, Callable[..., Schedule]]:
@@ -66,7 +64,8 @@ def check_request(name: str, ranks: int, microbatches: int) -> None:
 
 def largest(name: str) -> int:
     """Return how many forward steps a schedule of this name may have."""
-    return SEARCHED if name == "auto" else LARGEST
+    _builder_of(name)
+    return MOST[name.partition(":")[0]]
 
 
 def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:

@@ -10,7 +10,10 @@ from mm3d.training.schedules.search import Limit, search
 from mm3d.training.schedules.times import Exact, Times, exact
 
 
-@builder("auto")
+SEARCHED = 2 ** 15    # forward steps, as each schedule is made 54 times: half a minute
+
+
+@builder("auto", SEARCHED)
 def auto(ranks: int, microbatches: int, times: Times | None = None,
          memory: Exact | None = None, kept: Exact = 1) -> Schedule:
     """Search for the schedule of the least cost with one stage a rank.

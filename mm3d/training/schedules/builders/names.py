@@ -5,13 +5,17 @@ from typing import Callable, Sequence
 from mm3d.training.schedules.schedule import Action, Schedule
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {}
+LARGEST = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
+MOST: dict[str, int] = {}    # of each builder
 Unit = tuple[int, int]    # a chunk and a micro-batch
 
 
-def builder(name: str) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Return a decorator that makes a function the builder of schedules called `name`."""
+def builder(name: str, most: int = LARGEST) -> Callable[[Callable[..., Schedule]],
+                                                        Callable[..., Schedule]]:
+    """Return a decorator that makes a function the builder of schedules called `name`, of which
+    none has more than `most` forward steps."""
     def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        BUILDERS[name] = function
+        BUILDERS[name], MOST[name] = function, most
         return function
     return named
 
