@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import replace
 from typing import Any, Callable
 
 from bench.agreement import broadcast_from_rank_0
@@ -207,8 +208,9 @@ def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, f
     return machine, scale
 
 
-def dilation(arguments: argparse.Namespace, comm, sweeps: bool = False) -> Dilation | None:
-    """Return how links and waits of rows are slowed; None where they are not.
+def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
+    """Return how links and waits of rows are slowed; None outside of emulated clusters, and where
+    ranks compute.
 
     Parameters
     ----------
@@ -216,8 +218,6 @@ def dilation(arguments: argparse.Namespace, comm, sweeps: bool = False) -> Dilat
         The options of `add_rows`.
     comm : mpi4py.MPI.Intracomm
         All ranks; rank 0 reads the machine.
-    sweeps : bool
-        Whether rows are measured at several rates of links, as they are.
 
     Raises
     ------
@@ -225,22 +225,22 @@ def dilation(arguments: argparse.Namespace, comm, sweeps: bool = False) -> Dilat
         On every rank, when ``--software-share`` is given where nothing can be slowed.
     """
     share, cluster = arguments.software_share, Cluster.from_environment()
-    slowed = cluster is not None and cluster.link is not None and (
-        chosen_work(arguments) == "wait")
-    if share is None:
-        share = load_tables().presets[arguments.preset].software_share if slowed else 0.0
-    elif share and not slowed:
-        raise UsageError(f"--software-share {share:g}: waits and the links of an emulated cluster "
-                         f"are slowed; give --work wait and --cluster with a rate, such as "
-                         f"--cluster 16x4:50Mbit, or leave --software-share out")
-    if not (share or sweeps):
+    found = waited_machine(arguments, comm)
+    if cluster is None or found is None:
+        if share:
+            raise UsageError(f"--software-share {share:g}: waits and the links of an emulated "
+                             f"cluster are slowed; give --work wait and --cluster, such as "
+                             f"--cluster 16x4:50Mbit, or leave --software-share out")
         return None
-    machine, scale = waited_machine(arguments, comm)
+    machine, scale = found
+    if share is None:
+        share = load_tables().presets[arguments.preset].software_share
 
-    def predict(one: Case, grid: GridShape, order: str) -> dict[str, tuple[float, float]]:
+    def predict(one: Case, grid: GridShape, order: str,
+                link: float | None) -> dict[str, tuple[float, float]]:
         shrink = load_tables().presets[arguments.preset].of_table(one.row.table).shrink
-        return predict_phases(emulating_machine(machine, shrink, scale, cluster),
-                              one.row.scheme, grid, order, one.sizes, one.variant,
+        model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
+        return predict_phases(model, one.row.scheme, grid, order, one.sizes, one.variant,
                               arguments.recompute)
     return Dilation(share, cluster.link, predict, change_links)
 

@@ -13,8 +13,6 @@ from bench.records.measurements import Measurements
 from bench.reports import emulated
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 
-SIZES = ("layers", "hidden", "heads", "seq")
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -86,29 +84,17 @@ def read_curves(record: Measurements) -> list[Curve]:
     """Read the plans of a record, with what was predicted of them before."""
     samples = record.variables["samples"].values.sum(axis=2)    # forward and backward
     work = record.variables["work"].values.sum(axis=1)
-    missing = np.full(samples.shape[:1], np.nan)
+    missing = np.full(samples.shape[:2], np.nan)
     software = (np.median(record.variables["software"].values.sum(axis=1), axis=-1)
-                if "software" in record.variables else missing)
+                if "software" in record.variables else missing[:, 0])
+    predicted = (record.variables["predicted"].values.sum(axis=(2, 3))
+                 if "predicted" in record.variables else missing)
     found = []
     for at, label in enumerate(record.scales["plan"]):
         batch = parse_label(label).batch
-        found.append(Curve(label, samples[at] / batch, predicted_at_links(record, at) / batch,
+        found.append(Curve(label, samples[at] / batch, predicted[at] / batch,
                            work[at] / batch, software[at] / batch))
     return found
-
-
-def predicted_at_links(record: Measurements, plan: int) -> np.ndarray:
-    """Return the seconds of a step that were predicted before, at each rate; NaN without any.
-
-    They were at the rate of the cluster's links; those of links are as much longer as a rate is
-    lower.
-    """
-    links = np.array(read_links(record))
-    if "predicted" not in record.variables:
-        return np.full(links.shape, np.nan)
-    base = Cluster.parse(str(record.environment["emulated_cluster"])).link
-    work, moving = record.variables["predicted"].values[plan].sum(axis=0)
-    return work + moving * (base or 0.0) / links
 
 
 def crossing_rates(links: Sequence[float], one: np.ndarray, other: np.ndarray) -> list[float]:

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if arguments.links:
         link_rates.check_waits(arguments, settings)
         return link_rates.measure_links(arguments, rows, variant, settings,
-                                        row_options.dilation(arguments, comm, sweeps=True), comm,
+                                        row_options.dilation(arguments, comm), comm,
                                         claim_folder(arguments.out, comm))
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)

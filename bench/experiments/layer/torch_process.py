@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.child_process import CHILDREN_PRINT
 import mm3d
 from bench.checks.against_serial import build_model
 from bench.errors import UsageError
 from mm3d import ModelSizes, launcher
+from mm3d.child_process import CHILDREN_PRINT
 
 
 class TorchScript:

@@ -36,19 +36,19 @@ class Dilation:
     Attributes
     ----------
     share : float
-        The share of a step that software may take.
-    link : float
-        The rate of the links that are not slowed, in bit/s.
+        The share of a step that software may take; 0 to slow nothing.
+    link : float or None
+        The rate of the links that are not slowed, in bit/s; None for no limit.
     predict : callable
         Predicts, on rank 0, a step of a case on a grid whose directions lie on the nodes in an
-        order, with no software.
+        order, with links of a rate and no software.
     change : callable
         Sets the rate of all links in bit/s, None for no limit; called on rank 0.
     """
 
     share: float
-    link: float
-    predict: Callable[[Case, GridShape, str], Predicted]
+    link: float | None
+    predict: Callable[[Case, GridShape, str, float | None], Predicted]
     change: Change
 
 
@@ -109,17 +109,19 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
     waits.pace = 0.0
     clock = Clock(comm)
     samples = np.array([time_phases(model, x, dy, clock) for _ in range(1 + STEPS)])[1:].T
-    predicted = dilation.predict(one, model.grid.shape, order) if comm.rank == 0 else {}
+    predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
+                 if comm.rank == 0 else {})
     factor = comm.bcast(
         dilation_factor(float(np.median(samples.sum(axis=0))),
                         sum(map(sum, predicted.values())), dilation.share, dilation.link)
         if comm.rank == 0 else None)
     waits.pace = factor
-    set_links(dilation.link / factor, comm, dilation.change)
+    set_links(dilation.link and dilation.link / factor, comm, dilation.change)
     return Dilated(factor, samples, predicted)
 
 
-def dilation_factor(software: float, predicted: float, share: float, link: float) -> float:
+def dilation_factor(software: float, predicted: float, share: float,
+                    link: float | None) -> float:
     """Return the factor, of two digits, from which on software takes its share of a step.
 
     Parameters
@@ -127,15 +129,16 @@ def dilation_factor(software: float, predicted: float, share: float, link: float
     software, predicted : float
         Seconds of a step: without links and waits, and of these alone.
     share : float
-        The share that software may take.
-    link : float
-        The rate of links that are not slowed, in bit/s.
+        The share that software may take; 0 for any.
+    link : float or None
+        The rate of links that are not slowed, in bit/s; None for no limit.
     """
-    wanted = software / (share * predicted)
-    if wanted <= 1:
+    if software <= share * predicted or not share:
         return 1.0
+    wanted = software / (share * predicted)
     unit = 10.0 ** (math.floor(math.log10(wanted)) - 1)
-    return min(math.ceil(round(wanted / unit, 6)) * unit, max(1.0, link / LEAST_LINK))
+    most = max(1.0, link / LEAST_LINK) if link else math.inf
+    return min(math.ceil(round(wanted / unit, 6)) * unit, most)
 
 
 def set_links(link: float | None, comm: Any, change: Change) -> None:

@@ -119,8 +119,8 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
     set_links(None, world, dilation.change)    # what is not timed need not wait for links
     with ExitStack() as stack:
         ready = [stack.enter_context(prepare_plan(plan, settings, world)) for plan in plans]
-        predicted = [dilation.predict(one.plan.case, one.grid, one.order)
-                     for one in ready if world.rank == 0]
+        predicted = [[dilation.predict(one.plan.case, one.grid, one.order, link)
+                      for link in links] for one in ready if world.rank == 0]
         clocks = [Clock(one.timed.model.grid.comm) for one in ready]
         for turn in range(rounds):
             for at in draw.sample(range(len(links) + 1), len(links) + 1):
@@ -171,10 +171,10 @@ def prepare_plan(plan: SweepPlan, settings: Settings, world) -> Iterator[ReadyPl
 
 
 def sweep_record(ready: Sequence[ReadyPlan], links: Sequence[float | None], found: np.ndarray,
-                 predicted: Sequence[Predicted], settings: Settings,
+                 predicted: Sequence[Sequence[Predicted]], settings: Settings,
                  environment: dict[str, Setting]) -> Measurements:
     """Make the record of a sweep, on rank 0."""
-    seconds = [[one[phase] for phase in PHASES] for one in predicted]
+    seconds = [[[one[phase] for phase in PHASES] for one in plan] for plan in predicted]
     first = ready[0].plan.case
     sizes = {name: value for name, value in first.sizes.items() if name != "batch"}
     waited = settings.waits(first).settings if settings.waits else {}
@@ -189,7 +189,7 @@ def sweep_record(ready: Sequence[ReadyPlan], links: Sequence[float | None], foun
          "repetition": range(found.shape[-1])},
         {"samples": Variable(found[:, :-1], "s", ("plan", "link", "phase", "repetition")),
          "software": Variable(found[:, -1], "s", ("plan", "phase", "repetition")),
-         "predicted": Variable(np.array(seconds), "s", ("plan", "phase", "kind")),
+         "predicted": Variable(np.array(seconds), "s", ("plan", "link", "phase", "kind")),
          "work": Variable(np.array(modelled), "s", ("plan", "phase"))},
         [replace(check, quantity=f"{one.label}: {check.quantity}")
          for one in ready for check in one.checks])

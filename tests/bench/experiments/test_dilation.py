@@ -4,10 +4,12 @@ import pytest
 
 from bench import verbs
 from bench.__main__ import parser
+from bench.cases.selection import select_rows
 from bench.cluster.spec import Cluster
 from bench.command_line import row_options
 from bench.experiments.rows.dilation import dilation_factor
 from bench.records import run_file
+from bench.reports.emulation.row import of_run
 from bench.validation.files import check_file
 from bench.validation.rules import check_waits
 from refused import refused
@@ -17,13 +19,14 @@ ROW = ("--preset", "emulated-tiny", "--rows", "weak:3d", "--repetitions", "2",
 
 
 @pytest.mark.parametrize("software, predicted, share, factor", [
-    (0.1, 1.0, 0.25, 1.0), (0.25, 1.0, 0.25, 1.0), (1.0, 1.0, 0.25, 4.0), (1.0, 1.0, 0.1, 10.0),
-    (1.01, 1.0, 0.1, 11.0), (0.2512, 1.0, 0.25, 1.1), (3.0, 2e-3, 0.1, 5000.0)])
+    (9.0, 1.0, 0.0, 1.0), (0.1, 1.0, 0.25, 1.0), (0.25, 1.0, 0.25, 1.0), (1.0, 1.0, 0.25, 4.0),
+    (1.0, 1.0, 0.1, 10.0), (1.01, 1.0, 0.1, 11.0), (0.2512, 1.0, 0.25, 1.1),
+    (3.0, 2e-3, 0.1, 5000.0)])
 def test_software_takes_its_share_or_less(software, predicted, share, factor):
     """The factor has two digits, is never below 1, and leaves links a rate."""
     found = dilation_factor(software, predicted, share, link=5e7)
     assert found == pytest.approx(factor)
-    assert found == 1 or found == 5000 or software / (found * predicted) <= share * (1 + 1e-9)
+    assert found in (1, 5000) or software / (found * predicted) <= share * (1 + 1e-9)
 
 
 @pytest.fixture
@@ -59,9 +62,23 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
     assert "the group software is there, but not both" in "".join(check_waits(run))
 
 
+@pytest.mark.ranks(8)
+def test_a_row_that_is_not_slowed_tells_its_software_too(comm, shared_tmp_path, cluster):
+    """And is not to be quoted, whatever its share."""
+    arguments = parser("run").parse_args(["run", *ROW, "--software-share", "none",
+                                          "--out", str(shared_tmp_path)])
+    assert verbs.load("run").run(arguments, comm) == 0
+    run = run_file.read_run(*shared_tmp_path.glob("*.h5"))
+    assert run.dilation == 1 and {"software", "predicted"} <= run.groups.keys()
+    row = next(row for row in select_rows("weak", "3d") if row.gpus == 8)
+    assert not of_run(row, run).quotable
+    if comm.rank == 0:
+        assert cluster == [None, None, 5e7, None, 5e7]
+
+
 @pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("words, message", [
-    (["--software-share", "0.1"], "give --work wait and --cluster with a rate"),
+    (["--software-share", "0.1"], "give --work wait and --cluster"),
     (["--software-share", "1"], "'1': a fraction less than 1 would do, or none"),
     (["--software-share", "0"], "'0': a number greater than 0")])
 def test_shares_of_nothing_are_refused(comm, shared_tmp_path, words, message):

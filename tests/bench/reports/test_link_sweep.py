@@ -32,7 +32,9 @@ def record():
         {"emulated_cluster": "2x2:50Mbit", "ranks": 4, "cores": 2},
         {"plan": PLANS, "link": LINKS, "phase": ["forward", "backward"], "repetition": range(3),
          "kind": ["work", "links"]},
-        {"predicted": Variable(np.tile([0.25, 3.0], (3, 2, 1)), "s", ("plan", "phase", "kind")),
+        {"predicted": Variable(np.broadcast_to(
+            np.array([[0.25, 3.0], [0.25, 0.75], [0.25, 0.0]])[:, None], (3, 3, 2, 2)), "s",
+            ("plan", "link", "phase", "kind")),
          "software": Variable(np.full((3, 2, 3), 0.05), "s", ("plan", "phase", "repetition")),
          "samples": Variable(samples, "s", ("plan", "link", "phase", "repetition")),
          "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))}, [])
@@ -57,7 +59,7 @@ def test_tables(record):
     assert "50 Mbit/s 3-D 2 x 2 x 1, x inside; 200 Mbit/s to unlimited 1-D 4." in " ".join(
         text.split())
     assert curves[0].work == pytest.approx(0.5 / 24)
-    for one in curves:    # seconds of links are as much shorter as they are faster
+    for one in curves:
         assert one.batch * one.predicted == pytest.approx([6.5, 2.0, 0.5])
     row = next(line for line in text.splitlines() if "1-D 4" in line and "-19%" in line)
     assert row.split()[-2:] == ["6%", "1%"]    # of 8 seconds half a one is work, a tenth software

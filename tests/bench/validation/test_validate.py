@@ -238,7 +238,7 @@ def test_microbenchmarks_that_are_dishonest(measured, tmp_path, name, damage, me
 def test_what_a_reader_must_know(measured, tmp_path, capsys):
     path = a_copy(measured, "strong", tmp_path)
     with h5py.File(path, "r+") as file:
-        file["environment"].attrs["git_clean"] = False
+        file["environment"].attrs.update({"git_commit": "1" * 40, "git_clean": False})
         file["samples"].attrs["ended_by"] = "stopped"
         times = np.ones(file["samples/forward"].shape)
         times[0] = 2
