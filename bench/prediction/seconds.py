@@ -7,6 +7,7 @@ measured curves of passes and collectives (see `bench.prediction.calibration`), 
 instead.  The trace is exact; the seconds are a model.
 """
 
+import functools
 import math
 from collections import Counter
 from copy import copy
@@ -17,12 +18,16 @@ from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
+from mm3d.transport import chain, hierarchical
 from mm3d.transport.choice import in_place_collectives
+from mm3d.transport.lanes import chunk_bytes
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
 Terms = dict[str, float]    # seconds by term
 SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
 PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
+ROOTED = ("broadcast", "reduce")
+MOST_UNEVEN = 1 << 16    # ranks after which lines and nodes begin together again, to be looked at
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
@@ -69,7 +74,8 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     """Predict the seconds of a collective along all parallel lines of the grid at once, by term.
 
     Rings of g ranks move (g-1)/g of the whole through each rank, an all-reduce twice that, and a
-    pipelined broadcast or reduction the whole; in shared memory a gather moves nothing.  A line
+    pipelined broadcast or reduction the whole, and longer in a chain of nodes (`chain_delay`); in
+    shared memory a gather moves nothing.  A line
     that leaves a node crosses the link of the node once for all of its ranks there, and all lines
     through the node share the link.  In an all-to-all each rank sends equal blocks to all, those
     for other nodes through the link of its own.
@@ -86,12 +92,14 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     steps = math.ceil(math.log2(g)) * barriers(event)
     moved = share * event.bytes
     within = moved / machine.node.bytes_per_second
-    widest, times = link_level(g, event.stride, machine.ranks_per_node)
+    widest, times = link_level(g, event.stride, machine.ranks_per_node, event.kind in ROOTED)
     if widest == "node":
         if event.kind in uncopied_collectives(machine.transport):
             within = 0.0    # the product that reads the whole pays for it
         return {"node": within, "latency": steps * machine.node.seconds_per_message}
     crossing = moved * times / machine.network.bytes_per_second
+    if "chain" in machine.transport.split():
+        crossing *= 1 + chain_delay(event, machine.ranks_per_node)
     if event.kind == "all_to_all":
         # Each rank of the node sends its blocks for other nodes itself: nothing is passed on.
         near = min(g, max(1, machine.ranks_per_node // event.stride))
@@ -101,6 +109,23 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     level = "network" if crossing >= within else "node"
     return {level: max(within, crossing),
             "latency": steps * machine.network.seconds_per_message}
+
+
+def chain_delay(event: Collective, per_node: int) -> float:
+    """Return the part of its seconds by which a broadcast or reduction over nodes takes longer.
+
+    Nodes pass on an array in chunks (`mm3d.transport.chain`).  In a product of SUMMA the next
+    node begins the next array a chunk later, as it is the second of the chain; at the end the last
+    array travels over all other nodes.  For q arrays, one from each of q nodes, each of the two
+    takes the time of q-1 chunks.
+    """
+    nodes = math.ceil(event.size / max(1, per_node // event.stride))
+    alone = nodes == event.size
+    if (event.kind not in ROOTED or nodes < chain.LEAST_NODES
+            or event.bytes <= (chain if alone else hierarchical).MAX_MPI_BYTES):
+        return 0.0
+    share = event.bytes * nodes // event.size    # of one of the node's ranks
+    return 2 * (1 - 1 / nodes) * min(1.0, chunk_bytes(share, nodes) / share)
 
 
 def waiting_seconds(machine: Machine, event: Collective) -> float:
@@ -119,14 +144,39 @@ def uncopied_collectives(transport: str) -> frozenset[str]:
     return in_place_collectives(local) & {"all_gather"}
 
 
-def link_level(size: int, stride: int, per_node: int) -> tuple[str, float]:
+def link_level(size: int, stride: int, per_node: int, rooted: bool = False) -> tuple[str, float]:
     """Return the level of the network that a line of `size` ranks uses, and the load of its link.
 
-    The load is the traffic through the link over the traffic through one rank.
+    The load is the traffic through the link over the traffic through one rank.  Where nodes do
+    not end where lines do, it is that of the node through which most passes.  `rooted` is
+    whether each rank in turn broadcasts or reduces, in place of all at once.
     """
-    if per_node % (size * stride) == 0:
+    span = size * stride
+    if per_node % span == 0:
         return "node", 1.0
-    return "network", per_node / min(size, max(1, per_node // stride))
+    even = span % per_node == 0 and 0 in (per_node % stride, stride % per_node)
+    if even or math.lcm(span, per_node) > MOST_UNEVEN:
+        return "network", per_node / min(size, max(1, per_node // stride))
+    return "network", uneven_load(size, stride, per_node, rooted)
+
+
+@functools.cache
+def uneven_load(size: int, stride: int, per_node: int, rooted: bool) -> float:
+    """Return the load of `link_level` where a node holds other numbers of ranks of some lines."""
+    ranks = np.arange(math.lcm(size * stride, per_node))
+    node, line = ranks // per_node, ranks // (size * stride) * stride + ranks % stride
+    members = np.zeros((node[-1] + 1, line.max() + 1), int)
+    np.add.at(members, (node, line), 1)
+    crossing = (members > 0) & (members < size)
+    if not rooted:
+        return float((crossing * (size - members)).sum(axis=1).max() / (size - 1))
+    total = 0
+    for root in range(size):
+        sending = np.zeros_like(crossing)
+        roots = ranks // stride % size == root
+        sending[node[roots], line[roots]] = True
+        total += max((crossing & side).sum(axis=1).max() for side in (sending, ~sending))
+    return float(total / size)
 
 
 def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
