@@ -5,7 +5,6 @@ memory, is reported; the others are measured all the same.
 """
 
 import argparse
-import math
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -37,9 +36,6 @@ GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
 ROUNDS = 3    # of --precise
 PRECISE_SHARE = 0.1    # of software in a step
-# Of an emulated row beyond the seconds of its links and waits: a rank's part of its job's start,
-# and of the steps that verify, by the 26 rows of commit 16ea1f8.
-START_SECONDS = 0.8    # of one core
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -148,33 +144,15 @@ def most_ranks(cases: list[Case]) -> list[Case]:
 def choose(arguments: argparse.Namespace) -> None:
     """Set the preset that nobody has named, in the words of the command too; say which and why."""
     arguments.preset, why = choose_preset(arguments)
+    preset = load_tables().presets[arguments.preset]
     chosen = [f"--preset={arguments.preset}"]
-    if load_tables().presets[arguments.preset].cluster:
+    if preset.cluster:
         arguments.equal_tokens = True
         chosen.append("--equal-tokens")
     arguments.words = [*arguments.words, *chosen]
-    say(f"preset {arguments.preset}, {why}; {expected_time(arguments)}")
-
-
-def expected_time(arguments: argparse.Namespace) -> str:
-    """Say how long the rows that are asked for take.
-
-    Where links and waits take the time it is predicted; where ranks compute it is what all rows of
-    the preset have taken.
-    """
-    preset = load_tables().presets[arguments.preset]
-    found = row_options.waited_machine(arguments)
-    if found is None or not preset.cluster:
-        return f"all rows take up to {preset.minutes:g} minutes on two cores"
-    warmup, limits = row_options.step_counts(arguments)
-    steps = warmup + limits.repetitions + row_options.traced_steps(arguments)
-    cluster = Cluster.parse(preset.cluster)
-    rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute)
-            for one in make_cases(arguments)]
-    seconds = sum(steps * sum(one.predicted) + START_SECONDS / launcher.cores() * one.row.gpus
-                  for one in rows)
-    return (f"about {math.ceil(seconds / 60)} min for {len(rows)} rows, and more for those that "
-            f"are slowed, as software would be too large a part of them")
+    longer = ", and several times as long with --precise" if arguments.precise else ""
+    say(f"preset {arguments.preset}, {why}; all rows take about {preset.minutes:g} minutes on two "
+        f"cores{longer}")
 
 
 def zero_bubble() -> int:
