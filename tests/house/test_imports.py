@@ -17,7 +17,7 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "tracing training", "checkpoints", "selftest", "__init__"],
+             "tracing training", "checkpoints", "selftest", "__init__", "examples"],
     "bench": ["errors mpi", "text_files", "agreement", "cases cluster", "records",
               "instruments",
               "checks", "experiments", "prediction validation doctor", "reports", "command_line",
@@ -39,12 +39,12 @@ PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks",
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
-              "mm3d.schemes mm3d.training.mesh mm3d.training.norms bench",
+              "mm3d.schemes mm3d.training.mesh mm3d.training.norms mm3d.examples bench",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
     "scipy": "bench.prediction bench.instruments",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
     "tabulate": "bench.reports jobs",
-    "argparse": "bench.command_line bench.verbs bench.__main__ jobs.__main__"}
+    "argparse": "mm3d.examples bench.command_line bench.verbs bench.__main__ jobs.__main__"}
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
          for package in FLOORS for path in (ROOT / package).rglob("*.py")}
 

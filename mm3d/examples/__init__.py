@@ -1,0 +1,1 @@
+"""Three programs to read first; see README.rst."""

@@ -1,0 +1,48 @@
+"""Train a GPT on any mesh: replicas, stages of a pipeline, and a tensor parallelism in each.
+
+``mpirun -n 8 python -m mm3d.examples.train --data 2 --stages 2 --grid 2 1 1``: the losses are the
+same on every mesh.
+"""
+
+import argparse
+from pydoc_data.topics import topics
+
+import numpy as np
+
+import mm3d
+from mpi4py import MPI
+
+BATCH, SEQ = 16, 32
+
+
+def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
+    """Train on the help texts of Python, byte by byte; print losses."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", type=int, default=1, help="replicas of the model")
+    parser.add_argument("--stages", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--scheme", default="3d", help="tensor parallelism in a stage")
+    parser.add_argument("--grid", type=int, nargs="+", help="sizes of its grid")
+    parser.add_argument("--zero", type=int, default=0, help="stage of ZeRO among replicas")
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args(words)
+    mesh = mm3d.Mesh(comm, data=options.data, stages=options.stages, scheme=options.scheme,
+                     grid=options.grid and tuple(options.grid))
+    model = mm3d.GPT(mesh, layers=4, hidden=64, heads=4, vocab=256, batch=BATCH, seq=SEQ,
+                     microbatches=2 * options.stages, zero=options.zero, dtype="float64")
+    optimizer = mm3d.AdamW(model, lr=3e-3)
+
+    text = np.frombuffer("".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+    draw = np.random.default_rng(0)
+    for number in range(options.steps):
+        starts = draw.integers(0, len(text) - SEQ, BATCH)    # the same on every rank
+        rows = np.stack([text[start:start + SEQ + 1] for start in starts]).astype(int)
+        loss = model.step(rows[:, :-1], rows[:, 1:])    # forward and backward
+        optimizer.step()
+        if comm.rank == 0 and number % 5 == 0:
+            print(f"step {number}: loss {loss:.9f}", flush=True)
+    model.free()
+    mesh.free()
+
+
+if __name__ == "__main__":
+    main()
