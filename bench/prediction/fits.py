@@ -68,7 +68,7 @@ def fit_links(lines: list[machine_model.Line], per_node: int,
     for one in sorted(lines, key=lambda one: one.size):
         pair = [other for other in lines if other.key in (
             (kind, one.size, one.stride, False) for kind in ("all_gather", "reduce_scatter"))]
-        level, times = link_level(one.size, one.stride, per_node)
+        level, times = link_level(one.size, one.stride, per_node, transport)
         idle = uncopied_collectives(transport) if level == "node" else ()
         alpha = float(np.mean([other.alpha for other in pair]))
         beta = float(np.mean([other.beta for other in pair if other.kind not in idle]))

@@ -92,7 +92,8 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     steps = math.ceil(math.log2(g)) * barriers(event)
     moved = share * event.bytes
     within = moved / machine.node.bytes_per_second
-    widest, times = link_level(g, event.stride, machine.ranks_per_node, event.kind in ROOTED)
+    widest, times = link_level(g, event.stride, machine.ranks_per_node, machine.transport,
+                               event.kind in ROOTED)
     if widest == "node":
         if event.kind in uncopied_collectives(machine.transport):
             within = 0.0    # the product that reads the whole pays for it
@@ -144,24 +145,29 @@ def uncopied_collectives(transport: str) -> frozenset[str]:
     return in_place_collectives(local) & {"all_gather"}
 
 
-def link_level(size: int, stride: int, per_node: int, rooted: bool = False) -> tuple[str, float]:
+def link_level(size: int, stride: int, per_node: int, transport: str = "",
+               rooted: bool = False) -> tuple[str, float]:
     """Return the level of the network that a line of `size` ranks uses, and the load of its link.
 
-    The load is the traffic through the link over the traffic through one rank.  Where nodes do
-    not end where lines do, it is that of the node through which most passes.  `rooted` is
-    whether each rank in turn broadcasts or reduces, in place of all at once.
+    The load is the traffic through the link of a node over that through a rank of a ring.  A ring
+    passes through a node once for all of its ranks; with the transport "hierarchical" nothing
+    crosses the link that the node has already.  Where nodes do not end where lines do, it is
+    the load of the fullest node.  `rooted` is whether each rank in turn broadcasts or reduces, in
+    place of all at once.
     """
-    span = size * stride
+    span, once = size * stride, "hierarchical" in transport.split()
     if per_node % span == 0:
         return "node", 1.0
     even = span % per_node == 0 and 0 in (per_node % stride, stride % per_node)
-    if even or math.lcm(span, per_node) > MOST_UNEVEN:
-        return "network", per_node / min(size, max(1, per_node // stride))
-    return "network", uneven_load(size, stride, per_node, rooted)
+    if not even and math.lcm(span, per_node) <= MOST_UNEVEN:
+        return "network", uneven_load(size, stride, per_node, once, rooted)
+    ranks = min(size, max(1, per_node // stride))    # of a line, in a node
+    load = per_node / ranks
+    return "network", load * (size - ranks) / (size - 1) if once and not rooted else load
 
 
 @functools.cache
-def uneven_load(size: int, stride: int, per_node: int, rooted: bool) -> float:
+def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool) -> float:
     """Return the load of `link_level` where a node holds other numbers of ranks of some lines."""
     ranks = np.arange(math.lcm(size * stride, per_node))
     node, line = ranks // per_node, ranks // (size * stride) * stride + ranks % stride
@@ -169,7 +175,8 @@ def uneven_load(size: int, stride: int, per_node: int, rooted: bool) -> float:
     np.add.at(members, (node, line), 1)
     crossing = (members > 0) & (members < size)
     if not rooted:
-        return float((crossing * (size - members)).sum(axis=1).max() / (size - 1))
+        share = (size - members) / (size - 1) if once else 1
+        return float((crossing * share).sum(axis=1).max())
     total = 0
     for root in range(size):
         sending = np.zeros_like(crossing)

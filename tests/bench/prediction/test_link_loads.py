@@ -33,7 +33,7 @@ def fullest(size: int, stride: int, per_node: int, root: int | None) -> float:
 @pytest.mark.parametrize("size, stride, per_node", [(6, 1, 4), (3, 1, 4), (6, 6, 4), (3, 2, 8),
                                                     (5, 3, 4), (9, 1, 6)])
 def test_a_link_carries_what_passes_through_the_fullest_node(size, stride, per_node):
-    level, load = link_level(size, stride, per_node)
+    level, load = link_level(size, stride, per_node, "shared hierarchical")
     assert level == "network"
     assert load * (size - 1) / size == pytest.approx(fullest(size, stride, per_node, None))
     expected = np.mean([fullest(size, stride, per_node, root) for root in range(size)])
@@ -43,7 +43,8 @@ def test_a_link_carries_what_passes_through_the_fullest_node(size, stride, per_n
 def test_six_by_six_on_nodes_of_four_by_hand():
     # The second node has two ranks of the first line and two of the second: each line sends it
     # four of its six blocks.
-    assert link_level(6, 1, 4) == ("network", pytest.approx(8 / 5))
+    assert link_level(6, 1, 4, "hierarchical") == ("network", pytest.approx(8 / 5))
+    assert link_level(6, 1, 4) == ("network", 2)    # two rings
     # Of six roots two leave that node with one array to receive, two with two, and two with one.
     assert link_level(6, 1, 4, rooted=True) == ("network", pytest.approx(8 / 6))
 
@@ -52,6 +53,8 @@ def test_lines_that_fill_nodes_are_as_before():
     assert link_level(8, 1, 4) == ("network", 1.0)
     assert link_level(8, 8, 4) == ("network", 4.0)
     assert link_level(4, 1, 4) == ("node", 1.0)
+    # A node of four gathers from another four of eight blocks, a ring seven.
+    assert link_level(8, 1, 4, "hierarchical") == ("network", pytest.approx(4 / 7))
     assert link_level(2, 8, 8) == ("network", 8.0)
 
 

@@ -1,6 +1,7 @@
 """A machine shrunk with a model's lengths keeps the ratio of computing to communicating."""
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from bench.__main__ import parser
@@ -63,13 +64,14 @@ def test_every_row_is_similar_to_the_published_one(table, scheme, ranks):
 
 
 def test_a_step_keeps_the_share_of_its_work():
-    """Where all that is sent crosses the links, as in 1-D on 64 ranks."""
+    """Where all that is sent crosses the links, as in 1-D on 64 ranks, by equal collectives."""
     row = row_of("strong", "1d", 64)
     scale = work_scale(LONGHORN, CLUSTER)
     assert scale == pytest.approx(12.5e9 * 0.8 / (6.25e6 * 1448 / 1514))
     shrink = EMULATED.of_table("strong").shrink
     shares = []
-    for preset, machine in (("paper", LONGHORN), ("emulated", emulating_machine(
+    likewise = msgspec.structs.replace(LONGHORN, transport="hierarchical")
+    for preset, machine in (("paper", likewise), ("emulated", emulating_machine(
             LONGHORN, shrink, scale, CLUSTER))):
         found = split_seconds(machine, trace_of(row, preset)[1]).values()
         work, moving = (sum(each) for each in zip(*found))
@@ -92,8 +94,9 @@ def test_all_rows_are_predicted_before_they_are_measured():
     assert [line.split()[:4] for line in text.splitlines() if line.startswith("over")] == [
         ["over", "1-D", "64", "1.53"], ["over", "2-D", "64", "1.38"]]
     one = emulated_row.of_case(cases[0], LONGHORN, work_scale(LONGHORN, CLUSTER), CLUSTER)
-    # A step here, times to_paper, is one of 24 layers on the machine.
-    assert one.predicted_average == pytest.approx(one.original_average, rel=0.02)
+    # A step here, times to_paper, is one of 24 layers on the machine, whose rings pass 63 of 64
+    # blocks through each link, where 60 come from other nodes.
+    assert 60 / 63 < one.predicted_average / one.original_average < 1
 
 
 def test_predictions_know_the_placement():
