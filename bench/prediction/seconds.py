@@ -118,13 +118,15 @@ def chain_delay(event: Collective, per_node: int) -> float:
     Nodes pass on an array in chunks (`mm3d.transport.chain`).  In a product of SUMMA the next
     node begins the next array a chunk later, as it is the second of the chain; at the end the last
     array travels over all other nodes.  For q arrays, one from each of q nodes, each of the two
-    takes the time of q-1 chunks.
+    takes the time of q-1 chunks.  Small arrays go by MPI, which scatters and then gathers their
+    parts: 2 (q-1)/q arrays pass through a link.
     """
     nodes = math.ceil(event.size / max(1, per_node // event.stride))
-    alone = nodes == event.size
-    if (event.kind not in ROOTED or nodes < chain.LEAST_NODES
-            or event.bytes <= (chain if alone else hierarchical).MAX_MPI_BYTES):
+    if event.kind not in ROOTED or nodes < chain.LEAST_NODES:
         return 0.0
+    alone = nodes == event.size
+    if event.bytes <= (chain if alone else hierarchical).MAX_MPI_BYTES:
+        return 1 - 2 / nodes
     share = event.bytes * nodes // event.size    # of one of the node's ranks
     return 2 * (1 - 1 / nodes) * min(1.0, chunk_bytes(share, nodes) / share)
 
