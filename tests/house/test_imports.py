@@ -209,3 +209,70 @@ def test_no_module_asks_for_the_name_of_a_scheme():
 def test_every_public_name_is_there():
     assert all(hasattr(mm3d, name) for name in mm3d.__all__)
     assert {"GPT", "AdamW", "LossScaling", "warmup_cosine", "save", "restore"} <= set(mm3d.__all__)
+
+
+# --- The reach of a file ----------------------------------------------------------------------
+# The files of the project that a file imports, and those that these import.  All imports count,
+# also those in functions.  A name counts for the file that defines it: of a package that only
+# hands names on nothing is reached but their files.  What a registry imports by a text, such as a
+# transport or the table of a record, is one of many that the caller chose, and does not count.
+
+# Most files and lines.  A goal beside them is not reached yet: they may only fall.
+REACH = {
+    "mm3d.schemes.cube": (25, 3500),
+    "mm3d.model.transformer": (45, 6500)}
+
+
+def handed_on(package: str) -> dict[str, str]:
+    """The names that a package hands on, by an import or by a table of names and modules."""
+    found = {}
+    for node in ast.walk(parsed(FILES[package])):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Dict):
+            found |= {key.value: f"{value.value}.{key.value}"
+                      for key, value in zip(node.keys, node.values)
+                      if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
+                      and value.value in FILES}
+    return found
+
+
+def origin(name: str) -> str | None:
+    """The file that defines what a dotted name stands for; None outside of the project."""
+    place = name
+    while place and place not in FILES:
+        if (package := f"{place}.__init__") in FILES:
+            member = name.removeprefix(place)[1:].partition(".")[0]
+            elsewhere = handed_on(package).get(member)
+            return origin(elsewhere) if elsewhere else package
+        place = place.rpartition(".")[0]
+    return place or None
+
+
+@functools.cache
+def needed(file: str) -> set[str]:
+    """The files that define what a file imports, or takes from the package `mm3d`."""
+    taken = {f"mm3d.{node.attr}" for node in ast.walk(parsed(FILES[file]))
+             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+             and node.value.id == "mm3d"}
+    return {origin(name) for name in (imported(FILES[file]) - FLOORS.keys()) | taken} - {None}
+
+
+def reach(file: str) -> set[str]:
+    """The file and all that it needs, directly or not."""
+    found, new = set(), {file}
+    while new:
+        found |= new
+        new = {other for one in new for other in needed(one)} - found
+    return found
+
+
+def lines_of(files: set[str]) -> int:
+    return sum(len(FILES[file].read_text().splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("file", REACH)
+def test_a_door_leads_to_few_rooms(file):
+    found = reach(file)
+    files, lines = len(found), lines_of(found)
+    assert files <= REACH[file][0] and lines <= REACH[file][1], (files, lines, sorted(found))
