@@ -31,7 +31,7 @@ from mm3d.grid.grid import Grid  # noqa: E402
 from mm3d.grid.layout import Layout  # noqa: E402
 from mm3d.grid.split import Split  # noqa: E402
 from mm3d.model import cost  # noqa: E402
-from mm3d.model.experts.options import Experts  # noqa: E402
+from mm3d.model.experts.spec import Experts  # noqa: E402
 from mm3d.model.sizes import ModelSizes  # noqa: E402
 from mm3d.model.transformer import Transformer  # noqa: E402
 from mm3d.model.transformer_spec import model_spec  # noqa: E402

@@ -17,7 +17,7 @@ from mm3d import ModelSizes, model_spec
 from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
@@ -153,7 +153,7 @@ def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
 
 def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes: ModelSizes,
               machine: machine_model.Machine | None, limit: int,
-              experts: Experts | None) -> int:
+              experts: ExpertOptions | None) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
     if arguments.all_layers:
         raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
@@ -211,7 +211,7 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + f", ZeRO {arguments.zero or 0}" * (several > 1 and not arguments.experts))
 
 
-def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None) -> None:
+def _refuse_with_experts(arguments: argparse.Namespace, experts: ExpertOptions | None) -> None:
     """Raise UsageError for options that do not go together with experts, or without them."""
     if experts is None:
         for name, value in (("imbalance", arguments.imbalance),
@@ -229,7 +229,7 @@ def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None)
                                  f"replica; leave it out")
 
 
-def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: Experts | None,
+def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: ExpertOptions | None,
               replica: int) -> Replicas | None:
     """Return what traces a rank of this replica of a model with experts; None without experts.
 
@@ -249,7 +249,7 @@ def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: Experts
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
-           machine: machine_model.Machine | None, experts: Experts | None) -> Trace:
+           machine: machine_model.Machine | None, experts: ExpertOptions | None) -> Trace:
     """Run a step of the rank dry.
 
     Raises

@@ -18,7 +18,7 @@ from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes
 from mm3d.console import say
 from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
 
 GROUP = "Plan and predict"
@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_experts(arguments: argparse.Namespace, experts: Experts, sizes: ModelSizes) -> None:
+def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
+                   sizes: ModelSizes) -> None:
     """Raise UsageError for what cannot be planned with experts."""
     for name in ("pictures", "costs", "data"):
         if getattr(arguments, name):
@@ -108,7 +109,7 @@ def _check_experts(arguments: argparse.Namespace, experts: Experts, sizes: Model
 
 
 def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
-               sizes: ModelSizes, experts: Experts | None) -> int:
+               sizes: ModelSizes, experts: ExpertOptions | None) -> int:
     """Print the plans of a pipeline's stages; 0."""
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "

@@ -12,7 +12,7 @@ from bench.reports.document import Notes
 from bench.reports.formats import render
 from bench.command_line import grids, options, pipeline_options
 from mm3d.console import say
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.spec import Experts
 
 GROUP = "Plan and predict"
 LAYER = (("top", "1,2,8", "experts that a token is sent to"),

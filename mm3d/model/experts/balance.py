@@ -11,15 +11,15 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.model.experts.gates import Choice, softmax_backward
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 
-def shares(experts: Experts, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
+def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
     """Compute the share f of each expert in the balance loss, as the convention defines it.
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     totals : ndarray of int64
         (k, E): how many tokens have each expert as their first, second ... choice, dropped
@@ -42,7 +42,7 @@ def shares(experts: Experts, totals: np.ndarray, tokens: int, layers: int = 1) -
     return totals.sum(0) / (tokens * experts.top * divisor)
 
 
-def balance_loss(choice: Choice, experts: Experts, totals: np.ndarray, tokens: int,
+def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tokens: int,
                  layers: int = 1) -> tuple[Array, Array]:
     """Compute this rank's part of the balance loss, and its gradient by the logits.
 

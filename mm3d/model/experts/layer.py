@@ -19,9 +19,10 @@ from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
 from mm3d.model.experts.dispatch import Dispatch, Plan
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.router import Router
-from mm3d.model.experts.shared import Routing, RoutingTotals, Routings
+from mm3d.model.experts.routing import Routing, RoutingTotals
+from mm3d.model.experts.shared import Routings
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.functional import add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows
 from mm3d.model.parameters import Parameter
@@ -66,7 +67,7 @@ class ExpertsLayer:
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     space : Space
         Space of x and y, the outer one.
@@ -86,7 +87,7 @@ class ExpertsLayer:
         What the gate "sigmoid-bias" adds to the scores that choose, (experts,).
     """
 
-    def __init__(self, experts: Experts, space: Space, router: Router, up: ExpertLinear,
+    def __init__(self, experts: ExpertOptions, space: Space, router: Router, up: ExpertLinear,
                  down: ExpertLinear, order: TokenOrder, dispatch: Dispatch, routings: Routings,
                  layer_count: int, bias: Parameter | None = None) -> None:
         self.experts, self.space, self.router = experts, space, router

@@ -10,7 +10,8 @@ from mm3d.model.experts.balance import (balance_loss, shares, updated_bias, util
 from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.jitter import draw_factors
-from mm3d.model.experts.options import GATES, Experts
+from mm3d.model.experts.options import GATES
+from mm3d.model.experts.spec import Experts
 
 TOKENS, COUNT = 11, 5
 
