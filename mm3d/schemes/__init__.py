@@ -1,12 +1,22 @@
 """Collect the schemes, one file each, and find them by name."""
 
+import pkgutil
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
-from mm3d.schemes.scheme import SCHEMES, Scheme, _import_schemes
+from mm3d.schemes.scheme import SCHEMES, Scheme
+
+
+@cache
+def _import_schemes() -> None:
+    """Import all modules of this folder, which registers their schemes."""
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
 
 
 def registry() -> dict[str, type[Scheme]]:

@@ -11,11 +11,11 @@ from mirror import InFlight, Mirror, during_products, mirrored
 from mm3d.arrays.backend import Backend, MAX_PANELS
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
-from mm3d.grid.split import Split
+from mm3d.grid.split import Gathered, Split
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
 from mm3d.model.vectors import Vector
-from mm3d.schemes.overlap import Gathered, Overlap, progress_of
+from mm3d.schemes.overlap import Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
 from mm3d.transport.mpi import MpiTransport
