@@ -5,7 +5,7 @@ from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, host_dtype
+from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
@@ -27,8 +27,6 @@ from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.schemes.scheme import Scheme
-
-DTYPES = ("float64", "float32", "float16")
 
 
 class Transformer:

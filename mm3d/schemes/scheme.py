@@ -21,7 +21,7 @@ from mm3d.grid.agreement import same_arguments
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
-from mm3d.schemes.grid_algorithm import GridAlgorithm
+from mm3d.schemes.matrix_product import GridAlgorithm
 from mm3d.schemes.product import Product
 
 

@@ -12,9 +12,8 @@ from typing import Any
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
-from mm3d.model.experts.shared import ExpertRanks
+from mm3d.model.experts.shared import WAYS, ExpertRanks
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.data_parallel import DataParallel

@@ -11,7 +11,7 @@ from mm3d.grid.agreement import checksum, checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.experts.routing import RoutingTotals
+from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state

@@ -5,8 +5,6 @@ part of the sum.  The share of tokens that an expert gets is global and a consta
 so the sum of all ranks' parts and gradients is the loss of the global batch on every mesh.
 """
 
-import math
-
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
@@ -103,39 +101,3 @@ def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array
     scale = coefficient / tokens
     value = scale * xp.sum(xp.astype(lse * lse, xp.float64, copy=False), axis=0)
     return value, p * (2 * scale * lse / total)
-
-
-def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarray:
-    """Return the bias of the gate "sigmoid-bias" after a step.
-
-    The bias of an expert that got fewer tokens than the mean grows by `rate`, that of one that
-    got more shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
-
-    Parameters
-    ----------
-    bias : ndarray
-        (E,), before the step.
-    totals : ndarray of int64
-        (k, E), of all tokens of the step.
-    rate : float
-        ``experts.bias_rate``.
-    """
-    got = totals.sum(0)
-    return bias + rate * np.sign(got.sum() - len(got) * got).astype(bias.dtype)
-
-
-def utilisation_entropy(totals: np.ndarray) -> float:
-    """Return the entropy of the experts' shares, divided by that of equal shares.
-
-    It is 1 when all experts get equally many tokens, and 0 when one expert gets them all.
-
-    Parameters
-    ----------
-    totals : ndarray of int64
-        (k, E), or (E,): tokens of each expert.
-    """
-    got = totals.reshape(-1, totals.shape[-1]).sum(0)
-    if len(got) == 1 or not got.any():
-        return 1.0
-    share = got[got > 0] / got.sum()
-    return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0

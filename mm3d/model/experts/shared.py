@@ -9,6 +9,8 @@ from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.axis import Axis
 from mm3d.model.parameters import Parameter
 
+WAYS = "fewest", "exchange", "gather"
+
 
 @dataclass(frozen=True)
 class ExpertRanks:
@@ -45,7 +47,8 @@ class ExpertRanks:
 class Routings(PlainNumbers):
     """Record how the tokens of a model's passes are routed, for recomputation and reports.
 
-    A routing is a `mm3d.model.experts.routing.Routing`, totals are `RoutingTotals` of that file.
+    A routing is a `mm3d.model.experts.layer.Routing`, totals are
+    `mm3d.model.experts.totals.RoutingTotals`.
 
     Attributes
     ----------
