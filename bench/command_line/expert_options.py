@@ -7,7 +7,7 @@ from typing import Any
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError
-from mm3d.model.experts.dispatch import WAYS
+from mm3d.model.experts.shared import WAYS
 from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
 from mm3d.model.experts.spec import Experts
 

@@ -4,13 +4,12 @@ import argparse
 import sys
 from dataclasses import replace
 
-import mm3d
 from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import render
+from bench.reports.formats import FORMATS, render
 from bench.command_line import expert_options, grids, options, pipeline_options
 from bench.command_line.number_types import MOST_RANKS
 from mm3d import ModelSizes, model_spec
@@ -19,6 +18,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
+from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
 from mm3d.tracing.dry_run import Replicas
@@ -67,15 +67,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "for it (default longhorn)"))
     expert_options.add_assumed(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
-    options.add_format(parser)
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
-    if arguments.scheme not in mm3d.SCHEMES:
+    if arguments.scheme not in registry():
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
-                         f"{', '.join(mm3d.SCHEMES)}")
+                         f"{', '.join(registry())}")
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0
     if limit and arguments.rank and not experts and not arguments.stages:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
-    scheme = mm3d.SCHEMES[arguments.scheme]
+    scheme = find_scheme(arguments.scheme)
     try:
         if arguments.stages:
             every = stage_grids(scheme, arguments.ranks, arguments.stages,

@@ -10,10 +10,11 @@ from bench.prediction.costs.layer_costs import list_layer_costs
 from bench.prediction.costs.printed_costs import list_costs
 from bench.reports import predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import render
+from bench.reports.formats import FORMATS, render
 from bench.reports.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
+from bench.reports.figures import style
 from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes
 from mm3d.console import say
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_pipeline(parser, " of a replica")
     expert_options.add_layers(parser, "--expert-top")
     options.add_pictures(parser)
-    options.add_format(parser)
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(render(parts, arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
-        return options.draw_pictures(
+        return style.draw_pictures(
             draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes),
             arguments.format)
     return 0
