@@ -28,7 +28,7 @@ FLOORS = {
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 # Rooms that see less than what lies below them.
 NARROWER = {
-    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
+    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays", "mm3d.launcher"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
                       # whose parsers read the texts of a record
@@ -226,11 +226,11 @@ REACH = {
     **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
     "bench.verbs.merge": (60, 8000),
     "bench.verbs.compare": (60, 8250),    # 60 files, 8,000 lines, and so the next four
-    "bench.verbs.table": (115, 18150),
-    "bench.verbs.plot": (134, 21350),
-    "bench.verbs.report": (135, 21450),
+    "bench.verbs.table": (116, 18400),
+    "bench.verbs.plot": (135, 21600),
+    "bench.verbs.report": (136, 21700),
     "bench.verbs.validate": (207, 31850),
-    "bench.verbs.run": (155, 24400)}    # 120 files, 16,000 lines
+    "bench.verbs.run": (156, 24650)}    # 120 files, 16,000 lines
 EVENING = 3850    # lines; 3,500 is the goal
 REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
               "mm3d.schemes.__init__", "mm3d.schemes.products_alone.__init__",
