@@ -12,6 +12,7 @@ from pathlib import Path
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from bench.cluster.spec import VARIABLE, Cluster
+from bench.records.kinds import UNKNOWN
 from bench.records.measurements import Setting
 from mm3d import control_groups, launcher
 from mm3d.arrays import backend as backends
@@ -24,7 +25,6 @@ SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE"
          "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
          "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
 PRIVATE = re.compile(r"[/@~]")    # in paths and addresses, which may name a person
-UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
 CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 

@@ -15,6 +15,7 @@ import numpy as np
 
 MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float's exact integer
 MOST_LAYERS = 10 ** 4    # each of which is looked at alone
+UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
 # What no number is but these: differences that are below 0, losses that have diverged.
 SIGNED = re.compile(r"resident_growth|overhead|\w*difference")
 POLICY = re.compile(r"none|selective|(full|uniform:[1-9][0-9]{0,9})([+]selective)?")

@@ -19,9 +19,10 @@ from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
 from bench.records.run_file import UNLIKE
-from mm3d import ModelSizes, SCHEMES, model_spec
+from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
-from mm3d.model.experts.balance import utilisation_entropy
+from mm3d.model.experts.totals import utilisation_entropy
+from mm3d.schemes import registry
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.training.schedules import parse_schedule
 from mm3d.transport.silent import DryCommunicator
@@ -215,7 +216,7 @@ def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recompu
     again = {"seconds": Recomputed(seconds, "the makespans of the times"),
              "ratio": Recomputed(ratios, "the times"),
              "flops": Recomputed(np.array(sum(cost.flops(described).values())), "the sizes")}
-    if chosen["scheme"] in SCHEMES:
+    if chosen["scheme"] in registry():
         words = cost.peak_words(chosen["scheme"], grid_shape(chosen), described)
         again["expected_memory"] = Recomputed(
             np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")

@@ -18,7 +18,8 @@ from bench.experiments.training.plan import (
     DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
-from bench.command_line import expert_options, mesh_options, options
+from bench.reports.figures import style
+from bench.command_line import expert_options, measuring, mesh_options, options
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import publish, report_failure
 from bench.instruments.clock import wait_patiently
@@ -26,7 +27,7 @@ from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports import training_tables
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.validation.rules import failed_checks
 from mm3d.console import say
 
@@ -82,8 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
         "what was dropped; fail where they differ; options that choose one mesh are refused"))
     options.add_pictures(parser)
-    options.add_out(parser)
-    options.add_stall(parser)
+    measuring.add_out(parser)
+    measuring.add_stall(parser)
 
 
 def add_course(parser: argparse.ArgumentParser) -> None:
@@ -124,8 +125,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
                                                      "--pictures"),
                        comm, caught=StoreError, error=StoreError)
-    options.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
-                               arguments.backend, comm)
+    measuring.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
+                                 arguments.backend, comm)
     text = share_text(arguments.text, plan.batch, plan.seq, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.compare:
@@ -216,7 +217,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if problem:
         status = report_failure(name, problem, comm)
     else:
-        status = publish(found, out, name, comm, table) or status
+        status = publish(found, out, name, comm, format_record) or status
         draw(found, arguments.pictures, name, comm)
     if arguments.sample:
         state = training.model.state()
@@ -258,9 +259,9 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:
         if comm.rank == 0:
-            say(table(found) + "\n")
+            say(format_record(found) + "\n")
         return report_failure(name, problem, comm)
-    status = publish(found, out, name, comm, table)
+    status = publish(found, out, name, comm, format_record)
     draw(found, arguments.pictures, name, comm)
     return status
 
@@ -271,12 +272,5 @@ def draw(found: Measurements | None, folder: str | None, name: str, comm) -> Non
         from bench.reports.figures import training
         picture = (training.training_picture if found.kind == record.KIND
                    else training.meshes_picture)
-        options.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
+        style.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
     comm.Barrier()
-
-
-def table(found: Measurements) -> str:
-    """Format the table of a record."""
-    parts = (training_tables.training_parts if found.kind == record.KIND
-             else training_tables.meshes_parts)
-    return render(parts(found))

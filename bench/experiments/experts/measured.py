@@ -29,7 +29,7 @@ from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
-from mm3d.model.experts.balance import utilisation_entropy
+from mm3d.model.experts.totals import utilisation_entropy
 from mm3d.tracing.events import PHASES
 
 KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded")

@@ -61,7 +61,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
         order of measurements in a repetition.
     watched : callable
         The context in which the repetitions run, of the grid; see
-        `bench.instruments.stall.watch_stalls`.
+        `mm3d.tracing.watchdog`.
 
     Returns
     -------

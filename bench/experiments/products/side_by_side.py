@@ -156,7 +156,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
     names : sequence of str, optional
         The algorithms; by default every one that fits the ranks.
     watched : callable
-        The context in which products run, of a grid; see `bench.instruments.stall.watch_stalls`.
+        The context in which products run, of a grid; see `mm3d.tracing.watchdog`.
 
     Returns
     -------

@@ -10,7 +10,7 @@ from bench.experiments.training import plain_gpt
 from bench.experiments.training.text import Batch
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 STEP = 1e-5    # of the central difference; its own error is below 1e-6
 # Relative, of the loss and of the gradient.
@@ -19,7 +19,7 @@ TOLERANCES = {"float64": (1e-12, 1e-6), "float32": (1e-5, 1e-4), "float16": (1e-
 
 
 def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
-           experts: Experts | None = None) -> list[Check]:
+           experts: ExpertOptions | None = None) -> list[Check]:
     """Compare loss and gradient of a batch with a model in NumPy, float64; every rank calls it.
 
     The length of the whole gradient is compared with the central difference of the other model's

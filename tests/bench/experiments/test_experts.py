@@ -15,8 +15,8 @@ from bench.records.measurements import Measurements, Variable
 from bench.reports.figures import experts as figures, style
 from bench.validation.files import check_file
 from bench.verbs.experts import table
-from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.shared import WAYS
+from mm3d.model.experts.spec import Experts
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
