@@ -5,6 +5,7 @@ from typing import Sequence
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.reports.emulated import describe_cluster
+from bench.reports.equal_rates import equal_rate_notes
 
 
 def layer_parts(records: Sequence[Measurements]) -> list[Part]:
@@ -52,6 +53,8 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
             f"{cluster}{', ' * bool(cluster)}"
             f"{env['blas']} {env['blas_architecture']}; verified, errors at most "
             f"{100 * worst:.2g} % of the tolerance.")
+        seconds = record.variables["seconds"].values[:, 0]
+        found += equal_rate_notes(record, {"PyTorch": (seconds[2], seconds[0])})
     return found + [
         "Times are makespans.  Products alone: the local matrix products of the linear layers, "
         "without communication, attention's own and everything else.",
