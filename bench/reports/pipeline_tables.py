@@ -8,7 +8,7 @@ from bench.experiments.pipeline import derived
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.reports.emulated import describe_cluster
-from bench.reports.equal_rates import equal_rate_notes
+from bench.reports.layer_table import equal_rate_notes
 from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.clock import Timeline
 

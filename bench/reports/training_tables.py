@@ -9,7 +9,7 @@ from bench.experiments.training.history import History
 from bench.experiments.training.record import tokens_per_second
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
-from bench.reports.equal_rates import equal_rate_notes
+from bench.reports.layer_table import equal_rate_notes
 
 ROWS = 12    # validations in a table
 RECENT = 20    # steps of whose times progress prints the speed

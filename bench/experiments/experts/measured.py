@@ -108,7 +108,7 @@ def start_torch(subject: Subject, python: str) -> TorchProcesses:
     if case.experts.jitter:
         raise UsageError(f"jitter={case.experts.jitter:g}: PyTorch draws other factors; 0 would "
                          f"do with --torch")
-    arrays = {} if comm.rank else {
+    arrays = None if comm.rank else {
         **case.activations(), **case.parameters(),
         **{f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}}
     return TorchProcesses(

@@ -169,7 +169,7 @@ def failure_message(checks: list[Check], torch: str | None) -> str | None:
 def start_torch(subject: MeasuredLayer, python: str) -> TorchProcesses:
     """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
     case, comm = {"heads": subject.sizes.heads, "dtype": subject.dtype}, subject.scheme.grid.comm
-    arrays = {} if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
+    arrays = None if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
     return TorchProcesses(python, "Layer", case, arrays, comm, "do the layer")
 
 

@@ -34,8 +34,8 @@ class TorchProcesses:
         What it computes: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
     case : dict
         What all processes must know, with the "dtype"; needed on rank 0.
-    arrays : mapping of str to ndarray
-        The arrays of this rank's process; of the others than rank 0's, none means rank 0's.
+    arrays : mapping of str to ndarray, or None
+        The arrays of this rank's process; None for those of rank 0's.
     comm : mpi4py.MPI.Intracomm
         The ranks, all of which create it, on one node.
     what : str
@@ -57,7 +57,8 @@ class TorchProcesses:
     """
 
     def __init__(self, python: str, subject: str, case: Mapping[str, Any],
-                 arrays: Mapping[str, np.ndarray], comm: Any, what: str, ranks: int = 1) -> None:
+                 arrays: Mapping[str, np.ndarray] | None, comm: Any, what: str,
+                 ranks: int = 1) -> None:
         self.comm, self.ranks, self.what, self._process = comm, ranks, what, None
         self._made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
         self._folder = Path(comm.bcast(self._made and self._made.name))
@@ -66,7 +67,7 @@ class TorchProcesses:
         if comm.rank == 0:
             (self._folder / "case.json").write_text(json.dumps({**case, "subject": subject}),
                                                     encoding="utf-8")
-        if arrays:
+        if arrays is not None:
             np.savez(self._folder / f"arrays-{comm.rank}.npz", **arrays)
         comm.Barrier()
         problem = self._start(python, threads) if comm.rank < ranks else None

@@ -14,8 +14,8 @@ KINDS = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard (FSDP2)",
 LINEAR = {"qkv": "attention.qkv", "proj": "attention.proj", "up": "mlp.up", "down": "mlp.down"}
 
 
-def make_modules(torch: Any) -> tuple[Any, Any]:
-    """Define the modules, which need the library's own classes."""
+def model_class(torch: Any) -> type:
+    """Define the module of the model, which needs the library's own classes."""
     from torch import nn
     F = nn.functional
 
@@ -55,7 +55,7 @@ def make_modules(torch: Any) -> tuple[Any, Any]:
             x = self.spread(self.norm(x).flatten(0, 1))
             return F.cross_entropy(F.linear(x, self.embedding.weight), targets.flatten())
 
-    return Model, Layer
+    return Model
 
 
 def load(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int, parts: int) -> None:
@@ -110,8 +110,7 @@ class ParallelTraining:
 
     def _make_one(self, case: dict[str, Any], state: dict[str, np.ndarray], parts: int = 1,
                   **options: Any) -> Any:
-        Model, _ = make_modules(self.torch)
-        model = Model(case, **options)
+        model = model_class(self.torch)(case, **options)
         load(self.torch, model, state, case["heads"], parts)
         return model
 

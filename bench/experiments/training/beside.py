@@ -84,7 +84,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
             for kind in kinds:
                 references[kind] = TorchProcesses(
                     python, "ParallelTraining", {**asdict(case), **OPTIMIZER, "kind": kind},
-                    {} if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
+                    None if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
                     1 if kind == "one" else comm.size)
             del state, arrays
             kernels = compare_kernels(
@@ -100,7 +100,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         losses = np.array([[one.result if side == OWN else mean_loss(one.result)
                             for one in samples] for side, samples in found.items()]).T
         checks += compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
-        reject(difference_message(checks))
+        reject(verification.difference_message(checks))
         about = [f"{KINDS[kind]}: {one.about}" for kind, one in references.items()
                  if comm.rank == 0]
     finally:
@@ -150,7 +150,7 @@ def compare_first_steps(subject: MeasuredTraining,
         checks += compare_losses(losses, sides, f"loss of step {number + 1}", LOSS)
         if not number:
             checks += compare_losses(norms, sides, "norm of the first gradient", NORM)
-    reject(difference_message(checks))
+    reject(verification.difference_message(checks))
     return checks
 
 
@@ -170,12 +170,6 @@ def compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
     """Compare the numbers of all sides with the own one."""
     return [Check(f"{what}, {side}", abs(number - numbers[0]) / abs(numbers[0]), tolerance)
             for side, number in zip(sides[1:], numbers[1:], strict=True)]
-
-
-def difference_message(checks: Sequence[Check]) -> str:
-    """Describe the checks that did not pass; "" when all did."""
-    return "; ".join(f"{one.quantity}: {one.error:.3g} from {OWN}'s, relative, at most "
-                     f"{one.tolerance:g} would do" for one in checks if not one.passed)
 
 
 def derived(times: np.ndarray, tokens: int) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
-from bench.reports.equal_rates import equal_rate_notes
+from bench.reports.layer_table import equal_rate_notes
 
 
 def experts_parts(record: Measurements) -> list[Part]:
