@@ -1,6 +1,5 @@
 """Start PyTorch's own pipeline, a process beside each rank, to be measured in the same run."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,7 @@ from bench.checks import against_serial
 from bench.experiments.pipeline.subject import PipelineCase, squared_error
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.pipeline import SCHEDULES
-from bench.instruments.clock import wait_patiently
-from bench.instruments.sampling import SETTLE, Sample
+from bench.instruments.sampling import Sample
 from bench.records.measurements import Check
 from mm3d.training.mesh import Mesh
 
@@ -115,10 +113,7 @@ class TorchPipeline:
     def sample(self) -> Sample:
         """Execute another step; return the times of the actions of all ranks, and their `Spent`.
         """
-        wait_patiently(self.mesh.comm)
-        found = self.processes.ask("step")
-        time.sleep(SETTLE)
-        wait_patiently(self.mesh.comm)
+        found = self.processes.take_turn("step")
         slept = np.array([found["slept"].get(step, np.nan) for step in STEPS])
         return gather_actions(self.mesh.comm, self.case, np.array(
             [action[3:] for action in found["actions"]]), Spent(found["processor"], slept))

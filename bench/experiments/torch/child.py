@@ -113,24 +113,24 @@ class TorchProcesses:
                 found |= dict(arrays)
         return found
 
-    def sample(self, *words: str) -> Sample:
-        """Have all processes take a step, by default, when the other sides sleep.
-
-        Returns
-        -------
-        Sample
-            Begin and end on the ranks that have a process, and what each of them answers; the
-            same on every rank.
-        """
+    def take_turn(self, *words: str) -> dict[str, Any]:
+        """Have all processes do something as `ask`, when the other sides sleep."""
         wait_patiently(self.comm)
-        found = self.ask(*words or ("step",))
+        found = self.ask(*words)
         if found:
             time.sleep(SETTLE)
         wait_patiently(self.comm)
-        every, times = self.comm.allgather(found), np.full((self.comm.size, 2), np.nan)
-        for rank, one in enumerate(every[:self.ranks]):
-            times[rank] = one["begin"], one["end"]
-        return Sample(times - np.nanmin(times), every[:self.ranks])
+        return found
+
+    def sample(self, *words: str) -> Sample:
+        """Have all processes take a step, by default; return their times and answers.
+
+        Both are the same on every rank; the times are NaN on ranks without a process.
+        """
+        every = self.comm.allgather(self.take_turn(*words or ("step",)))[:self.ranks]
+        times = np.full((self.comm.size, 2), np.nan)
+        times[:self.ranks] = [(one["begin"], one["end"]) for one in every]
+        return Sample(times - np.nanmin(times), every)
 
     def close(self) -> None:
         """End the processes; every rank must call it."""
