@@ -104,7 +104,8 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
     ValueError
         When something is missing.
     """
-    for name, needed in load().get(kind, {}).get("needs", {}).items():
+    common = load()["common"]
+    for name, needed in {**common["needs"], **load().get(kind, {}).get("needs", {})}.items():
         value = found.get(name)
         if value is None or isinstance(value, str) and value in ("", "none"):
             continue
@@ -122,12 +123,12 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         When a variable is missing, has other dimensions than its name's or not the lengths of
         its scales, or numbers that cannot be.
     """
-    known = load().get(kind, {})
+    known, common = load().get(kind, {}), load()["common"]
     wanted = known.get("variables", {})
     for name in wanted:
         if name not in variables:
             raise ValueError(f"{name} is missing")
-    for name, dims in {**wanted, **known.get("optional", {})}.items():
+    for name, dims in {**common["optional"], **wanted, **known.get("optional", {})}.items():
         if name in variables and " ".join(variables[name].dims) != dims:
             raise ValueError(f"{name} has the dimensions "
                              f"{' '.join(variables[name].dims) or 'none'}, which should be "
@@ -136,7 +137,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         if dim in scales and list(scales[dim]) not in choices:
             raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
                              f"which should be {' or '.join(map(', '.join, choices))}")
-    positive = known.get("positive", "").split()
+    positive = f"{common['positive']} {known.get('positive', '')}".split()
     may_be_empty = known.get("empty", "").split()    # of a run that was stopped before its first
     for name, variable in variables.items():
         shape = tuple(len(scales[dim]) for dim in variable.dims)

@@ -9,6 +9,7 @@ from bench.experiments.training.history import History
 from bench.experiments.training.record import tokens_per_second
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.reports.layer_table import equal_rate_notes
 
 ROWS = 12    # validations in a table
 RECENT = 20    # steps of whose times progress prints the speed
@@ -95,6 +96,9 @@ def _notes(record: Measurements) -> list[str]:
         notes.append(f"{chosen['torch']}, one process, trained afterwards from the same "
                      f"parameters on the same batches: {tokens_per_second(tokens, seconds):,.0f} "
                      f"tokens a second.")
+        own, other = (tokens / tokens_per_second(tokens, each) for each in (
+            record.variables["step_seconds"].values, seconds))
+        notes += equal_rate_notes(record, {"PyTorch": (other, own)})
     if "entropy" in record.variables:
         notes.append(_experts(record))
     if chosen["ended_by"] != "steps":
@@ -243,6 +247,9 @@ def _step_notes(record: Measurements) -> list[str]:
         "replicas."]
     if chosen["torch"] != "none":
         notes.append(f"Beside: {chosen['torch']}.")
+        seconds = record.variables["seconds"].values[:, 0]
+        notes += equal_rate_notes(record, {str(side): (seconds[n], seconds[0]) for n, side
+                                           in enumerate(record.scales["side"]) if n})
     if env["oversubscribed"]:
         notes.append("RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed.")
     return notes

@@ -16,6 +16,7 @@ from bench.experiments.training.comparison import loss_differences
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.record import seconds_of_run, tokens_per_second
 from bench.instruments import least_squares
+from bench.instruments.clock import elapsed
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
 from bench.records.run_file import UNLIKE
@@ -154,15 +155,10 @@ def _wire(run: Measurements, item: int) -> dict[str, Recomputed]:
     return {"wire_least": Recomputed(item * np.array(least, float), "the size and the nodes")}
 
 
-def _makespans(times: np.ndarray) -> np.ndarray:
-    """Compute the last end minus the first begin of all ranks; idle ranks have NaN."""
-    return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
-
-
 def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute a product from times (phase, repetition, kind, rank, edge) and sizes."""
     chosen, phases = run.configuration, run.scales["phase"]
-    spans = _makespans(found["times"])
+    spans = elapsed(found["times"])
     sizes, ranks = [chosen[name] for name in "MNK"], len(run.scales["rank"])
     products = np.array([len(RESULTS[phase]) for phase in phases])
     again = {name.replace(" ", "_"): Recomputed(
@@ -209,7 +205,7 @@ def _products(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
 
 def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute a layer from its times (repetition, kind, rank, edge) and sizes."""
-    chosen, spans = run.configuration, _makespans(found["times"])
+    chosen, spans = run.configuration, elapsed(found["times"])
     described = model_spec(ModelSizes.from_settings(chosen))
     seconds, ratios = (np.array([median_or_default(kind, NO_SAMPLES[0]) for kind in one.T])
                        for one in (spans, spans / spans[:, :1]))

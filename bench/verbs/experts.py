@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="parallelism of each replica (default 1d)")
     options.add_grid(parser)
     parser.add_argument("--torch", metavar="PYTHON", help=(
-        "also compute the layer by PyTorch on one process with all cores, by this interpreter: "
-        "in a loop over experts, and in padded batched products"))
+        "also compute the layer by PyTorch on one process with all cores, by this interpreter: in "
+        "a loop over experts, in padded batched products, and in its own grouped products"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

@@ -13,7 +13,7 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_case
-from bench.experiments.pipeline.torch_pipeline import refuse_case
+from bench.experiments.pipeline.reference import refuse_case
 from bench.instruments import chrome_trace
 from bench.records import run_file
 from bench.records.journal import claim_folder

@@ -5,9 +5,9 @@ import argparse
 from bench.command_line import measuring, mesh_options, options
 from bench.command_line.publish import publish, report_failure
 from bench.errors import UsageError, WrongResult
+from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import MeasuredTraining, StepCase
-from bench.experiments.training.torch_group import KINDS
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import format_record
 

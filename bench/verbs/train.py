@@ -12,6 +12,8 @@ from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError, WrongResult
+from bench.experiments.torch.child import check_interpreter
+from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History
 from bench.experiments.training.plan import (
@@ -119,7 +121,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     plan = make_plan(arguments)
     if arguments.torch:
         torch_training.check_torch(plan)
-        make_on_rank_0(lambda: torch_training.check_interpreter(arguments.torch), comm,
+        make_on_rank_0(lambda: check_interpreter(arguments.torch), comm,
                        wait=wait_patiently)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
@@ -239,6 +241,9 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
              outcome: Outcome) -> Any:
     """Train the same by PyTorch on rank 0, while the others sleep; None on these."""
     plan, comm = training.plan, training.comm
+    batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)
+    products = observe_products(lambda: training.model.step(*batch), training.mesh.scheme.grid)
+    training.model.zero_gradients()
 
     def work() -> torch_training.TorchTraining:
         mesh = make_mesh(Placement(scheme="serial", backend="numpy"), MPI.COMM_SELF)
@@ -247,7 +252,7 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
         return torch_training.train_by_torch(
             arguments.torch, plan, training.text, state, outcome.steps,
             outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "),
-            training.model.schedule.microbatches)
+            training.model.schedule.microbatches, products)
     return make_on_rank_0(work, comm, wait=wait_patiently)
 
 

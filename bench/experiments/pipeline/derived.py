@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from bench.instruments.clock import elapsed
 from bench.instruments.statistics import median_interval
 from mm3d.training.schedules import Schedule, Times, clock
 from mm3d.training.schedules.clock import Timeline
@@ -39,7 +40,7 @@ def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
 
 def step_seconds(times: np.ndarray) -> np.ndarray:
     """Compute the makespan of each repetition, from the first begin to the last end of all."""
-    return np.nanmax(times[..., 1], axis=(1, 2)) - np.nanmin(times[..., 0], axis=(1, 2))
+    return elapsed(times.reshape(len(times), -1, 2))
 
 
 def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:

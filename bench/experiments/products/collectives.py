@@ -149,7 +149,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     axes, clock = communicating_directions(grid), Clock(comm)
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
-        def repeat(steps: Sequence[Step]) -> tuple[np.ndarray, str]:
+        def repeat(steps: Sequence[Step]) -> tuple[list[list[float]], str]:
             samples = [makespans(step, comm, grid.backend.synchronize, clock) for step in steps]
             together = replace(limits, max_seconds=limits.max_seconds * len(steps))
             return take_samples_in_turns(samples, together, seed, comm)

@@ -189,8 +189,9 @@ class WholeProduct:
         return {"forward": self.forward, "backward": self.backward}
 
 
-class _Operands(ArrayObserver):
-    """Collect shape and order of the operands of products of two matrices."""
+class OperandShapes(ArrayObserver):
+    """Collect the operands of products of two matrices: shapes, and whether columns lie together.
+    """
 
     kinds = (Gemm,)
 
@@ -210,7 +211,7 @@ class Replay:
     """
 
     def __init__(self, step: Callable[[], Any], grid: Grid, dtype: str) -> None:
-        backend, operands_of_step = grid.backend, _Operands()
+        backend, operands_of_step = grid.backend, OperandShapes()
         with observed(grid, operands_of_step):
             self.result = step()
         made: dict[tuple, Array] = {}
