@@ -300,8 +300,8 @@ def test_only_registries_import_by_a_text():
 def test_an_evening_s_files_are_all_on_the_list():
     """The list of the README has each file after those that it imports, and needs no other."""
     text = (ROOT / "README.rst").read_text().partition("**To read in one evening**")[2]
-    listed = [name.removesuffix(".py").replace("/", ".") for name in re.findall(
-        r"``(mm3d/[\w/]+\.py)``", text.partition("\n\n")[0])]
+    listed = [f"{folder.replace('/', '.')}.{name.strip()}" for folder, names in re.findall(
+        r"``(mm3d/\w+)``:([\w,\s]+)", text.partition("\n\n")[0]) for name in names.split(",")]
     assert "mm3d.schemes.cube" in listed and lines_of(set(listed)) <= EVENING
     for place, file in enumerate(listed):
         assert needed(file) <= set(listed[:place]), (file, needed(file) - set(listed[:place]))
