@@ -143,6 +143,18 @@ def judge_fit(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     return False, f"{line}: it does not fit, but --recompute {name} does, with {format_gib(least)}"
 
 
+def state_bytes(zero: int, shards: int, value: int = 2, gradient: int = 2,
+                master: int = 4, moments: int = 8) -> float:
+    """Return the bytes of a rank for each of its parameters, before any activation.
+
+    By default numbers are those of figure 1 of ZeRO (Rajbhandari et al., 2020): values and
+    gradients of 16 bits, masters and both moments of Adam in float32.  Without separate masters,
+    `master` is 0.
+    """
+    divided = [1 / shards if zero >= stage else 1 for stage in (3, 2, 1)]
+    return value * divided[0] + gradient * divided[1] + (master + moments) * divided[2]
+
+
 def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 1) -> float:
     """Return the bytes that training by AdamW adds to values and gradients of `dtype` on a rank.
 
@@ -158,7 +170,6 @@ def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 
     zero, shards : int
         The stage of ZeRO, and the replicas that divide a copy of the model.
     """
-    from mm3d.training.data_costs import state_bytes    # which measuring of rows does not need
     size = itemsize(dtype)
     narrow = size == 2
     return parameters / (2 * size) * state_bytes(zero, shards, 0, 2 * narrow, 4 * narrow,

@@ -9,6 +9,8 @@ from mm3d.arrays.backend import Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
+from mm3d.grid.axis import Traffic
+from mm3d.grid.grid import Grid
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.definition import define_transformer
@@ -175,6 +177,18 @@ class Transformer:
         for p in self.parameters if like is None else ():
             draw_parameter(p, seed, initial_values)
 
+    @property
+    def grids(self) -> list[Grid]:
+        """Return the grid, whose collectives an observer may be told of."""
+        return [self.grid]
+
+    @property
+    def chunks(self) -> list["Transformer"]:
+        """Return the model: all of its layers are on this rank's grid."""
+        return [self]
+
+    chains = chunks
+
     def library_dtype(self, dtype: str | None) -> Any:
         """Return the array library's dtype of that name."""
         return dtype and getattr(self.grid.backend.xp, dtype, dtype)
@@ -286,6 +300,14 @@ class Transformer:
         if tuple(a.shape) != self.outer.local_shape(self.hidden) or dtype != self.dtype:
             raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
                              f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return the traffic of this rank, as `Grid.traffic`."""
+        return self.grid.traffic()
+
+    def reset_traffic(self) -> None:
+        """Reset the counts of traffic to zero."""
+        self.grid.reset_traffic()
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""

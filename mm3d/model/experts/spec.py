@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Iterator
 
-from mm3d.arrays.blocks import block_lengths, block_starts
+from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
 from mm3d.model.chain_specs import RecomputedSpec
 from mm3d.model.experts.assumed import AssumedOrder
@@ -166,11 +166,7 @@ class ExpertsSpec(LayerSpec):
             spaces = [found[share] for share in shares]
         if outer.grid.backend.has_contents:
             return TokenOrder(outer, ranks.replicas, spaces)
-        counts = block_lengths(self.experts.count, ranks.axis.size if ranks.axis else 1)
-        own = ranks.axis.rank if ranks.axis else 0
-        first = block_starts(counts)[own]
-        return AssumedOrder(outer, ranks.replicas, spaces, self.experts,
-                            range(first, first + counts[own]), ranks.imbalance)
+        return AssumedOrder(outer, ranks.replicas, spaces, self.experts)
 
     def _make_linear(self, builder: Builder, name: str, way: str, own: int) -> ExpertLinear:
         """Build the products of one way, for the `own` experts of a rank."""
