@@ -4,13 +4,10 @@ import re
 import sys
 from functools import cache
 
-import numpy as np
-
 from bench.cases.variants import Variant, itemsize
 from bench.errors import UsageError
-from mm3d import model_spec
 from mm3d.grid.shape import GridShape
-from mm3d.model import cost, recomputation
+from mm3d.model import recomputation
 from mm3d.model.experts.options import Experts
 from mm3d.model.recomputation import POLICIES
 from mm3d.schemes import find_scheme
@@ -21,8 +18,6 @@ GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
 UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
                            for ending, base in (("B", 1000), ("iB", 1024))
                            for power, prefix in enumerate("KMGT", 1)}}
-CLOSED_FORM_MARGIN = 1.1    # closed forms are at most this factor above dry runs
-SAFETY_FACTOR = 4    # memory over a closed form, above which no dry run is needed
 
 
 def parse_size(text: str) -> int:
@@ -75,44 +70,22 @@ def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block, experts)
 
 
-def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-                  sizes: dict[str, int], keep: str = "none") -> float:
-    """Estimate the peak bytes of rank 0 by the closed form plus 6 %, without a dry run.
-
-    At the paper's sizes the estimate is up to 6 % above `predict_peak`.  Small models need more,
-    over 3 times as much where a rank has few features, because uneven blocks weigh more there.
-    The closed form assumes that heads divide evenly; where they do not, it is scaled by the
-    share of the rank with one head more.
-    """
-    shape = find_scheme(scheme).grid_shape(grid)
-    parts, heads = max(shape.sizes), sizes["heads"]
-    closed = cost.peak_words(scheme, shape, model_spec(sizes, recompute=recompute), keep=keep)
-    return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
-
-
 def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
                   limit: float, how: Variant = Variant(),
                   experts: Experts | None = None) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
-
-    Policies that are far too large by the closed forms are not run dry.
 
     Returns
     -------
     str or None, int
         The policy and its peak bytes; None and the least peak if none fits.
     """
-    shape = find_scheme(scheme).grid_shape(grid)
-    closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
-        scheme, shape, model_spec(sizes, recompute=name, experts=experts), keep=how.keep)
-        for name in list_policies(how.keep)}
-    for name, words in closed.items():
-        if words <= CLOSED_FORM_MARGIN * limit:
-            found = predict_peak(scheme, grid, dtype, name, sizes, how, experts=experts)
-            if found <= limit:
-                return name, found
-    return None, predict_peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how,
-                              experts=experts)
+    peaks = []
+    for name in list_policies(how.keep):
+        peaks.append(predict_peak(scheme, grid, dtype, name, sizes, how, experts=experts))
+        if peaks[-1] <= limit:
+            return name, peaks[-1]
+    return None, min(peaks)
 
 
 def list_policies(keep: str = "none") -> list[str]:

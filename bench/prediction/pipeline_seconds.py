@@ -179,6 +179,7 @@ class PipelineModel:
         """Return the number of a rank among all."""
         return replica * self.ranks + stage * self.places + place
 
+    @cache
     def whole_step(self, place: int, stage: int, replica: int = 0,
                    optimizer: bool = False) -> Trace:
         """Run a whole step dry on one rank, with AdamW or without an optimizer.
@@ -277,7 +278,6 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: Gr
     return [*[*map(Fraction, seconds), Fraction(0)][:3], Fraction(sums)]
 
 
-@cache
 def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
     """Return the bytes of the first rank of a stage at the peak of a step, run dry."""
     return model.whole_step(0, stage, optimizer=optimizer).peak

@@ -73,8 +73,9 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
                **sizes: int) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
-    The best `top` plans are traced, or all if there are at most `TRACED`; of at most `FEW_RANKS`
-    the best of each scheme too: where little divides, closed forms are further off for some.
+    The best plans are traced until `top` fit the memory, but at most 4 `top`; or all if there are
+    at most `TRACED`; of at most `FEW_RANKS` the best of each scheme too: where little divides,
+    closed forms are further off for some.
 
     Parameters
     ----------
@@ -89,11 +90,15 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
     first = {plan.scheme: place for place, plan in reversed(list(enumerate(found)))}
-    chosen = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}
-    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes, experts, **replicas)
-                   for place, plan in enumerate(found) if place in chosen),
-                  key=lambda plan: plan.order)
-    return best + [plan for place, plan in enumerate(found) if place not in chosen]
+    wanted = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}
+    traced, left = [], []
+    for place, plan in enumerate(found):
+        short = place < 4 * top and sum(one.fits for one in traced) < top
+        if place in wanted or place >= top and short:
+            traced.append(trace_plan(plan, machine, dtype, recompute, sizes, experts, **replicas))
+        else:
+            left.append(plan)
+    return sorted(traced, key=lambda plan: plan.order) + left
 
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",

@@ -19,7 +19,7 @@ from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
 from bench.records.run_file import UNLIKE
-from mm3d import ModelSizes, SCHEMES, model_spec
+from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
 from mm3d.model.experts.balance import utilisation_entropy
 from mm3d.tracing.dry_arrays import DryBackend
@@ -212,14 +212,9 @@ def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recompu
     described = model_spec(ModelSizes.from_settings(chosen))
     seconds, ratios = (np.array([median_or_default(kind, NO_SAMPLES[0]) for kind in one.T])
                        for one in (spans, spans / spans[:, :1]))
-    again = {"seconds": Recomputed(seconds, "the makespans of the times"),
-             "ratio": Recomputed(ratios, "the times"),
-             "flops": Recomputed(np.array(sum(cost.flops(described).values())), "the sizes")}
-    if chosen["scheme"] in SCHEMES:
-        words = cost.peak_words(chosen["scheme"], grid_shape(chosen), described)
-        again["expected_memory"] = Recomputed(
-            np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")
-    return again
+    return {"seconds": Recomputed(seconds, "the makespans of the times"),
+            "ratio": Recomputed(ratios, "the times"),
+            "flops": Recomputed(np.array(sum(cost.flops(described).values())), "the sizes")}
 
 
 def _pipeline(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:

@@ -70,7 +70,7 @@ class GPT(PlainNumbers):
         Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
-        weights_half, expert_parallel, expert_way.
+        expert_parallel, expert_way.
 
     Attributes
     ----------
