@@ -18,8 +18,7 @@ class RowFit:
     recompute : str
         The policy with which the row is run.
     peak : int or None
-        Peak bytes of a rank, by a dry run or, far below the site's memory, by closed forms; None
-        if that memory is unknown.
+        Peak bytes of a rank, by a dry run; None if the memory of a rank is unknown.
     fits : bool
         Whether a rank has this much memory; True if unknown.
     """
@@ -46,21 +45,12 @@ def rank_memory(site: Site, ranks: int) -> int | None:
 
 def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
     """Decide whether a row fits the site, with `recompute` or the least recomputation that fits.
-
-    Closed forms are fast but may be too small, so they decide only where a rank has
-    `memory_fit.SAFETY_FACTOR` times their bytes; nearer to the limit a dry run does.  The job
-    itself makes a dry run in any case.
     """
     most, how, scheme = rank_memory(site, case.row.gpus), case.variant, case.row.scheme
     if most is None:
         return RowFit(recompute or "none")
     grid, dtype = find_scheme(scheme).default_grid(case.row.gpus), numpy_dtype(how)
     sizes = case.sizes
-    names = [recompute] if recompute else memory_fit.list_policies(how.keep)
-    closed = memory_fit.estimate_peak(scheme, grid, dtype, names[0], sizes, how.keep)
-    # With 16 bits some intermediate arrays are in float32.
-    if closed * (2 if dtype == "float16" else 1) < most / memory_fit.SAFETY_FACTOR:
-        return RowFit(names[0], int(closed))
     if recompute:
         found = memory_fit.predict_peak(scheme, grid, dtype, recompute, sizes, how)
         return RowFit(recompute, found, found <= most)

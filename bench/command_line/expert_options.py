@@ -76,9 +76,6 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-way", choices=WAYS, default="fewest", help=(
         "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
         "fewer words (default fewest)"))
-    parser.add_argument("--imbalance", type=number(1), default=1.0, metavar="X", help=(
-        "let the experts of this rank get X times their equal share of the tokens, as those of "
-        "the busiest rank (default 1: all experts get equally many)"))
 
 
 def read_capacity(text: str) -> float:

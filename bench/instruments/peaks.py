@@ -183,14 +183,9 @@ class StepMemory:
 
 
 def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Variable]:
-    """Compute closed forms a rank, and the peak of a dry run of rank 0, whose blocks are largest.
-
-    In types of 16 bits forward keeps more than the closed form says: the statistics of rows are
-    float32.
-    """
+    """Compute the parameters a rank, and run rank 0 dry, whose blocks are the largest."""
     grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
     parameters = cost.parameters(model.spec)
-    saved = cost.saved_words(model.scheme.name, grid.shape, model.spec, keep=variant.keep)
     run = dry_run.extrapolate_step(
         model.scheme.name, grid.size, grid.shape.sizes, block=grid.backend.block, options=options,
         # bfloat16 takes as much as float16, which dry runs have.
@@ -198,6 +193,6 @@ def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Varia
         recompute=model.recompute, **sizes)
     found = {"parameters": parameters * size / grid.size,
              "gradients": parameters * size / grid.size,
-             "saved": saved * size / grid.size, "pool_peak": run.pool_peak}
+             "saved": run.saved, "pool_peak": run.pool_peak}
     return {f"expected_{name}": Variable(np.float64(value), "byte", ())
             for name, value in found.items()}

@@ -1,6 +1,6 @@
-"""Predict seconds, words and memory of a scheme on a grid by closed forms.
+"""Predict seconds and words of a scheme on a grid by closed forms.
 
-Words are exact; flops, elementwise work and memory follow from the sizes of the blocks.
+Words are exact; flops and elementwise work follow from the sizes of the blocks.
 """
 
 import math
@@ -25,7 +25,7 @@ from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
 @dataclass(frozen=True)
 class Plan:
-    """A scheme on a grid with its predicted seconds, words and memory.
+    """A scheme on a grid with its predicted seconds and words, and its memory.
 
     Attributes
     ----------
@@ -38,11 +38,11 @@ class Plan:
     over_bound : float
         Words of the products in a forward pass over their lower bound.
     memory : float
-        Peak bytes of rank 0.
+        Peak bytes of rank 0, by a dry run; NaN without one.
     fits : bool
-        Whether a rank of the machine has this much memory.
+        Whether a rank of the machine has this much memory; taken to be so without a dry run.
     traced : bool
-        Whether seconds and memory are from a dry run instead of closed forms.
+        Whether seconds and memory are from a dry run, and not the seconds of closed forms.
     """
 
     scheme: str
@@ -51,8 +51,8 @@ class Plan:
     backward: float
     words: dict[str, float]
     over_bound: float
-    memory: float
-    fits: bool
+    memory: float = math.nan
+    fits: bool = True
     traced: bool = False
 
     @property
@@ -183,7 +183,5 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
     seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
-    memory = size * cost.peak_words(name, grid, described)
     bound = math.nan if experts else words_over_bound(name, grid, sizes)
-    return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound, memory,
-                memory <= machine.memory_bytes)
+    return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound)

@@ -1,11 +1,10 @@
-"""Predict the seconds of hops between the stages of a pipeline, and count what ranks send in them.
+"""Predict the seconds of hops between the stages of a pipeline.
 
 Ranks are numbered replica by replica, stage by stage in each, and fill one node after the other.
 All replicas send at once; the ranks of a node that send to others share its link.
 """
 
-import math
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 import numpy as np
 
@@ -14,9 +13,7 @@ from bench.prediction.seconds import achieved_seconds
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
-from mm3d.training.hops import activation_block, activation_blocks, transfers
-from mm3d.training.schedules import Schedule
-from mm3d.training.schedules.messages import operations
+from mm3d.training.hops import activation_blocks, transfers
 
 Moves = tuple[np.ndarray, np.ndarray, np.ndarray]    # senders, receivers, words or bytes
 Shape = tuple[int, int, int]
@@ -114,31 +111,3 @@ def _largest_sum(groups: np.ndarray, values: np.ndarray) -> float:
     """Return the largest sum of the values of a group."""
     _, numbers = np.unique(groups, return_inverse=True)
     return float(np.bincount(numbers, values).max())
-
-
-def sent_blocks(schedule: Schedule, stage: int) -> int:
-    """Return how many blocks a rank of a stage sends to other stages in a step."""
-    return sum(one.kind == "send" for one in operations(schedule, stage))
-
-
-def sent_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape], shape: Shape,
-               options: Mapping[str, Any], stage: int, place: int) -> int:
-    """Count the words that one rank sends to other stages in a step, exactly.
-
-    Parameters
-    ----------
-    schedule, scheme, grids, shape, options
-        As in `mm3d.training.costs.hop_words`.
-    stage, place : int
-        The stage of the rank, and its place there.
-    """
-    kind, words = find_scheme(scheme), {}
-    for other in {one.other for one in operations(schedule, stage) if one.kind == "send"}:
-        if grids[other] == grids[stage]:
-            block = activation_block(kind, grids[stage], shape, kind.complete_options(options),
-                                     grids[stage].coordinates(place))
-            words[other] = math.prod(stop - start for start, stop in block)
-        else:
-            senders, _, moved = stage_moves(scheme, grids[stage], grids[other], shape, options)
-            words[other] = int(moved[senders == place].sum())
-    return sum(words[one.other] for one in operations(schedule, stage) if one.kind == "send")

@@ -4,13 +4,10 @@ import re
 import sys
 from functools import cache
 
-import numpy as np
-
 from bench.cases.variants import Variant, itemsize
 from bench.errors import UsageError
-from mm3d import model_spec
 from mm3d.grid.shape import GridShape
-from mm3d.model import cost, recomputation
+from mm3d.model import recomputation
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import POLICIES
 from mm3d.schemes import find_scheme
@@ -21,8 +18,6 @@ GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
 UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
                            for ending, base in (("B", 1000), ("iB", 1024))
                            for power, prefix in enumerate("KMGT", 1)}}
-CLOSED_FORM_MARGIN = 1.1    # closed forms are at most this factor above dry runs
-SAFETY_FACTOR = 4    # memory over a closed form, above which no dry run is needed
 
 
 def parse_size(text: str) -> int:
@@ -75,44 +70,22 @@ def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block, experts)
 
 
-def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-                  sizes: dict[str, int], keep: str = "none") -> float:
-    """Estimate the peak bytes of rank 0 by the closed form plus 6 %, without a dry run.
-
-    At the paper's sizes the estimate is up to 6 % above `predict_peak`.  Small models need more,
-    over 3 times as much where a rank has few features, because uneven blocks weigh more there.
-    The closed form assumes that heads divide evenly; where they do not, it is scaled by the
-    share of the rank with one head more.
-    """
-    shape = find_scheme(scheme).grid_shape(grid)
-    parts, heads = max(shape.sizes), sizes["heads"]
-    closed = cost.peak_words(scheme, shape, model_spec(sizes, recompute=recompute), keep=keep)
-    return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
-
-
 def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
                   limit: float, how: Variant = Variant(),
                   experts: ExpertOptions | None = None) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
-
-    Policies that are far too large by the closed forms are not run dry.
 
     Returns
     -------
     str or None, int
         The policy and its peak bytes; None and the least peak if none fits.
     """
-    shape = find_scheme(scheme).grid_shape(grid)
-    closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
-        scheme, shape, model_spec(sizes, recompute=name, experts=experts), keep=how.keep)
-        for name in list_policies(how.keep)}
-    for name, words in closed.items():
-        if words <= CLOSED_FORM_MARGIN * limit:
-            found = predict_peak(scheme, grid, dtype, name, sizes, how, experts=experts)
-            if found <= limit:
-                return name, found
-    return None, predict_peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how,
-                              experts=experts)
+    peaks = []
+    for name in list_policies(how.keep):
+        peaks.append(predict_peak(scheme, grid, dtype, name, sizes, how, experts=experts))
+        if peaks[-1] <= limit:
+            return name, peaks[-1]
+    return None, min(peaks)
 
 
 def list_policies(keep: str = "none") -> list[str]:
@@ -143,6 +116,18 @@ def judge_fit(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     return False, f"{line}: it does not fit, but --recompute {name} does, with {format_gib(least)}"
 
 
+def state_bytes(zero: int, shards: int, value: int = 2, gradient: int = 2,
+                master: int = 4, moments: int = 8) -> float:
+    """Return the bytes of a rank for each of its parameters, before any activation.
+
+    By default numbers are those of figure 1 of ZeRO (Rajbhandari et al., 2020): values and
+    gradients of 16 bits, masters and both moments of Adam in float32.  Without separate masters,
+    `master` is 0.
+    """
+    divided = [1 / shards if zero >= stage else 1 for stage in (3, 2, 1)]
+    return value * divided[0] + gradient * divided[1] + (master + moments) * divided[2]
+
+
 def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 1) -> float:
     """Return the bytes that training by AdamW adds to values and gradients of `dtype` on a rank.
 
@@ -158,7 +143,6 @@ def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 
     zero, shards : int
         The stage of ZeRO, and the replicas that divide a copy of the model.
     """
-    from mm3d.training.data_costs import state_bytes    # which measuring of rows does not need
     size = itemsize(dtype)
     narrow = size == 2
     return parameters / (2 * size) * state_bytes(zero, shards, 0, 2 * narrow, 4 * narrow,

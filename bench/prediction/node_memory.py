@@ -79,15 +79,6 @@ def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     return list(least.values())
 
 
-def estimate_by_closed_forms(one: Case, grid: tuple[int, ...], recompute: str) -> MemoryNeed:
-    """Estimate the memory of a row by closed forms, without a dry run."""
-    how, serial = one.variant, one.verified
-    step = memory_fit.estimate_peak(one.row.scheme, grid, how.dtype, recompute, one.sizes,
-                                    how.keep)
-    check = memory_fit.estimate_peak("serial", (1,), how.dtype, "none", serial)
-    return MemoryNeed(step, check + _collected_bytes(one))
-
-
 def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
                          block: int) -> MemoryNeed:
     """Estimate the memory of a row by dry runs, with elementwise work in blocks of `block`."""
@@ -122,14 +113,7 @@ def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: li
         See `list_nodes`.
     block : int
         Elements that elementwise work handles at a time.
-
-    Notes
-    -----
-    Dry runs are made only where closed forms do not leave most of the memory free.
     """
-    guess = estimate_by_closed_forms(one, grid, recompute)
-    if all(memory_fit.SAFETY_FACTOR * guess.on(node) <= node.available for node in nodes):
-        return None
     need = estimate_by_dry_runs(one, grid, recompute, block)
     worst = max(nodes, key=lambda node: need.on(node) - node.available)
     if need.on(worst) <= worst.available:

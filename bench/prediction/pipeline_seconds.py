@@ -1,36 +1,35 @@
 """Predict the seconds of a pipeline's step by a machine model, on any number of ranks.
 
-The layers of a stage are traced dry for one micro-batch, and F, B and W predicted from the trace;
+The layers of a stage are run dry for one micro-batch, and F, B and W predicted from the trace;
 hops take the link inside a node or between nodes (`bench.prediction.hop_seconds`).  The clock then
 times the schedule.  Replicas sum gradients, and gather values, where their stage of ZeRO says so:
-in F, B and W, or at the end of a stage's step.  The traces and the words are exact; seconds are a
-model.
+in F, B and W, or at the end of a stage's step.  Words and memory are those of a whole step, run
+dry, and exact; seconds are a model.
 """
 
-from collections import Counter
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any, Iterable
 
 import numpy as np
 
-from bench.prediction.hop_seconds import place_moves, seconds_of_moves, sent_words, stage_moves
+import mm3d
+from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.machine_model import Machine
-from bench.prediction.memory_fit import optimizer_bytes
 from bench.prediction.seconds import achieved_seconds, trace_terms
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.schemes.parallelism import Parallelism
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import SUMS, Trace
-from mm3d.training import costs
 from mm3d.training.batches import divide_layers
-from mm3d.training.dry_replicas import replicas_with_zero
+from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import Schedule, Times, build, clock
 from mm3d.training.schedules.clock import Timeline, pairs
+from mm3d.training.schedules.memory import peak_in_flight
 
 HALVES = ("forward", "backward_input", "backward_weights")
 
@@ -55,12 +54,14 @@ class PipelineModel:
         Whether attention looks backward only.
     options : tuple of (str, object)
         Options of the scheme.
-    weights_half : str
-        As of `mm3d.Transformer`.
-    data, zero, shards
-        As in `mm3d.training.data_costs.data_words`.
+    data, shards : int, int or None
+        Number of replicas, and of those that divide a copy, as for `mm3d.Mesh`.
+    zero : {0, 1, 2, 3}
+        As for `mm3d.Pipeline`.
     experts : ExpertOptions or None
         The options of the model's experts, of which all get equally many tokens.
+    expert_parallel, expert_way
+        As for `mm3d.Pipeline`.
     """
 
     schedule: Schedule
@@ -71,11 +72,12 @@ class PipelineModel:
     recompute: str = "none"
     causal: bool = False
     options: tuple[tuple[str, Any], ...] = ()
-    weights_half: str = "keep"
     data: int = 1
     zero: int = 0
     shards: int | None = None
     experts: ExpertOptions | None = None
+    expert_parallel: int = 1
+    expert_way: str = "fewest"
 
     @property
     def places(self) -> int:
@@ -123,10 +125,7 @@ class PipelineModel:
 
     def _check_experts(self, parts: list[range]) -> None:
         """Raise ValueError unless stages of as many layers have experts in the same ones."""
-        if self.data > 1:
-            raise ValueError(f"{self.data} replicas of stages with experts cannot be predicted, "
-                             f"only one replica")
-        capacity_of(self.experts, self.micro.tokens)
+        capacity_of(self.experts, self.data * self.micro.tokens)
         every = self.experts.every
         wrong = [part.start for part in parts if part.start % every]
         if wrong:
@@ -139,18 +138,66 @@ class PipelineModel:
         """Return whether the schedule takes B and W apart."""
         return any(action.kind == "W" for row in self.schedule.rows for action in row)
 
+    def build(self, schedule: Schedule, layers: int, comm: Any, backend: Any,
+              master: str | None = None) -> mm3d.Pipeline:
+        """Build so many layers on all ranks, with the micro-batches of a schedule."""
+        mesh = mm3d.Mesh(comm, self.schedule.ranks, self.scheme, self.grids, backend,
+                         data=self.data, shards=self.shards, **dict(self.options))
+        sizes = {**self.micro, "layers": layers,
+                 "batch": self.data * schedule.microbatches * self.micro.batch}
+        return mm3d.Pipeline(
+            mesh, schedule, **sizes, dtype=self.dtype, master=master, zero=self.zero,
+            causal=self.causal, recompute=self.recompute, experts=self.experts,
+            expert_parallel=self.expert_parallel, expert_way=self.expert_way)
+
     def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
-              **more: Any) -> Trace:
-        """Trace one micro-batch in so many layers on one rank, and the sums over replicas."""
-        how = {"halves": True, "weights_half": self.weights_half} if self.halves else {}
-        if self.experts:
-            how["experts"] = self.experts
-        replicas = replicas_with_zero(self.data, self.zero, replica, self.shards,
-                                      self.schedule.ranks)
-        return dry_run.extrapolate_step(
-            self.scheme, self.places, self.grids[stage].sizes, place, dtype=self.dtype,
-            options=dict(self.options), causal=self.causal, recompute=self.recompute,
-            replicas=replicas, **how, **more, **{**self.micro, "layers": layers})
+              block: int = sys.maxsize, sums: bool = True, extrapolates: bool = True) -> Trace:
+        """Run one micro-batch dry in so many layers on one rank, and the sums over replicas."""
+        stages = self.schedule.ranks
+        one = build("zb-h1" if self.halves else "gpipe", stages, 1)
+
+        def step(model: mm3d.Pipeline, trace: Trace) -> None:
+            (dry_run.step_in_halves if self.halves else dry_run.step_of_chunks)(model, trace)
+            if sums and model.data is not None:
+                model.data.finish()
+                model.refresh()
+
+        def trace_of(count: int) -> Trace:
+            return dry_run.trace(
+                lambda *where: self.build(one, count * stages, *where), self.data * self.ranks,
+                self.rank(place, stage, replica), block, step)
+        return dry_run.extrapolate(
+            trace_of, layers, dry_run.period_of(self.recompute, self.experts)
+        ) if extrapolates else trace_of(layers)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks of a replica."""
+        return self.schedule.ranks * self.places
+
+    def rank(self, place: int, stage: int, replica: int = 0) -> int:
+        """Return the number of a rank among all."""
+        return replica * self.ranks + stage * self.places + place
+
+    @cache
+    def whole_step(self, place: int, stage: int, replica: int = 0,
+                   optimizer: bool = False) -> Trace:
+        """Run a whole step dry on one rank, with AdamW or without an optimizer.
+
+        Types of 16 bits are trained with masters in float32.
+        """
+        master = "float32" if optimizer and np.dtype(self.dtype).itemsize == 2 else None
+
+        def step(model: mm3d.Pipeline, trace: Trace) -> None:
+            change = AdamW(model, 1e-3).step if optimizer else model.refresh
+            model.rehearse()
+            change()
+        return dry_run.extrapolate(
+            lambda layers: dry_run.trace(
+                lambda *where: self.build(self.schedule, layers, *where, master),
+                self.data * self.ranks, self.rank(place, stage, replica), step=step),
+            self.sizes.layers,
+            dry_run.period_of(self.recompute, self.experts) * self.schedule.stage_count)
 
 
 @dataclass(frozen=True)
@@ -231,87 +278,24 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: Gr
     return [*[*map(Fraction, seconds), Fraction(0)][:3], Fraction(sums)]
 
 
-def step_words(model: PipelineModel, trace: Trace, stage: int,
-               place: int) -> dict[tuple[str, str], int]:
-    """Count the words of one rank in a step, by direction and collective, exactly.
+def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
+    """Return the bytes of the first rank of a stage at the peak of a step, run dry."""
+    return model.whole_step(0, stage, optimizer=optimizer).peak
 
-    Parameters
-    ----------
-    model : PipelineModel
-        The pipeline.
-    trace : Trace
-        Of one micro-batch in all layers of the stage, as from `PipelineModel.trace`.
-    stage, place : int
-        The stage of the rank, and its place there.
 
-    Returns
-    -------
-    dict
-        As `mm3d.Pipeline.traffic` counts them in a step and the refresh of parameters that follows
-        it; what moves nothing is left out.
+def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
+    """Return the bytes at the peak of a rank of the stage that needs the most.
+
+    Of stages with the same grid and as many layers it is the first one with the most micro-batches
+    in flight.
     """
-    found: Counter[tuple[str, str]] = Counter()
-    for phase in trace.all_phases:
-        times = 1 if phase == SUMS else model.schedule.microbatches
-        for key, traffic in trace.traffic[phase].items():
-            found[key] += times * traffic.words
-    found["s", "send"] = sent_words(model.schedule, model.scheme, model.grids, model.shape,
-                                    dict(model.options), stage, place)
-    return {key: words for key, words in found.items() if words}
-
-
-def peak_bytes(model: PipelineModel, stage: int) -> float:
-    """Return the bytes of a rank of a stage at the peak, by the closed form.
-
-    It leaves out what experts gather, which is added from a dry run of one micro-batch.
-    """
-    parts = [model.parts[part] for part in model.schedule.stages[stage]]
-    found = _closed_peak(model, model.schedule, stage, parts)
-    if model.experts:
-        layers = sum(map(len, parts))
-        found += _bytes_left_out(model, layers, model.grids[stage])
-    return found
-
-
-def training_bytes(model: PipelineModel, stage: int) -> float:
-    """Return `peak_bytes` with what AdamW adds, see `memory_fit.optimizer_bytes`."""
-    layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
-    return peak_bytes(model, stage) + optimizer_bytes(
-        _stored_bytes(model, layers, model.grids[stage]), model.dtype, model.zero,
-        model.shards or model.data)
-
-
-@cache
-def _stored_bytes(model: PipelineModel, layers: int, grid: GridShape) -> int:
-    """Return the bytes of parameters and gradients of a rank, undivided among replicas."""
-    alone = replace(model, data=1, shards=None, zero=0)
-    return alone.trace(layers, stage=model.grids.index(grid)).parameters
-
-
-@cache
-def _bytes_left_out(model: PipelineModel, layers: int, grid: GridShape) -> float:
-    """Return the bytes of a dry run of one micro-batch beyond those of the closed form."""
-    one, stage = build("zb-h1" if model.halves else "1f1b", 1, 1), model.grids.index(grid)
-    closed = _closed_peak(model, one, stage, [range(layers)])
-    return max(0.0, model.trace(layers, stage=stage).peak - closed)
-
-
-def _closed_peak(model: PipelineModel, schedule: Schedule, stage: int,
-                 parts: list[range]) -> float:
-    """Return the bytes at the peak of a rank with these layers in its chunks, in closed form."""
-    micro = model.micro
-    specs = [model_spec(micro, model.causal, model.recompute, part, experts=model.experts)
-             for part in parts]
-    parallelism = Parallelism(model.scheme, model.grids[stage], micro.batch, micro.seq,
-                              **dict(model.options))
-    return np.dtype(model.dtype).itemsize * costs.peak_words(
-        schedule, min(stage, schedule.ranks - 1), specs, parallelism, model.weights_half,
-        model.zero, model.shards or model.data)
-
-
-def largest_peak_bytes(model: PipelineModel) -> float:
-    """Return the bytes at the peak of a rank of the stage that needs the most."""
-    return max(peak_bytes(model, stage) for stage in range(model.schedule.ranks))
+    alike: dict[tuple, list[int]] = {}
+    for stage, grid in enumerate(model.grids):
+        layers = tuple(len(model.parts[part]) for part in model.schedule.stages[stage])
+        alike.setdefault((grid, layers), []).append(stage)
+    flying = peak_in_flight(model.schedule)
+    return max(peak_bytes(model, max(stages, key=flying.__getitem__), optimizer)
+               for stages in alike.values())
 
 
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
@@ -322,7 +306,7 @@ def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
     """
     found = []
     for model in models:
-        peak = max(training_bytes(model, stage) for stage in range(model.schedule.ranks))
+        peak = largest_peak_bytes(model, optimizer=True)
         found.append((model, predict_pipeline(model, machine), peak,
                       peak <= machine.memory_bytes))
     return sorted(found, key=lambda one: (not one[3], one[1].seconds))

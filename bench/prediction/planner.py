@@ -6,18 +6,19 @@ counts are exact.  Seconds are always a model's.
 """
 
 from dataclasses import replace
-from typing import Any, Iterator
+from types import MappingProxyType
+from typing import Any, Iterator, Mapping
 
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.pipeline_seconds import PipelineModel
 from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme, registry
-from mm3d.tracing import dry_run
-from mm3d.tracing.dry_run import Replicas
+from mm3d.training.schedules import build
 
 TRACED = 32    # the greatest number of plans that are all traced
 TRACED_OF_MANY = 24    # plans traced where there are more
@@ -50,17 +51,16 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
 
 
 def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: ModelSizes, experts: ExpertOptions | None = None,
-               replicas: Replicas | None = None) -> Plan:
+               sizes: ModelSizes, experts: ExpertOptions | None = None, **replicas: Any) -> Plan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
 
     Which experts tokens choose is assumed: all equally often.
     """
+    model = PipelineModel(build("gpipe", 1, 1), plan.scheme, (plan.grid,), ModelSizes(**sizes),
+                          dtype, recompute, experts=experts, **replicas)
     trace = trace_on_cores(
-        lambda rank: dry_run.extrapolate_step(
-            plan.scheme, plan.grid.ranks, plan.grid, rank, dtype=dtype,
-            block=machine.elementwise_block, recompute=recompute,
-            **({"experts": experts} if experts else {}), replicas=replicas, **sizes),
+        lambda rank: model.trace(sizes["layers"], rank, block=machine.elementwise_block,
+                                 sums=False),
         plan.scheme, plan.grid, machine.cores_shared_by(plan.grid.ranks))
     seconds = step_seconds(machine, trace)
     return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
@@ -69,12 +69,14 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
 
 def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
                recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
-               experts: ExpertOptions | None = None, replicas: Replicas | None = None,
+               experts: ExpertOptions | None = None,
+               replicas: Mapping[str, Any] = MappingProxyType({}),
                **sizes: int) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
-    The best `top` plans are traced, or all if there are at most `TRACED`; of at most `FEW_RANKS`
-    the best of each scheme too: where little divides, closed forms are further off for some.
+    The best plans are traced until `top` fit the memory, but at most 4 `top`; or all if there are
+    at most `TRACED`; of at most `FEW_RANKS` the best of each scheme too: where little divides,
+    closed forms are further off for some.
 
     Parameters
     ----------
@@ -82,18 +84,22 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
         The ranks, and the model.
     experts : ExpertOptions, optional
         The options of its experts.
-    replicas : callable, optional
-        See `mm3d.tracing.dry_run.trace_step`; closed forms do not know of them.
+    replicas : mapping
+        What fields of `PipelineModel` say of replicas; closed forms do not know of them.
     """
     found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes, experts)
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
     first = {plan.scheme: place for place, plan in reversed(list(enumerate(found)))}
-    chosen = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}
-    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes, experts, replicas)
-                   for place, plan in enumerate(found) if place in chosen),
-                  key=lambda plan: plan.order)
-    return best + [plan for place, plan in enumerate(found) if place not in chosen]
+    wanted = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}
+    traced, left = [], []
+    for place, plan in enumerate(found):
+        short = place < 4 * top and sum(one.fits for one in traced) < top
+        if place in wanted or place >= top and short:
+            traced.append(trace_plan(plan, machine, dtype, recompute, sizes, experts, **replicas))
+        else:
+            left.append(plan)
+    return sorted(traced, key=lambda plan: plan.order) + left
 
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",

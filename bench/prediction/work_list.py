@@ -143,8 +143,8 @@ def contenders_in_batches(works: Sequence[Work], expected: Sequence[float], rank
 def estimate_bytes(work: Work, dtype: str) -> float:
     """Estimate the bytes of a rank's arrays, with those of a step."""
     if work.kind == "layer":
-        return memory_fit.estimate_peak(work.scheme, work.grid, dtype, "none",
-                                        dict(zip(NAMES["layer"], work.sizes)))
+        return memory_fit.predict_peak(work.scheme, work.grid, dtype, "none",
+                                       dict(zip(NAMES["layer"], work.sizes)))
     m, n, k = work.sizes
     gathered = max(work.grid.sizes) / work.ranks    # of each matrix and its gradient, at most
     return 2 * (m * n + n * k + m * k) * gathered * np.dtype(dtype).itemsize

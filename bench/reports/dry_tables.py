@@ -3,11 +3,11 @@
 from collections import Counter, defaultdict
 
 from bench.prediction import machine_model
+from bench.prediction.memory_fit import state_bytes
 from bench.prediction.seconds import TERMS, trace_terms
 from bench.reports.document import Column, Number, Table, number_cell
 from mm3d.tracing.events import Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
-from mm3d.training.data_costs import state_bytes
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
 NOT_HIDDEN = "products hide no collective; "    # of the seconds of a step with overlap

@@ -3,45 +3,42 @@
 from typing import Sequence
 
 from bench.cases.paper import HEADINGS, TITLES
-from bench.prediction import machine_model, pipeline_seconds
-from bench.prediction.hop_seconds import sent_blocks
+from bench.prediction import machine_model
 from bench.prediction.paper_fit import Outcome
 from bench.prediction.paper_pipelines import RowPipeline
 from bench.prediction.pipeline_seconds import PipelineModel, PredictedPipeline
 from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
-from mm3d.tracing.trace import Trace
+from mm3d.grid.axis import Traffic
 from mm3d.training.schedules import Schedule
 
 
-def rank_parts(model: PipelineModel, stage: int, place: int, trace: Trace) -> list[Part]:
-    """Make the tables of what a rank of a stage does in a step, without a machine.
+def rank_parts(model: PipelineModel, replica: int, stage: int, place: int) -> list[Part]:
+    """Make the tables of what a rank does in a step, run dry, without a machine.
 
     Parameters
     ----------
     model : PipelineModel
         The pipeline.
-    stage, place : int
-        The stage of the rank, and its place there.
-    trace : Trace
-        Of one micro-batch in all layers of the stage, on this rank.
+    replica, stage, place : int
+        The rank: its replica, its stage there, and its place in the stage.
     """
+    whole = model.whole_step(place, stage, replica)
+    trained = model.whole_step(place, stage, replica, optimizer=True)
+    moved = whole.total_traffic()
     schedule = model.schedule
     parts = [model.parts[one] for one in schedule.stages[stage]]
     rows = [["layers of this stage", sum(map(len, parts))],
             ["actions in a step", len(schedule.rows[stage])],
-            ["blocks sent to other stages", sent_blocks(schedule, stage)],
-            ["bytes at the peak, by the closed form, without an optimizer",
-             number_cell(pipeline_seconds.peak_bytes(model, stage), ",.0f")],
-            ["bytes at the peak, in training by AdamW",
-             number_cell(pipeline_seconds.training_bytes(model, stage), ",.0f")]]
-    words = pipeline_seconds.step_words(model, trace, stage, place)
+            ["blocks sent to other stages", moved.get(("s", "send"), Traffic()).calls],
+            ["bytes at the peak, without an optimizer", number_cell(whole.peak, ",.0f")],
+            ["bytes at the peak, in training by AdamW", number_cell(trained.peak, ",.0f")]]
     return [Table(f"Stage {stage} of {schedule.ranks} in a step of {schedule.microbatches} "
                   f"micro-batches", [Column("quantity"), Column("of a rank")], rows),
             Table("Words of this rank in such a step: s between stages, d among replicas that "
                   "divide a copy of the model, r across the copies",
                   [Column("direction"), Column("collective", align="<"), Column("words")],
-                  [[direction, kind, Number(count, f"{count:,}")]
-                   for (direction, kind), count in sorted(words.items())])]
+                  [[direction, kind, Number(one.words, f"{one.words:,}")]
+                   for (direction, kind), one in sorted(moved.items()) if one.words])]
 
 
 def seconds_cells(model: PipelineModel, found: PredictedPipeline) -> list:
@@ -113,7 +110,7 @@ def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[R
         f"tables, which have no pipelines: nothing published stands beside this. Backward "
         f"repeats the forward in {again or 'no scheme'}.",
         "Without stages: the same ranks on one grid. GiB: the peak of a rank of the stage that "
-        "needs the most, by the closed form.",
+        "needs the most, by a dry run.",
         *(f"Left out: {why}." for why in missing)])
     return [*parts, *[seconds_notes(several)] * bool(found), about]
 
@@ -133,6 +130,6 @@ def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, flo
                       Column("GiB", align="."), Column("fits", align="<")], rows),
             Notes("Remarks", [
                 f"{screened} plans of a stage screened by closed forms, {len(rows)} of them "
-                f"traced; memory is the closed form's of the stage with the most, with the "
-                f"masters and moments of AdamW"]),
+                f"run dry; memory is that of the stage with the most, with the masters and "
+                f"moments of AdamW"]),
             seconds_notes(data)]

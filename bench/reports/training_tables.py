@@ -108,12 +108,12 @@ def _notes(record: Measurements) -> list[str]:
 
 
 def _memory(record: Measurements) -> str:
-    """Say what the ranks held at the peak of a step, beside the closed form."""
+    """Say what the ranks held at the peak of a step, beside what was expected."""
     peaks, expected = (record.variables[name].values for name in (
         "peak_bytes", "expected_peak_bytes"))
     rank = int(np.argmax(peaks))
     beside = ("" if math.isnan(expected[rank]) else
-              f", {peaks[rank] / expected[rank]:.2f} of the closed form's "
+              f", {peaks[rank] / expected[rank]:.2f} of the expected "
               f"{expected[rank] / 2 ** 20:.1f}")
     return (f"Arrays of the fullest rank, {rank}: {peaks[rank] / 2 ** 20:.1f} MiB at the peak of "
             f"a step{beside}.")

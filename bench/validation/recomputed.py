@@ -23,7 +23,6 @@ from bench.records.run_file import UNLIKE
 from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
 from mm3d.model.experts.totals import utilisation_entropy
-from mm3d.schemes import registry
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.training.schedules import parse_schedule
 from mm3d.transport.silent import DryCommunicator
@@ -209,14 +208,9 @@ def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recompu
     described = model_spec(ModelSizes.from_settings(chosen))
     seconds, ratios = (np.array([median_or_default(kind, NO_SAMPLES[0]) for kind in one.T])
                        for one in (spans, spans / spans[:, :1]))
-    again = {"seconds": Recomputed(seconds, "the makespans of the times"),
-             "ratio": Recomputed(ratios, "the times"),
-             "flops": Recomputed(np.array(sum(cost.flops(described).values())), "the sizes")}
-    if chosen["scheme"] in registry():
-        words = cost.peak_words(chosen["scheme"], grid_shape(chosen), described)
-        again["expected_memory"] = Recomputed(
-            np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")
-    return again
+    return {"seconds": Recomputed(seconds, "the makespans of the times"),
+            "ratio": Recomputed(ratios, "the times"),
+            "flops": Recomputed(np.array(sum(cost.flops(described).values())), "the sizes")}
 
 
 def _pipeline(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:

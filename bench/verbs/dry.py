@@ -7,6 +7,7 @@ from dataclasses import replace
 from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
+from bench.prediction.pipeline_seconds import PipelineModel
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
@@ -19,12 +20,10 @@ from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
 from mm3d.schemes import find_scheme, registry
-from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
-from mm3d.tracing.dry_run import Replicas
 from mm3d.tracing.trace import Trace
-from mm3d.training.dry_replicas import replicas_with_experts
 from mm3d.training.mesh import stage_grids
+from mm3d.training.schedules import build
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -51,9 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "memory of a rank, such as '16 GB': say whether the model fits, without an optimizer, or "
         "with which --recompute it would; with --data or --stages whether training by AdamW does; "
         "status 1 if it does not"))
-    parser.add_argument("--halves", choices=WEIGHTS_HALVES, help=(
+    parser.add_argument("--halves", action="store_true", help=(
         "count backward in two halves, as schedules of pipelines compute it: the gradients of "
-        "inputs, then those of weights, for which a gathered dY is kept or gathered again"))
+        "inputs, then those of weights"))
     parser.add_argument("--causal", action="store_true", help="attention looks backward only")
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending the counts of three, which "
@@ -79,7 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
-    planned = {"experts": experts, "replicas": _replicas(arguments, sizes, experts, 0)}
+    planned = {"experts": experts}
+    if experts and not arguments.stages:
+        planned["replicas"] = {
+            "data": arguments.data or 1, "expert_parallel": arguments.expert_parallel,
+            "expert_way": arguments.expert_way}
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
                               arguments.dtype, sizes, arguments.recompute, **planned)
               for text in _grid_texts(arguments)]
@@ -106,8 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                                             trace.divided,
                                             arguments.data // arguments.expert_parallel))
     if experts:
-        parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens,
-                                       arguments.imbalance))
+        parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens))
     fits = True
     if limit and arguments.data is not None:
         fits, line = _judge_training(trace, arguments, limit)
@@ -162,8 +164,8 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
         raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would do")
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, sizes, causal=arguments.causal,
-        options=tuple(_scheme_options(arguments).items()),
-        weights_half=arguments.halves or "keep", experts=experts)
+        options=tuple(_scheme_options(arguments).items()), experts=experts,
+        expert_parallel=arguments.expert_parallel, expert_way=arguments.expert_way)
     replica, place = divmod(arguments.rank, arguments.ranks)
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
@@ -173,9 +175,9 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
     parts = [_title(arguments, model.grids[stage], sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
-             *predicted_pipelines.rank_parts(model, stage, place, trace)]
+             *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_experts.notes(experts, trace, 1, model.micro.tokens, 1))
+        parts.append(dry_experts.notes(experts, trace, data, model.micro.tokens))
     if arguments.data is not None:
         whole = replace(model, data=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, arguments.shards or data,
@@ -184,12 +186,14 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
         found = pipeline_seconds.predict_pipeline(model, machine)
         parts += predicted_pipelines.seconds_parts(arguments.schedule or "1f1b", model, found,
                                                    machine)
-    peak = pipeline_seconds.training_bytes(model, stage)
+    fits = True
     if limit:
-        parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of a rank of this stage, by the "
-                     f"closed form, with AdamW: it {'fits' if peak <= limit else 'does not fit'}")
+        peak = model.whole_step(place, stage, replica, optimizer=True).peak
+        fits = peak <= limit
+        parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of this rank, with AdamW: it "
+                     f"{'fits' if fits else 'does not fit'}")
     say(render(parts, arguments.format))
-    return int(bool(limit) and peak > limit)
+    return int(not fits)
 
 
 def _scheme_options(arguments: argparse.Namespace) -> dict:
@@ -206,46 +210,16 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + ", ".join(f"{name} {value}" for name, value in sizes.items())
             + f", {arguments.dtype}, recompute {arguments.recompute}"
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
-            + f", backward in halves ({arguments.halves})" * bool(arguments.halves)
+            + ", backward in halves" * arguments.halves
             + f"; {arguments.stages} stages" * bool(arguments.stages)
             + f", ZeRO {arguments.zero or 0}" * (several > 1 and not arguments.experts))
 
 
 def _refuse_with_experts(arguments: argparse.Namespace, experts: ExpertOptions | None) -> None:
-    """Raise UsageError for options that do not go together with experts, or without them."""
-    if experts is None:
-        for name, value in (("imbalance", arguments.imbalance),
-                            ("expert-parallel", arguments.expert_parallel)):
-            if value != 1:
-                raise UsageError(f"--{name} {value:g} would do nothing here: --experts 8 would "
-                                 f"do, or leave it out")
-    elif arguments.stages:
-        for name, value, least in (("data", arguments.data or 1, 1),
-                                   ("expert-parallel", arguments.expert_parallel, 1),
-                                   ("imbalance", arguments.imbalance, 1)):
-            if value != least:
-                raise UsageError(f"--experts {experts.count} --stages {arguments.stages} "
-                                 f"--{name} {value:g}: stages with experts are predicted in one "
-                                 f"replica; leave it out")
-
-
-def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: ExpertOptions | None,
-              replica: int) -> Replicas | None:
-    """Return what traces a rank of this replica of a model with experts; None without experts.
-
-    Raises
-    ------
-    UsageError
-        When the experts cannot be divided so.
-    """
-    if experts is None or arguments.stages:
-        return None
-    try:
-        return replicas_with_experts(
-            experts, sizes["batch"], sizes["seq"], arguments.data or 1, replica,
-            arguments.expert_parallel, way=arguments.expert_way, imbalance=arguments.imbalance)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    """Raise UsageError where experts are to be divided, but there are none."""
+    if experts is None and arguments.expert_parallel != 1:
+        raise UsageError(f"--expert-parallel {arguments.expert_parallel} would do nothing here: "
+                         f"--experts 8 would do, or leave it out")
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
@@ -257,18 +231,22 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
     ValueError
         When the scheme cannot use the grid or an option, or there is no such rank.
     """
-    trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
+    block = machine.elementwise_block if machine else sys.maxsize
     asked = _scheme_options(arguments)
-    if arguments.halves:
-        sizes = {**sizes, "halves": True, "weights_half": arguments.halves}
-    place = arguments.rank
     if experts:
         data = arguments.data or 1
-        if not 0 <= place < data * arguments.ranks:
-            raise ValueError(f"--rank {place}: 0 to {data * arguments.ranks - 1} would do")
-        replica, place = divmod(place, arguments.ranks)
-        sizes = {**sizes, "experts": experts,
-                 "replicas": _replicas(arguments, sizes, experts, replica)}
-    return trace_of(arguments.scheme, arguments.ranks, grid.sizes, place, options=asked,
+        if not 0 <= arguments.rank < data * arguments.ranks:
+            raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would "
+                             f"do")
+        model = PipelineModel(
+            build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
+            sizes, arguments.dtype, arguments.recompute, arguments.causal, tuple(asked.items()),
+            data, experts=experts, expert_parallel=arguments.expert_parallel,
+            expert_way=arguments.expert_way)
+        replica, place = divmod(arguments.rank, arguments.ranks)
+        return model.trace(sizes.layers, place, 0, replica, block, sums=False,
+                           extrapolates=not arguments.all_layers)
+    trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
+    return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
-                    block=machine.elementwise_block if machine else sys.maxsize, **sizes)
+                    block=block, halves=arguments.halves, **sizes)

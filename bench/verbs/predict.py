@@ -1,7 +1,6 @@
-"""Predict the paper's tables by a machine model fitted on some of their rows; or experts."""
+"""Predict the paper's tables by a machine model fitted on some of their rows."""
 
 import argparse
-import itertools
 from functools import partial
 
 from bench.cases.paper import HEADINGS
@@ -11,16 +10,10 @@ from bench.prediction import machine_model
 from bench.reports.document import Notes
 from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
-from bench.command_line import grids, options, pipeline_options
+from bench.command_line import options, pipeline_options
 from mm3d.console import say
-from mm3d.model.experts.spec import Experts
 
 GROUP = "Plan and predict"
-LAYER = (("top", "1,2,8", "experts that a token is sent to"),
-         ("expert-parallel", "8,64", "ranks that divide the experts"),
-         ("hidden", "4096", "features of a token"),
-         ("batch", "4", "sequences of each rank"),
-         ("seq", "2048", "tokens in a sequence"))
 ON_ALL_RANKS = False
 
 
@@ -30,15 +23,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", metavar="DIR",
                         help="set predictions beside the measurements in this folder instead")
     parser.add_argument("--table", metavar="NAMES", help="weak, strong or all (default)")
-    parser.add_argument("--experts", type=options.numbers, metavar="E,...", help=(
-        "predict instead what the exchange of tokens costs in a layer with these numbers of "
-        "experts, inside a node and between nodes"))
-    for name, default, about in LAYER:
-        parser.add_argument(f"--{name}", type=options.numbers if "," in default else
-                            options.whole(1), metavar="N" + ",..." * ("," in default),
-                            help=f"with --experts: {about} (default {default})")
-    parser.add_argument("--dtype", choices=("float16", "float32", "float64"),
-                        help="with --experts: dtype of all arrays (default float16)")
     pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
                                           "batch of a row are divided")
     pipeline_options.add_pipeline(parser, " and replicas")
@@ -55,9 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     pipeline_options.check_stages(arguments)
     if not arguments.stages:
         _refuse(arguments, ["data", "grid"], "it is of --stages: give that too")
-    if arguments.experts:
-        return _experts(arguments)
-    _refuse(arguments, [*(name for name, *_ in LAYER), "dtype"], "they are of --experts: give it")
     if arguments.results:
         return _measured(arguments)
     if arguments.stages:
@@ -92,35 +73,6 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)
     say(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
                arguments.format))
-    return 0
-
-
-def _experts(arguments: argparse.Namespace) -> int:
-    """Print what the exchange of tokens costs in layers with experts; 0."""
-    from bench.prediction.expert_overhead import dense_seconds, predict_overhead
-    from bench.reports.experts.overhead import overhead_parts
-    _refuse(arguments, ["results", "table", "stages", "pictures"],
-            "they are not of --experts: leave one of them out")
-    chosen = {name: getattr(arguments, name.replace("-", "_")) or (
-        options.numbers(default) if "," in default else int(default))
-        for name, default, _ in LAYER}
-    dtype = arguments.dtype or "float16"
-    machine = machine_model.load_machine(arguments.machine, dtype)
-    sizes = grids.model_sizes(1, chosen["hidden"], None, chosen["batch"], chosen["seq"])
-    cases = [(Experts(E, top, 1, None, "mixtral"), parallel)
-             for E, top, parallel in itertools.product(arguments.experts, chosen["top"],
-                                                       chosen["expert-parallel"])
-             if max(top, parallel) <= E and parallel > 1]
-    if not cases:
-        raise UsageError(f"--experts {max(arguments.experts)}: no more experts can be chosen, or "
-                         f"ranks divide them, than there are; --top 1 --expert-parallel 2 would "
-                         f"do")
-    try:
-        found = [predict_overhead(machine, *case, sizes, dtype) for case in cases]
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    say(render(overhead_parts(found, machine, sizes, dtype,
-                              dense_seconds(machine, sizes, dtype)), arguments.format))
     return 0
 
 

@@ -15,6 +15,21 @@ from mm3d.transport.nodes import choose_device, node_of
 from mm3d.transport.silent import DryCommunicator
 
 
+def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
+               names: str) -> MPI.Intracomm | DryCommunicator:
+    """Create the communicator of the ranks that differ from this one along `names` alone.
+
+    They keep the order that they have in `comm`, whose ranks are numbered as `shape` says; all
+    ranks of it call this.
+    """
+    coords = shape.coordinates(comm.rank)
+    first = shape.rank({**coords, **dict.fromkeys(names, 0)})    # identifies them
+    if isinstance(comm, DryCommunicator):
+        inside = GridShape.from_sizes({name: shape[name] for name in shape if name in names})
+        return DryCommunicator(inside.ranks, inside.rank(coords))
+    return create(comm.Split, first, comm.rank)
+
+
 class GridAxes:
     """Join ranks along directions of a grid: an `Axis` for each, with its traffic.
 
@@ -36,18 +51,14 @@ class GridAxes:
         """Create the axes of the directions `names`; `ordered` as in `create_transports`."""
         kind = choose_transport(self.comm, self.backend)
         node = node_of(self.comm) if kind in IN_NODES else 0
-        lines = {name: self._line(name) for name in names}
+        lines = {name: join_ranks(self.comm, self.shape, name) for name in names}
         transports = create_transports(self.comm, lines, self.backend, kind, node, ordered)
         return {name: Axis(name, line, self.backend, transports[name])
                 for name, line in lines.items()}
 
-    def _line(self, name: str) -> MPI.Intracomm | DryCommunicator:
-        """Create the communicator of the ranks that differ from this one along `name`."""
-        if isinstance(self.comm, DryCommunicator):
-            return DryCommunicator(self.shape[name], self.coords[name])
-        # The first rank of a line identifies it.
-        return create(self.comm.Split, self.shape.rank({**self.coords, name: 0}),
-                      self.coords[name])
+    def stride(self, name: str) -> int:
+        """Return how far apart neighbours along a direction are, among all ranks of a mesh."""
+        return self.shape.stride(name)
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank since `reset_traffic`, by (direction, collective)."""

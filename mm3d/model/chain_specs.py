@@ -10,8 +10,7 @@ from typing import Iterable, Iterator
 from mm3d.model.chains import Residual
 from mm3d.model.layers import Layer
 from mm3d.model.recomputed_layers import Recomputed
-from mm3d.model.specs import Builder, LayerPass, SavedWords, Spec
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.model.specs import Builder, LayerPass, Spec
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,6 @@ class ChainSpec(Spec):
         for layer in self.layers:
             yield from layer.passes_repeated_in_backward()
 
-    def input_words(self, parallelism: Parallelism) -> int:
-        return self.layers[0].input_words(parallelism)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        *before, last = self.layers
-        saved = [*(layer.saved_words(parallelism) for layer in before),
-                 last.saved_words(parallelism, recomputed)]
-        total = saved[0]
-        for words in saved[1:]:
-            total = total.followed_by(words)
-        return total
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        *before, last = self.layers
-        return max([*(layer.transient_words(parallelism) for layer in before),
-                    last.transient_words(parallelism, recomputed)])
-
     def build_layers(self, builder: Builder) -> list[Layer]:
         return builder.build_layers(self.layers)
 
@@ -100,21 +82,6 @@ class Repeated(ChainSpec):
     def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
         yield from _multiply_passes(self.times, super().passes_repeated_in_backward())
 
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        total = last = super().saved_words(parallelism, recomputed)
-        if self.times > 1:
-            total = block = super().saved_words(parallelism) if recomputed else last
-            for _ in range(self.times - 2):
-                total = total.followed_by(block)
-            total = total.followed_by(last)
-        return total
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        last = super().transient_words(parallelism, recomputed)
-        if recomputed and self.times > 1:
-            return max(last, super().transient_words(parallelism))
-        return last
-
     def build_layers(self, builder: Builder) -> list[Layer]:
         built = []
         for _ in range(self.times):
@@ -146,19 +113,6 @@ class RecomputedSpec(ChainSpec):
     def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
         yield from super().recomputed_passes()
         yield from super().passes_repeated_in_backward()
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        return SavedWords(input=self.input_words(parallelism))
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count also the recomputed data, which last until the end of the chain's backward.
-
-        Row statistics and gathered vectors of single layers are left out, since they are small.
-        """
-        saved = super().saved_words(parallelism, True)
-        has_chains = any(isinstance(layer, ChainSpec) for layer in self.layers)
-        return (super().transient_words(parallelism, True)
-                + (saved.activations + has_chains * saved.rest) / parallelism.ranks)
 
     def build_layers(self, builder: Builder) -> list[Layer]:
         recomputed = Recomputed(*builder.build_layers(self.layers))

@@ -1,22 +1,23 @@
-"""Compute costs in closed form: floating-point operations, words moved, and words saved.
+"""Compute costs in closed form: floating-point operations, and words moved.
 
-Each is a sum over the layers of a model, which state their own (`mm3d.model.specs`).  Words are
-array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all ranks; so they are whole
-numbers on every grid, also where nothing divides evenly.  Where everything does, each of the P
-ranks has 1/P of the sum.
+They are what the schemes claim, stated without running; a dry run (`mm3d.tracing.dry_run`) tells
+the memory too.  Each is a sum over the layers of a model, which state their own
+(`mm3d.model.specs`).  Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed
+over all ranks; so they are whole numbers on every grid, also where nothing divides evenly.  Where
+everything does, each of the P ranks has 1/P of the sum.
 
 >>> sizes = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
 >>> model = mm3d.model_spec(sizes, recompute="selective")
->>> mm3d.model.cost.saved_words("3d", dict(x=2, y=2, z=2), model)
+>>> mm3d.model.cost.words("3d", dict(x=2, y=2, z=2), model)
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mm3d.model.chain_specs import ChainSpec, ModelSpec, RecomputedSpec, Repeated
-from mm3d.model.specs import LayerPass, Spec
+from mm3d.model.chain_specs import ModelSpec
+from mm3d.model.specs import LayerPass
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
 
@@ -133,37 +134,6 @@ def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
             "backward": _sum_moves(parallelism, backward)}
 
 
-def moves_of_halves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
-                    weights_half: str = "keep",
-                    **options: Any) -> dict[str, dict[Key, Move]]:
-    """Sum up the collectives of the halves of backward by direction and kind.
-
-    With weights_half="keep" they are together those of `moves`.
-
-    Parameters
-    ----------
-    scheme, grid, model, **options
-        As in `moves`, also the errors.
-    weights_half : {"keep", "gather"}
-        Whether a gathered dY is kept for the second half or gathered again.
-
-    Returns
-    -------
-    dict
-        "backward_input" and "backward_weights": {(direction, collective): Move}, as in `moves`.
-    """
-    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
-    first = [(one.times, one.layer.moves(parallelism)[0])
-             for one in model.chain.passes_repeated_in_backward()]
-    second = []
-    for one in model.chain.backward_passes():
-        halves = one.layer.moves_of_halves(parallelism, weights_half, one.recomputed)
-        first.append((one.times, halves[0]))
-        second.append((one.times, halves[1]))
-    return {"backward_input": _sum_moves(parallelism, first),
-            "backward_weights": _sum_moves(parallelism, second)}
-
-
 def _sum_moves(parallelism: Parallelism,
                repeated: Iterable[tuple[int, list[Move]]]) -> dict[Key, Move]:
     """Sum collectives by direction and kind; `repeated` gives lists of them and their times."""
@@ -184,82 +154,6 @@ def words(scheme: str, grid: Mapping[str, int], model: ModelSpec,
     """
     return {phase: {key: move.words for key, move in found.items()}
             for phase, found in moves(scheme, grid, model, **options).items()}
-
-
-def saved_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options: Any) -> int:
-    """Count the words saved between forward and backward, over all ranks.
-
-    For each token a Transformer layer saves: for each layer norm the normalized row, the row
-    after the affine part, and 1 / deviation; Q, K and V; the output of attention and one number a
-    head; the wide activation before and after GELU.  In addition each rank saves the gathered
-    weights of the norms, the gathered bias of GELU, and gathered operands of the products if the
-    scheme keeps them.  Recomputed layers save their input (`mm3d.model.recomputation`).
-
-    Parameters and errors are those of `moves`.
-    """
-    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
-    return sum(model.chain.saved_words(parallelism))
-
-
-def operand_words(scheme: str, grid: Mapping[str, int], model: ModelSpec,
-                  weights_half: str = "keep", **options: Any) -> int:
-    """Count the words that a micro-batch keeps between the halves of backward, over all ranks.
-
-    They are the operands of the weights' gradients: X and dY of each linear layer.  In 3-D the
-    gathered dY of "keep" takes as many times the memory of its blocks as there are ranks along
-    which it is gathered.  Where forward has kept X gathered (keep="both"), it stays so.
-
-    Parameters and errors are those of `moves_of_halves`.
-    """
-    return sum_operand_words(Parallelism(scheme, grid, model.batch, model.seq, **options), model,
-                             weights_half)
-
-
-def sum_operand_words(parallelism: Parallelism, model: ModelSpec, weights_half: str) -> int:
-    """Count the words of `operand_words` on a given parallelism."""
-    return sum(one.times * one.layer.operand_words(parallelism, weights_half, one.recomputed)
-               for one in model.chain.backward_passes())
-
-
-def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options: Any) -> float:
-    """Count the words that rank 0 holds at the peak of a step, where everything divides evenly.
-
-    They are parameters and gradients; the input, the output and their gradients; everything saved
-    between forward and backward; and the transient words of one layer: the gradients of its
-    activations, the gradient of the residual stream, gathered operands, and recomputed data.
-    Temporary arrays of elementwise operations are left out.
-
-    Parameters and errors are those of `moves`.
-    """
-    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options).of_largest_rank
-    saved = model.chain.saved_words(parallelism)
-    activation = parallelism.outer.words(parallelism.tokens, model.hidden) / parallelism.ranks
-    # A saved input is part of `saved`.  The gradient that enters the backward of a recomputed
-    # group is the gradient of the model's output if there is only one group.
-    activations = 3 + (not saved.input) + (_count_groups(model.chain) > 1)
-    if not model.chain.input_words(parallelism):    # tokens enter, and a loss leaves
-        activations = 1
-    return (2 * parameters(model) / parallelism.weight_parts + sum(saved) / parallelism.ranks
-            + activations * activation + model.chain.transient_words(parallelism))
-
-
-def _count_groups(chain: ChainSpec) -> int:
-    """Count the outermost layers and blocks of a model if some are recomputed; else return 0."""
-    found = [*_outermost_layers(chain)]
-    recomputed = any(isinstance(layer, RecomputedSpec) for _, layer in found)
-    return sum(times for times, _ in found) if recomputed else 0
-
-
-def _outermost_layers(chain: ChainSpec) -> Iterator[tuple[int, Spec]]:
-    """Iterate over the layers and blocks of a chain, and their numbers.
-
-    Nested chains that only order or repeat their layers are replaced by those layers.
-    """
-    times = chain.times if isinstance(chain, Repeated) else 1
-    for layer in chain.layers:
-        nested = type(layer) in (ChainSpec, Repeated)
-        for number, one in _outermost_layers(layer) if nested else [(1, layer)]:
-            yield times * number, one
 
 
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:

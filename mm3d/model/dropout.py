@@ -15,9 +15,8 @@ from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Layer
 from mm3d.model.masks import BITS, MaskKey, draw_kept, dropped_of_65536
 from mm3d.model.parameters import Parameter
-from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.model.specs import Builder, LayerSpec
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.parallelism import Parallelism
 
 
 class Dropout:
@@ -119,17 +118,6 @@ class DropoutSpec(LayerSpec):
     hidden: int
     probability: float
 
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.outer.words(parallelism.tokens, self.hidden)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count nothing: backward draws the mask again."""
-        return SavedWords()
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx, dy and the factors."""
-        return 3 * self.input_words(parallelism) / parallelism.ranks
-
     def make_layer(self, builder: Builder, name: str) -> Dropout:
         return Dropout(builder.outer, self.hidden, self.probability, name, builder.mask_key)
 
@@ -148,11 +136,6 @@ class DropoutResidualSpec(ResidualSpec):
 
     hidden: int = 0
     probability: float = 0.0
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count also dy, which is kept for the sum while f's backward reads its own."""
-        dy = parallelism.outer.words(parallelism.tokens, self.hidden)
-        return super().transient_words(parallelism, recomputed) + dy / parallelism.ranks
 
     def build_layers(self, builder: Builder) -> list[Layer]:
         layers = builder.build_layers(self.layers)

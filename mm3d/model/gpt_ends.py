@@ -4,16 +4,12 @@ import math
 import numbers
 from typing import Any
 
-import numpy as np
-
 from mm3d.arrays.backend import Array
-from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.gpt_spec import dropout_specs, embedding_spec, output_specs
+from mm3d.model.gpt_spec import output_specs
 from mm3d.model.heads import TiedWeight
-from mm3d.model.initial_values import InitialValues, draw_parameter, gpt2_values
+from mm3d.model.initial_values import InitialValues, draw_parameter
 from mm3d.model.specs import Builder
-from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 
 
@@ -90,65 +86,3 @@ def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
         raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss={z_loss!r} should be a number of at least 0")
-
-
-class WholeGPT:
-    """A GPT on one stage, for dry runs: `mm3d.GPT` has the same layers on any mesh.
-
-    Parameters
-    ----------
-    scheme : Scheme
-        Divides all arrays and computes the products.
-    vocab, tied, label_smoothing, z_loss, ignored
-        As for `mm3d.GPT`.
-    **options
-        Parameters of `mm3d.Transformer`.
-
-    Attributes
-    ----------
-    layers : Chain
-        All layers, from the embedding to the loss.
-    """
-
-    def __init__(self, scheme: Any, vocab: int, tied: bool = True, label_smoothing: float = 0.0,
-                 z_loss: float = 0.0, ignored: int = -1, seed: int = 0, **options: Any) -> None:
-        values = gpt2_values(options["layers"])
-        self.inside = Transformer(scheme, seed=seed, causal=True, initial_values=values, **options)
-        batch, seq, hidden = self.inside.shape
-        self.shape, self.vocab = (batch, seq), vocab
-        self.embedding, *self._dropout = self.inside.builder.build_layers(
-            [embedding_spec(vocab, seq, hidden), *dropout_specs(hidden, self.inside.dropout)])
-        self.output = Output(self.inside.builder, vocab, hidden, tied, ignored=ignored,
-                             label_smoothing=label_smoothing, z_loss=z_loss)
-        self.layers = Chain(self.embedding, *self._dropout, *self.inside.layers.layers,
-                            *self.output.layers)
-        self.parameters = self.layers.parameters
-        draw_ends(self.embedding.parameters + self.output.parameters, seed, values)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes on this rank of all parameters, and of a tied head's gradient."""
-        head = self.output.head.weight
-        tied = head.grad.nbytes if isinstance(head, TiedWeight) else 0
-        return sum(p.nbytes for p in self.parameters) + tied
-
-    def forward(self, tokens: np.ndarray, targets: Targets) -> tuple[Array, Any]:
-        """Compute the sum of the losses of this rank's rows, and the data for backward."""
-        x, _ = self.embedding.forward(tokens)
-        for dropout in self._dropout:
-            x = dropout.apply(x, x)
-        y, saved = self.inside.forward(x)
-        total, last = self.output.forward(y, targets)
-        return total, [saved, last]
-
-    def backward(self, tokens: np.ndarray, targets: Targets, saved: Any) -> None:
-        """Add the scaled gradients of all parameters; `saved` is emptied on the way."""
-        last = saved.pop()
-        dy = self.output.backward(targets, last)
-        del last
-        dx = self.inside.backward(dy, saved.pop())
-        for dropout in self._dropout:
-            dx = dropout.apply(dx, dx)
-        self.embedding.backward(dx, tokens)
-        self.output.add_tied_gradient()
-        self.output.zero_gradients()    # what was added is not added by the next pass again

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
-from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.model.specs import Builder, LayerSpec
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
@@ -44,16 +44,6 @@ class LinearSpec(LayerSpec):
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape, "bias": self.shape[1:]}
 
-    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
-        _, target = parallelism.spaces(self.way)
-        return {"weight": math.prod(self.shape),
-                "bias": target.stored_vector_words(math.prod(self.shape[1:]))}
-
-    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
-        """Count the weight in both, and in forward the bias if the layer adds it."""
-        weight, bias = self.parameter_words(parallelism).values()
-        return weight + self.adds_bias * bias, weight
-
     def product_shape(self, batch: int, seq: int) -> ProductShape:
         """Return the global shape of the product x W."""
         middle = math.prod(self.shape[1:-1])    # never divided
@@ -76,42 +66,6 @@ class LinearSpec(LayerSpec):
 
     def weights_flops(self, batch: int, seq: int) -> int:
         return self.flops(batch, seq)
-
-    def moves_of_halves(self, parallelism: Parallelism, weights_half: str,
-                        recomputed: bool = False) -> Moves:
-        """List the collectives of both halves of the product; those of the bias are in the first.
-        """
-        product = self.product_shape(parallelism.batch, parallelism.seq)
-        first, second = parallelism.moves_of_halves(product, weights_half, recomputed)
-        if self.adds_bias:
-            _, target = parallelism.spaces(self.way)
-            first = [*first, *target.vector_reduce_moves(product.K)]
-        return first, second
-
-    def operand_words(self, parallelism: Parallelism, weights_half: str,
-                      recomputed: bool = False) -> int:
-        """Count x and dy, gathered or as blocks."""
-        product = self.product_shape(parallelism.batch, parallelism.seq)
-        return parallelism.operand_words(product, weights_half, recomputed)
-
-    def input_words(self, parallelism: Parallelism) -> int:
-        source, _ = parallelism.spaces(self.way)
-        return source.words(parallelism.tokens, self.shape[0])
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count x, and the operands that the product keeps gathered."""
-        product = self.product_shape(parallelism.batch, parallelism.seq)
-        return SavedWords(self.input_words(parallelism),
-                          rest=parallelism.kept_words(product, recomputed))
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx, dy, dW, and the operands that the product gathers."""
-        product = self.product_shape(parallelism.batch, parallelism.seq)
-        M, N, K = product.extents
-        source, target = parallelism.spaces(self.way)
-        return ((source.words(M, N) + target.words(M, K)) / parallelism.ranks
-                + N * K / parallelism.weight_parts
-                + parallelism.transient_words(product, recomputed))
 
     def make_layer(self, builder: Builder, name: str) -> Linear:
         up, scheme = self.way == "up", builder.scheme
@@ -139,10 +93,6 @@ class LayerNormSpec(LayerSpec):
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.hidden,), "bias": (self.hidden,)}
 
-    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
-        return dict.fromkeys(self.parameters(),
-                             parallelism.outer.stored_vector_words(self.hidden))
-
     def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
         """List the sums of rows, and the gathers and reductions of both vectors.
 
@@ -154,19 +104,6 @@ class LayerNormSpec(LayerSpec):
         reductions = [*outer.vector_reduce_moves(hidden)]
         return ([*sums, *sums, *gathers, *gathers],
                 [*reductions, *reductions, *outer.row_sum_moves(parallelism.tokens, 2)])
-
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.outer.words(parallelism.tokens, self.hidden)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count the normalized rows, 1 / deviation of each, and the gathered weight."""
-        deviations = parallelism.tokens * parallelism.ranks // parallelism.outer.row_parts
-        weights = parallelism.outer.gathered_vector_words(self.hidden)
-        return SavedWords(activations=self.input_words(parallelism), rest=deviations + weights)
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx and dy."""
-        return 2 * self.input_words(parallelism) / parallelism.ranks
 
     def make_layer(self, builder: Builder, name: str) -> LayerNorm:
         vector = Vector(builder.outer, (self.hidden,))
@@ -191,27 +128,11 @@ class GeluSpec(LayerSpec):
     linear: str
     part = "gelu"
 
-    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
-        """Count the bias, in forward."""
-        return parallelism.inner.stored_vector_words(self.features), 0
-
     def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
         """List the gather of the bias and the reduction of its gradient."""
         inner = parallelism.inner
         return ([*inner.vector_gather_moves(self.features)],
                 [*inner.vector_reduce_moves(self.features)])
-
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.inner.words(parallelism.tokens, self.features)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count x, and the gathered bias."""
-        return SavedWords(self.input_words(parallelism),
-                          rest=parallelism.inner.gathered_vector_words(self.features))
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx and dy."""
-        return 2 * self.input_words(parallelism) / parallelism.ranks
 
     def make_layer(self, builder: Builder, name: str) -> Gelu:
         return Gelu(builder.find_layer(self.linear), builder.inner, self.features)
@@ -250,25 +171,6 @@ class AttentionSpec(LayerSpec):
         inner, words = parallelism.inner, 2 * parallelism.tokens * self.hidden
         gathers = [*inner.sequence_moves("all_gather", words)]
         return gathers, [*gathers, *inner.sequence_moves("reduce_scatter", words)]
-
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.inner.words(parallelism.tokens, 3 * self.hidden)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count Q, K and V, and the log-sum-exp of each row of scores."""
-        return SavedWords(self.input_words(parallelism),
-                          rest=parallelism.inner.words(parallelism.tokens, self.heads))
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count the gradients of Q, K, V and y.
-
-        Where the sequence is divided, the gathered K and V, their gradients, and a send buffer
-        for these are added.
-        """
-        parts = parallelism.inner.sequence_parts
-        features = 4 + (6 * parts if parts > 1 else 0)
-        words = parallelism.inner.words(parallelism.tokens, features * self.hidden)
-        return words / parallelism.ranks
 
     def make_layer(self, builder: Builder, name: str) -> Attention:
         return Attention(builder.inner, self.hidden, self.hidden // self.heads, self.causal)

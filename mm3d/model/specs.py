@@ -8,7 +8,6 @@ of them form residual blocks, and which are recomputed in backward.  The model t
 same specs, so a new kind of layer needs one spec beside the layer itself.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
@@ -26,29 +25,6 @@ from mm3d.model.parameters import Parameter
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.schemes.scheme import Scheme
-
-
-class SavedWords(NamedTuple):
-    """Hold the number of words that a layer saves for backward, summed over all ranks.
-
-    Attributes
-    ----------
-    input : int
-        Words of the input of the layer or chain; 0 if the input is not saved.
-    activations : int
-        Words of other activations.
-    rest : int
-        Words of row statistics, gathered vectors and gathered operands.
-    """
-
-    input: int = 0
-    activations: int = 0
-    rest: int = 0
-
-    def followed_by(self, after: "SavedWords") -> "SavedWords":
-        """Add the words of the layer that follows; its input then counts as an activation."""
-        return SavedWords(self.input, self.activations + after.input + after.activations,
-                          self.rest + after.rest)
 
 
 class LayerPass(NamedTuple):
@@ -194,22 +170,6 @@ class Spec(ABC):
         """Iterate over the layers whose forward is computed again in backward."""
 
     @abstractmethod
-    def input_words(self, parallelism: Parallelism) -> int:
-        """Count the words of the input, summed over all ranks."""
-
-    @abstractmethod
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count the words saved by a forward, or by a recomputation of its saved data."""
-
-    @abstractmethod
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count the words that one rank allocates at most in backward, where everything divides.
-
-        They are gradients of activations, gathered operands, and recomputed data.  The data
-        saved by forward, parameters and their gradients are not included.
-        """
-
-    @abstractmethod
     def build_layers(self, builder: Builder) -> list[Layer]:
         """Build the layers."""
 
@@ -236,30 +196,6 @@ class LayerSpec(Spec):
         """
         return {}
 
-    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
-        """Count the words of each parameter that all ranks store; by default it is stored once.
-        """
-        return {name: math.prod(shape) for name, shape in self.parameters().items()}
-
-    def gradient_words(self, parallelism: Parallelism) -> int:
-        """Count the words of the gradients of a pass; by default one of each parameter."""
-        return sum(self.parameter_words(parallelism).values())
-
-    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
-        """Count the stored words of the parameters that forward and backward read.
-
-        By default forward reads all parameters of the layer, and backward none.
-        """
-        return sum(self.parameter_words(parallelism).values()), 0
-
-    def expert_words(self, parallelism: Parallelism) -> tuple[int, int, int]:
-        """Count the stored words of experts, and those that forward and backward read of them.
-
-        Replicas may divide these.  They are counted in `parameter_words` and `read_words` too; by
-        default there are none.
-        """
-        return 0, 0, 0
-
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         """List the products with weights."""
         return []
@@ -282,31 +218,6 @@ class LayerSpec(Spec):
 
     def weights_flops(self, batch: int, seq: int) -> int:
         """Count the operations of the weights' half of backward; by default it has none."""
-        return 0
-
-    def moves_of_halves(self, parallelism: Parallelism, weights_half: str,
-                        recomputed: bool = False) -> tuple[list[Move], list[Move]]:
-        """List the collectives of the halves of backward, input and weights.
-
-        By default the first half has all of them: layers without weights have one half.
-
-        Parameters
-        ----------
-        parallelism : Parallelism
-            The scheme and its grid.
-        weights_half : {"keep", "gather"}
-            What becomes of a gathered dY, see `mm3d.model.transformer.Transformer`.
-        recomputed : bool
-            As in `moves`.
-        """
-        return self.moves(parallelism, recomputed)[1], []
-
-    def operand_words(self, parallelism: Parallelism, weights_half: str,
-                      recomputed: bool = False) -> int:
-        """Count the words kept between the halves of backward; by default none are.
-
-        Parameters are those of `moves_of_halves`.
-        """
         return 0
 
     @abstractmethod

@@ -12,7 +12,7 @@ from mm3d.model.cross_entropy import CrossEntropy
 from mm3d.model.embedding import Embedding
 from mm3d.model.heads import Head, TiedHead, TiedWeight
 from mm3d.model.layer_specs import Moves
-from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.model.specs import Builder, LayerSpec
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism, collective_along
 
@@ -77,21 +77,6 @@ class EmbeddingSpec(LayerSpec):
                 yield Move(c, "all_reduce",
                            2 * (grid[c] - 1) * rows * self.hidden * grid.ranks // held)
 
-    def input_words(self, parallelism: Parallelism) -> int:
-        return 0
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        return SavedWords()
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx gathered, its rows in the order of tokens, and the table's gradient."""
-        grid, outer = parallelism.grid, parallelism.outer
-        vocabulary, features = parallelism.scheme.down_weight.split(",")
-        rows = outer.words(parallelism.tokens, self.hidden) / grid.ranks
-        rows *= grid.ranks_along(c for c in vocabulary if c in outer.rows)
-        table = self.vocab * self.hidden / grid.ranks_along(vocabulary + outer.features)
-        return 2 * rows + table
-
     def make_layer(self, builder: Builder, name: str) -> Embedding:
         layout = Layout(builder.scheme.down_weight)
         product = builder.scheme.product(builder.inner, builder.outer, (self.vocab, self.hidden),
@@ -129,14 +114,6 @@ class HeadSpec(LayerSpec):
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         return [ProductShape("up", batch * seq, self.hidden, self.vocab)]
 
-    def gradient_words(self, parallelism: Parallelism) -> int:
-        """Count the weight's, which is apart from the embedding's where they are tied."""
-        return self.hidden * self.vocab
-
-    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
-        """Count the weight in both."""
-        return self.hidden * self.vocab, self.hidden * self.vocab
-
     def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
         """List the collectives of the product."""
         if self.tied:
@@ -144,27 +121,6 @@ class HeadSpec(LayerSpec):
                 ProductShape("down", parallelism.tokens, self.vocab, self.hidden))
         return parallelism.product_moves(*self.products(parallelism.batch, parallelism.seq),
                                          recomputed)
-
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.outer.words(parallelism.tokens, self.hidden)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count x, and the operands that a product up keeps gathered."""
-        product, = self.products(parallelism.batch, parallelism.seq)
-        kept = 0 if self.tied else parallelism.kept_words(product, recomputed)
-        return SavedWords(self.input_words(parallelism), rest=kept)
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx, the weight's gradient, and the operands that the product gathers.
-
-        The gradient of the logits is in their place.  A tied head has a gradient of its own,
-        which is that of a parameter where the table is copied.
-        """
-        product, = self.products(parallelism.batch, parallelism.seq)
-        weights = (1 + (self.tied and not self.copied)) * self.hidden * self.vocab
-        return (self.input_words(parallelism) / parallelism.ranks
-                + weights / parallelism.weight_parts
-                + parallelism.transient_words(product, recomputed))
 
     def make_layer(self, builder: Builder, name: str) -> Head | TiedHead:
         scheme, outer, inner = builder.scheme, builder.outer, builder.inner
@@ -208,22 +164,6 @@ class CrossEntropySpec(LayerSpec):
         rows = parallelism.tokens * grid.ranks // inner.row_parts    # of all ranks together
         return [Move(c, "all_gather", (grid[c] - 1) * numbers * rows)
                 for c in inner.features], []
-
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.inner.words(parallelism.tokens, self.vocab)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count the exponentials in place of the logits, and one number a row, with z-loss two."""
-        rows = parallelism.tokens * parallelism.ranks // parallelism.inner.row_parts
-        return SavedWords(self.input_words(parallelism), rest=rows * (2 if self.z_loss else 1))
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count the gradient of the logits where it is gathered: elsewhere it is in their place.
-        """
-        along = parallelism.inner.gathered_along
-        if not along or parallelism.grid[along] == 1:
-            return 0
-        return self.input_words(parallelism) / parallelism.ranks
 
     def make_layer(self, builder: Builder, name: str) -> CrossEntropy:
         return CrossEntropy(builder.inner, self.vocab, self.ignored, self.smoothing, self.z_loss)

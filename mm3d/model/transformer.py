@@ -9,6 +9,8 @@ from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
+from mm3d.grid.axis import Traffic
+from mm3d.grid.grid import Grid
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.definition import define_transformer
@@ -25,7 +27,6 @@ from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import Builder
 from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.schemes.scheme import Scheme
 
 
@@ -61,10 +62,6 @@ class Transformer:
         Name of the policy of recomputation, see `mm3d.model.recomputation`.  Results are the same
         to the bit.  With every policy but "none", backward reads the input of forward once more,
         so the caller must not change it before.
-    weights_half : {"keep", "gather"}
-        Where `backward_input` gathers dY of a linear layer (3-D and "1d-sp"): "keep" keeps it
-        gathered for `backward_weights`, which takes memory; "gather" keeps this rank's block and
-        gathers it again, which takes words.  `backward` gathers it once in either case.
     describe : callable
         ``describe(sizes, causal, recompute) -> ModelSpec`` gives the layers of the model; by
         default `mm3d.model_spec`.  Other layers make another model (`mm3d.model.specs`).
@@ -116,7 +113,6 @@ class Transformer:
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
                  master: str | None = None, recompute: str = "none",
-                 weights_half: str = "keep",
                  describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0,
                  initial_values: InitialValues = varied_values,
                  parameter: Callable[..., Parameter] = Parameter,
@@ -127,17 +123,13 @@ class Transformer:
         with same_arguments(scheme.grid.comm, "Transformer") as given:
             given |= dict(sizes) | {
                 "seed": seed, "dtype": dtype, "causal": causal, "master": master,
-                "recompute": recompute, "weights_half": weights_half, "dropout": dropout,
-                "experts": experts}
+                "recompute": recompute, "dropout": dropout, "experts": experts}
         sizes.check()
         _, hidden, _, batch, seq = sizes.values()
         dropout = plain_number(dropout)
         check_experts_given(experts)
         _check_dtypes(scheme, dtype, master)
-        if weights_half not in WEIGHTS_HALVES:
-            raise ValueError(f"weights_half={weights_half!r} is unknown: choose one of "
-                             f"{', '.join(WEIGHTS_HALVES)}")
-        self.recompute, self.weights_half = recompute, weights_half
+        self.recompute = recompute
         self.policy, keep = parse_policy(recompute), getattr(scheme, "keep", "none")
         if self.policy.selective and keep != "none":
             raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "
@@ -164,14 +156,24 @@ class Transformer:
         self._products = {backward: weighted_products(self.layers, backward) if ahead else []
                           for backward in (False, True)} | {None: []}
         self._vectors = vectors_of(self.layers) if ahead else []
-        for linear in self.linears:
-            linear.product.weights_half = weights_half
         self.parameters = self.trained = self.layers.parameters
         self.definition = define_transformer(sizes, causal, dropout, experts, self.dtype, seed,
                                              describe)
         self.comm = self.grid.comm
         for p in self.parameters if like is None else ():
             draw_parameter(p, seed, initial_values)
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Return the grid, whose collectives an observer may be told of."""
+        return [self.grid]
+
+    @property
+    def chunks(self) -> list["Transformer"]:
+        """Return the model: all of its layers are on this rank's grid."""
+        return [self]
+
+    chains = chunks
 
     def library_dtype(self, dtype: str | None) -> Any:
         """Return the array library's dtype of that name."""
@@ -284,6 +286,14 @@ class Transformer:
         if tuple(a.shape) != self.outer.local_shape(self.hidden) or dtype != self.dtype:
             raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
                              f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return the traffic of this rank, as `Grid.traffic`."""
+        return self.grid.traffic()
+
+    def reset_traffic(self) -> None:
+        """Reset the counts of traffic to zero."""
+        self.grid.reset_traffic()
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""

@@ -134,14 +134,14 @@ class CubeProduct(Product):
 
     def backward_input(self, dC: Array, B: Array | Pending, saved: Any,
                        overlap: Any = None) -> tuple[Array, Any]:
-        (A, B_lj), keep = saved, self.weights_half == "keep"
+        A, B_lj = saved
         B = B if B_lj is None else B_lj
         if overlap is None:
             dC_ij = gather(dC, self.c)
             dA = abt(Gathered(dC_ij), B, self.c, self.b, self.a)
         else:
-            dA, dC_ij = overlap.abt(dC, B, self.c, self.b, self.a, self.overlap, keep)
-        return dA, (A, Gathered(dC_ij) if keep else dC)
+            dA, dC_ij = overlap.abt(dC, B, self.c, self.b, self.a, self.overlap, keep=True)
+        return dA, (A, Gathered(dC_ij))
 
     def backward_weights(self, operands: Any, overlap: Any = None) -> Array | Pending:
         A, dC = operands
@@ -278,64 +278,6 @@ class Cube(Scheme):
         if keep != "both":
             backward.append(Move(y, "all_gather", A))
         return forward, backward
-
-    @classmethod
-    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
-                        weights_half: str = "keep", keep: str = "none",
-                        **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the collectives of dC, B and dA; then those of A, of dC with "gather", and of dB.
-
-        The first half moves w(Z) MK/(XY) + w(X) NK/(ZY) + w(Y) MN/(XZ) words a rank and the second
-        w(Y) MN/(XZ) + w(X) NK/(ZY), with "gather" w(Z) MK/(XY) more.
-        """
-        y, z = cls._crossed_directions(product)
-        gather, dB, dA, *again = cls.product_moves(sizes, product, keep=keep)[1]
-        first, second = [gather, dA], [dB]
-        for move in again:
-            (first if move.axis == "x" else second).append(move)
-        return first, second + [gather] * (weights_half == "gather")
-
-    @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", keep: str = "none",
-                      **options: Any) -> int:
-        """Count A, Y times (down: Z) with keep="both"; and dC, Z times (down: Y) with "keep"."""
-        y, z = (sizes[d] for d in cls._crossed_directions(product))
-        return A * (y if keep == "both" else 1) + C * (z if weights_half == "keep" else 1)
-
-    @classmethod
-    def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
-                   **options: Any) -> int:
-        """Count the gathered operands: X copies of B, and Y (down: Z) of A instead of one.
-
-        B is saved with keep="weight", both with keep="both".
-        """
-        M, N, K = product.extents
-        y = sizes[cls._crossed_directions(product)[0]]
-        B = N * K * sizes["x"] if sizes["x"] > 1 else 0
-        return {"none": 0, "weight": B, "both": B + (y - 1) * M * N}[keep]
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
-                        positions: bool = False, **options: Any) -> float:
-        """Count dC_ij; for dA B_lj and the terms of dA_il; for dB A_il and the terms of dB_lj.
-
-        Operands divided by columns (all that are communicated along x) or by positions are copied
-        to a second buffer before they are sent.
-        """
-        M, N, K = product.extents
-        X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed_directions(product))
-        A, B, C = M * N / (X * c), N * K / (a * c), M * K / (X * a)
-        sent = 2 if positions else 1
-        terms_A, terms_B = sent * A if a > 1 else 0, 2 * B if X > 1 else 0
-        gathered_A = A if a > 1 and keep != "both" else 0
-        gathered_B = B if X > 1 and keep == "none" else 0
-        gathered_C = C if c > 1 else 0
-        return max(sent * gathered_C - A / a - B / X,
-                   gathered_C + 2 * gathered_B - A / a - B / X,
-                   gathered_C + gathered_B + terms_A - B / X,
-                   gathered_C + sent * gathered_A - B / X,
-                   gathered_C + gathered_A + terms_B)
 
     @classmethod
     def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:

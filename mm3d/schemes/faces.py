@@ -65,10 +65,6 @@ class Faces(Cube):
                            target.rows_split(source.features), weight, keep="none")
 
     @classmethod
-    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
-        return sizes["y"] * sizes["z"]
-
-    @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """List the words of the balanced algorithms, which other collectives move.
@@ -78,15 +74,3 @@ class Faces(Cube):
         forward, backward = super().product_moves(sizes, product)
         return tuple([move._replace(collective=COLLECTIVES[move.collective]) for move in moves]
                      for moves in (forward, backward))
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
-        """Count the terms of dA, before dB is there, or those of dB.
-
-        They are those of rank 0, which stores all operands and receives none.
-        """
-        M, N, K = product.extents
-        X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed_directions(product))
-        A, B = M * N / (X * c), N * K / (a * c)
-        return max(A - B if a > 1 else 0, B if X > 1 else 0)

@@ -14,7 +14,7 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
-from mm3d.grid.split import Gathered, Split, gather
+from mm3d.grid.split import Gathered, Split
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
                                          element_counts)
@@ -87,11 +87,11 @@ class RowParallel(Product):
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         gathered = Gathered(self.rows.all_gather(dC))
         dA = matmul_nt(gathered.array, B)
-        return dA, (saved, gathered if self.weights_half == "keep" else dC)
+        return dA, (saved, gathered)
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return matmul_tn(A, gather(dC, self.rows), accumulate_float32=self.accumulate_float32)
+        return matmul_tn(A, dC.array, accumulate_float32=self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -178,18 +178,6 @@ class Megatron(Scheme):
             return [], [Move("x", "all_reduce", 2 * (P - 1) * M * N)]
         return [Move("x", "all_reduce", 2 * (P - 1) * M * K)], []
 
-    @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", **options: Any) -> int:
-        return A + C
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
-        """Count the terms of dA, which are allocated before dB."""
-        P, (M, N, K) = sizes["x"], product.extents
-        return max(0, M * N - N * K / P) if product.way == "up" and P > 1 else 0
-
 
 class MegatronSequence(Megatron):
     """Divide weights as `Megatron` does, and the sequence outside the blocks."""
@@ -216,30 +204,3 @@ class MegatronSequence(Megatron):
             return ([Move("x", "all_gather", A)],
                     [Move("x", "reduce_scatter", A), Move("x", "all_gather", A)])
         return [Move("x", "reduce_scatter", C)], [Move("x", "all_gather", C)]
-
-    @classmethod
-    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
-                        weights_half: str = "keep",
-                        **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the sum of dA and then the gather of A (up), or the gathers of dC (down)."""
-        first, *second = cls.product_moves(sizes, product)[1]
-        if product.way == "down" and weights_half == "gather":
-            second = [first]
-        return [first], second
-
-    @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", **options: Any) -> int:
-        """Count A and dC; dC is gathered on the way down, with "keep" on every rank."""
-        return A + C * (sizes["x"] if product.way == "down" and weights_half == "keep" else 1)
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
-        """Count the gathered dC (down), or the terms of dA and then the gathered A (up).
-
-        Each needs a second buffer while it is sent; dB, and on the way down dA, comes later.
-        """
-        P, (M, N, K) = sizes["x"], product.extents
-        whole, later = (M * N, 0) if product.way == "up" else (M * K, M * N / P)
-        return max(2 * whole - later - N * K / P, whole) if P > 1 else 0

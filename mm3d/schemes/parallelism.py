@@ -6,12 +6,11 @@ each of the P ranks has 1/P of the sum.
 """
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Iterator
 
-from mm3d.grid.layout import divided_directions, without_faces
+from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import Move, ProductShape
@@ -59,11 +58,6 @@ class SpaceCosts:
         return self.grid.ranks // (self.row_parts * self.feature_parts)
 
     @cached_property
-    def sequence_parts(self) -> int:
-        """Return the number of blocks that the positions of a sequence are divided into."""
-        return self.grid.ranks_along(self.rows.partition(",")[2])
-
-    @cached_property
     def _vector(self) -> tuple[str, str]:
         """Return the directions that divide a vector, and the direction of its diagonal."""
         return divided_directions(self.vector), self.vector.partition("@")[2]
@@ -71,16 +65,6 @@ class SpaceCosts:
     def words(self, rows: int, features: int) -> int:
         """Count the words of an activation, copies included."""
         return self.copies * rows * features
-
-    def stored_vector_words(self, n: int) -> int:
-        """Count the stored words of a vector of n elements, copies included."""
-        divided, diagonal = self._vector
-        held = self.grid.ranks_along(divided) * (self.grid[diagonal] if diagonal else 1)
-        return n * (self.grid.ranks // held)
-
-    def gathered_vector_words(self, n: int) -> int:
-        """Count the words of a vector of n elements after `Vector.gather_features`."""
-        return n * self.grid.ranks // self.feature_parts
 
     def vector_gather_moves(self, n: int) -> Iterator[Move]:
         """List the collectives of `mm3d.model.vectors.Vector.gather_features` for n elements."""
@@ -129,11 +113,6 @@ class SpaceCosts:
         for c in self.rows.partition(",")[2]:
             yield Move(c, collective, (self.grid[c] - 1) * words * self.copies)
 
-    @property
-    def of_largest_rank(self) -> "SpaceCosts":
-        """Return the space in which every rank holds as much as rank 0, which holds most."""
-        return replace(self, rows=without_faces(self.rows), vector=without_faces(self.vector))
-
 
 class Parallelism:
     """Describe a scheme on a grid without ranks, for given activations.
@@ -166,7 +145,6 @@ class Parallelism:
                  **options: Any) -> None:
         self.scheme, self.grid = find_scheme(scheme), GridShape.from_sizes(grid)
         self.batch, self.seq, self.options = batch, seq, options
-        self._receives = True    # whether gathers bring anything to the ranks described
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)
             for letters in self.scheme.layouts(self.grid, batch, seq, **options))
@@ -175,23 +153,6 @@ class Parallelism:
     def ranks(self) -> int:
         """Return the number of ranks."""
         return self.grid.ranks
-
-    @cached_property
-    def of_largest_rank(self) -> "Parallelism":
-        """Return the parallelism in which every rank holds as much as rank 0, which holds most.
-
-        It differs where blocks lie on faces of the grid.  Words of all ranks, divided by the
-        number of ranks, are then those that rank 0 holds; collectives have no meaning in it.
-        """
-        found = copy(self)
-        found.outer, found.inner = self.outer.of_largest_rank, self.inner.of_largest_rank
-        found._receives = (found.outer, found.inner) == (self.outer, self.inner)
-        return found
-
-    @cached_property
-    def weight_parts(self) -> int:
-        """Return the number of blocks that a weight is divided into."""
-        return self.scheme.weight_parts(self.grid)
 
     @property
     def tokens(self) -> int:
@@ -214,37 +175,6 @@ class Parallelism:
     def transposed_moves(self, product: ProductShape) -> tuple[list[Move], list[Move]]:
         """List the collectives of A = C B^T for a product down, and of its backward."""
         return self.scheme.transposed_moves(self.grid, product, **self.options)
-
-    def moves_of_halves(self, product: ProductShape, weights_half: str,
-                        recomputed: bool = False) -> tuple[list[Move], list[Move]]:
-        """List the collectives of one product's backward in two halves, input and weights.
-
-        `weights_half` is that of `mm3d.schemes.product.Product`.
-        """
-        return self.scheme.moves_of_halves(self.grid, product, weights_half,
-                                           **self._options(recomputed))
-
-    def operand_words(self, product: ProductShape, weights_half: str,
-                      recomputed: bool = False) -> int:
-        """Count the words that one product keeps between the halves of backward, over all ranks.
-        """
-        source, target = self.spaces(product.way)
-        M, N, K = product.extents
-        if not self._receives:
-            weights_half = "gather"    # what is kept is its own block
-        return self.scheme.operand_words(self.grid, product, source.words(M, N),
-                                         target.words(M, K), weights_half,
-                                         **self._options(recomputed))
-
-    def kept_words(self, product: ProductShape, recomputed: bool = False) -> int:
-        """Count the words that one product saves for backward beside A, over all ranks."""
-        return self.scheme.kept_words(self.grid, product, **self._options(recomputed))
-
-    def transient_words(self, product: ProductShape, recomputed: bool = False) -> float:
-        """Count the words that one rank allocates at most in backward, beside dC, dA and dB."""
-        positions = bool(self.outer.rows.partition(",")[2])
-        return self.scheme.transient_words(self.grid, product, positions=positions,
-                                           **self._options(recomputed))
 
     def _options(self, recomputed: bool) -> Mapping[str, Any]:
         """Return the options of the scheme that describe the saved data."""

@@ -8,8 +8,6 @@ from mm3d.grid.axis import Pending
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
 
-WEIGHTS_HALVES = ("keep", "gather")
-
 
 class Product(ABC):
     """Compute the distributed C = A B of a linear layer, and its gradients.
@@ -25,9 +23,6 @@ class Product(ABC):
         Whether communication overlaps with products.  Then `forward`, `backward` and its halves
         take the `mm3d.schemes.overlap.Overlap` of the pass as one more argument, B may be a
         `Pending` gather, and the returned dB may be a `Pending` sum.
-    weights_half : {"keep", "gather"}
-        What a product that gathers dC does between the halves of backward: keep it gathered for
-        dB, or keep this rank's block and gather it again.
     gathered_along : Split or None
         How B is divided in the direction along which it is gathered; None if it is not gathered.
     operands : dict of str to str
@@ -37,7 +32,6 @@ class Product(ABC):
     weight: Layout
     accumulate_float32 = False
     overlap = False
-    weights_half = "keep"
     gathered_along: Split | None = None
     operands = {"a": "A", "b": "B", "c": "C"}
 

@@ -7,7 +7,6 @@ and the paper's exchange of the directions y and z are the same idea.  A new par
 new file in ``mm3d/schemes/``.
 """
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Mapping
@@ -191,11 +190,6 @@ class Scheme(GridAlgorithm):
         return True
 
     @classmethod
-    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
-        """Return the number of blocks that a weight is divided into; by default one a rank."""
-        return math.prod(sizes.values())
-
-    @classmethod
     @abstractmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
@@ -221,42 +215,6 @@ class Scheme(GridAlgorithm):
         M, N, K = product.extents
         up = ProductShape("up", M, K, N, product.units[::-1])
         return cls.product_moves(sizes, up, **cls.recomputation_options(options))
-
-    @classmethod
-    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
-                        weights_half: str = "keep",
-                        **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the collectives of one product's backward in two halves, input and weights.
-
-        By default the first half has all of them, as in `Product.backward_input`; this also holds
-        where the gradient of the weight needs no communication.
-        """
-        return cls.product_moves(sizes, product, **options)[1], []
-
-    @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", **options: Any) -> int:
-        """Count the words that one product keeps between the halves of backward, over all ranks.
-
-        A and C are the words of the activations A and C as they are stored, over all ranks.  By
-        default dB is kept, as in `Product.backward_input`.
-        """
-        return product.N * product.K
-
-    @classmethod
-    def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, **options: Any) -> int:
-        """Count the words that one product saves for backward beside A, over all ranks."""
-        return 0
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        positions: bool = False, **options: Any) -> float:
-        """Count the words that one rank allocates at most in backward, beside dC, dA and dB.
-
-        It holds where everything divides evenly; the default of 0 holds if nothing is gathered.
-        `positions` says whether outer activations are divided along the sequence.
-        """
-        return 0
 
     @classmethod
     def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:

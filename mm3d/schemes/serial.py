@@ -64,10 +64,6 @@ class Serial(Scheme):
         return SerialProduct(Layout("," * (len(shape) - 1)))
 
     @classmethod
-    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
-        return 1
-
-    @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
         return [LocalProduct(product.M, product.N, product.K)]
@@ -76,8 +72,3 @@ class Serial(Scheme):
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         return [], []
-
-    @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", **options: Any) -> int:
-        return A + C

@@ -178,33 +178,11 @@ class Summa(Scheme):
         return [B, dA], [A, B, A, dB]
 
     @classmethod
-    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
-                        weights_half: str = "keep",
-                        **options: Any) -> tuple[list[Move], list[Move]]:
-        """List broadcasts of B and reductions of dA; then broadcasts of A and reductions of dB."""
-        A, B = cls._broadcasts(sizes, product)
-        dA, dB = _reductions([A, B])
-        return [B, dA], [A, dB]
-
-    @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
         """List the q broadcasts of A along y, and those of B along x."""
         q, (M, N, K) = sizes["x"], product.extents
         return [Move("y", "broadcast", (q - 1) * M * N, q),
                 Move("x", "broadcast", (q - 1) * N * K, q)]
-
-    @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", **options: Any) -> int:
-        return A + C
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
-        """Count a block of A with the terms of dB, or with the previous block of A."""
-        q, (M, N, K) = sizes["x"], product.extents
-        A, B = M * N / q ** 2, N * K / q ** 2
-        return max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
 
 
 def _reductions(broadcasts: list[Move]) -> list[Move]:

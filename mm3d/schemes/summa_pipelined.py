@@ -7,13 +7,11 @@ cannot communicate while ranks compute, each collective ends where it begins, as
 blocks of each kind are held instead of one.
 """
 
-from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
 from mm3d.grid.split import Split
-from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.overlap import progress_of
 from mm3d.schemes.summa import Summa, SummaMatrixProduct, SummaProduct
 
@@ -92,13 +90,3 @@ class PipelinedSumma(Summa):
     title = "2-D, pipelined"
     matrix_product = PipelinedMatrixProduct
     layer_product = PipelinedProduct
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
-        """Count for dA two terms, and a block of B before dB is there; for dB the like."""
-        q, (M, N, K) = sizes["x"], product.extents
-        A, B = M * N / q ** 2, N * K / q ** 2
-        if q == 1:
-            return 0
-        return max(2 * A, A + 2 * B) if q == 2 else 2 * (A + B)

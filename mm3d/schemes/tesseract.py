@@ -115,10 +115,6 @@ class Tesseract(Summa):
         return TesseractProduct(super().product(source, target, shape, units), self.grid.z)
 
     @classmethod
-    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
-        return sizes["x"] ** 2
-
-    @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
         """Return q equal products, one for each step of the loop."""
@@ -132,16 +128,8 @@ class Tesseract(Summa):
 
         A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in all.
         """
-        first, second = cls.moves_of_halves(sizes, product)
-        return cls._broadcasts(sizes, product), first + second
-
-    @classmethod
-    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
-                        weights_half: str = "keep",
-                        **options: Any) -> tuple[list[Move], list[Move]]:
-        """List those of `Summa` in each layer, and the sum of dB over the layers."""
-        first, second = super().moves_of_halves(sizes, product)
-        return first, second + cls._sums_over_layers(sizes, product)
+        forward, backward = super().product_moves(sizes, product)
+        return forward, backward + cls._sums_over_layers(sizes, product)
 
     @classmethod
     def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
@@ -160,12 +148,3 @@ class Tesseract(Summa):
     def _sums_over_layers(sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
         """List the all-reduce of dB along z."""
         return [Move("z", "all_reduce", 2 * (sizes["z"] - 1) * product.N * product.K)]
-
-    @classmethod
-    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
-        """Count as `Summa` does, with the rows of a layer; or a layer's term of dB."""
-        q, d, (M, N, K) = sizes["x"], sizes["z"], product.extents
-        A, B = M * N / (d * q ** 2), N * K / q ** 2
-        in_layer = max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
-        return max(in_layer, B if d > 1 else 0)

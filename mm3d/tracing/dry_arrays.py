@@ -200,7 +200,6 @@ class DryBackend(Backend):
 
     name = "dry"
     has_contents = False
-    host_buffers = False
 
     def __init__(self) -> None:
         self.xp, self.kernels = DryNamespace(self), Kernels(self)
@@ -250,6 +249,9 @@ class DryBackend(Backend):
 
     def from_host(self, shape: tuple[int, ...], dtype: Any, make: Callable) -> DryArray:
         return self.empty(shape, dtype)    # nothing is drawn
+
+    def mpi_buffer(self, a: DryArray) -> DryArray:
+        return a
 
     def to_host(self, a: DryArray) -> np.ndarray:
         raise TypeError("an array of a dry run has no contents to bring to the host")

@@ -11,56 +11,41 @@ elementwise pass, every collective, and the memory over time, exactly.
 
 import math
 import sys
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator
-
-import numpy as np
+from typing import Any, Callable
 
 from mm3d.arrays import backend as backends
-from mm3d.grid.grid import GridAxes
-from mm3d.model.cross_entropy import Targets
-from mm3d.model.gpt_ends import WholeGPT
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.creation import scheme as make_scheme
-from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.transport.silent import DryCommunicator
 
-__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_gpt",
-           "trace_step"]
+__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate", "extrapolate_step",
+           "trace", "trace_step"]
 
 MOST_LAYERS = 1024    # that are traced one by one: some seconds
 
-# The axes, further options of the model, and what ends a step, such as sums over replicas.
-Replicas = Callable[[Scheme], tuple[GridAxes, dict[str, Any], Callable[[], Any] | None]]
 
-
-def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
-               block: int = sys.maxsize, options: dict[str, Any] | None = None,
-               halves: bool = False, replicas: Replicas | None = None, **sizes: Any) -> Trace:
-    """Trace a forward and a backward pass of one rank.
+def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank: int = 0,
+          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None) -> Trace:
+    """Trace a step of a model on one rank of any number of ranks.
 
     Parameters
     ----------
-    name, grid, options
-        As in `mm3d.scheme`.
+    build : callable
+        Builds the model on a communicator, with a backend, as on real ranks: a `GPT` or a
+        `Pipeline` on a `Mesh`, or a `Transformer` on a scheme.
     ranks, rank : int
-        Number of ranks, and the rank to trace; rank 0 has the largest blocks.
+        Number of ranks, and the rank to trace.
     block : int
         Elements that elementwise work handles at a time: ``Backend.block`` for NumPy's; by
         default all at once, as on a GPU.
-    halves : bool
-        Whether backward is traced in its halves, "backward_input" and "backward_weights".
-    replicas : callable, optional
-        Returns, for the scheme, the axes of the scheme's grid together with those of other
-        replicas, further options of the model, and a function or None that is called after
-        backward, in the phase "sums"; see `mm3d.training.dry_replicas`.
-    **sizes
-        As in `mm3d.Transformer`.
+    step : callable, optional
+        Computes a step of the model, which may set what it knows in the trace too.  By default
+        it is `rehearse` of the model, and what changes its parameters afterwards is left out.
 
     Returns
     -------
@@ -70,104 +55,93 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
     Raises
     ------
     ValueError
+        When there is no such rank, or what is built refuses its arguments.
+
+    Examples
+    --------
+    >>> def build(comm, backend):
+    ...     mesh = mm3d.Mesh(comm, data=64, stages=16, grid=(4, 4, 4), backend=backend)
+    ...     return mm3d.GPT(mesh, layers=64, hidden=12288, heads=96, vocab=51200, batch=512,
+    ...                     seq=1024, microbatches=8, zero=1)
+    >>> trace(build, 65536, rank=7).peak
+    """
+    backend = backends.get(DryBackend())
+    backend.reset(block)
+    found = backend.trace
+    model = build(DryCommunicator(ranks, rank), backend)
+    found.parameters = sum(p.nbytes for p in model.trained)
+    found.divided = sum(p.nbytes for p in model.trained if p.grid is not model.grids[0])
+    found.count_traffic(model)
+    with observed(model.grids, found, *model.chains):
+        found.begin_phase(SUMS)
+        if step is None:
+            model.rehearse()
+        else:
+            step(model, found)
+        found.begin_phase("done")
+    return found
+
+
+def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
+               block: int = sys.maxsize, options: dict[str, Any] | None = None,
+               halves: bool = False, **sizes: Any) -> Trace:
+    """Trace a forward and a backward pass of a Transformer on one rank.
+
+    Parameters
+    ----------
+    name, grid, options
+        As in `mm3d.scheme`.
+    ranks, rank, block
+        As in `trace`; rank 0 has the largest blocks.
+    halves : bool
+        Whether backward is traced in its halves, "backward_input" and "backward_weights".
+    **sizes
+        As in `mm3d.Transformer`.
+
+    Returns
+    -------
+    Trace
+        As from `trace`, with the bytes that are saved.
+
+    Raises
+    ------
+    ValueError
         When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
     """
     if sizes["layers"] > MOST_LAYERS:
         raise ValueError(f"{sizes['layers']} layers are more than a dry run plays one by one: "
                          f"{MOST_LAYERS} at most would do")
-    scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
-    axes, more, end = replicas(scheme) if replicas else (scheme.grid, {}, None)
-    model = Transformer(scheme, **sizes, **more)
-    model.mask_key.place = 0, 0    # as in training
-    trace.layers = sizes["layers"]
-    trace.parameters = sum(p.nbytes for p in model.parameters)
-    trace.divided = sum(p.nbytes for p in model.parameters if p.grid is not scheme.grid)
-    x, dy = model.random("input"), model.random("output gradient")
-    with observed(axes, trace, model):
-        with _traced_phase(axes, trace, "forward"):
-            y, saved = model.forward(x)
-        trace.saved = model.saved_bytes(saved)
-        if halves:
-            with _traced_phase(axes, trace, "backward_input"):
-                _, operands = model.backward_input(dy, saved)
-            del saved
-            trace.operands = model.saved_bytes(operands)
-            with _traced_phase(axes, trace, "backward_weights"):
-                model.backward_weights(operands)
-        else:
-            with _traced_phase(axes, trace, "backward"):
-                model.backward(dy, saved)
-        if end is not None:
-            with _traced_phase(axes, trace, SUMS):
-                trace.phase = SUMS
-                end()
-    trace.phase = "done"
-    return trace
+    return trace(lambda comm, backend: Transformer(
+        make_scheme(name, comm, grid, backend, **(options or {})), **sizes), ranks, rank, block,
+        step_in_halves if halves else step_of_chunks)
 
 
-def trace_gpt(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
-              block: int = sys.maxsize, options: dict[str, Any] | None = None,
-              **sizes: Any) -> Trace:
-    """Trace a forward and a backward pass of a whole GPT on one rank, on one stage.
-
-    Tokens and targets are the numbers of the vocabulary in turn, so that all have their share.
-
-    Parameters
-    ----------
-    name, ranks, grid, rank, block, options
-        As in `trace_step`.
-    **sizes
-        As in `mm3d.model.gpt_ends.WholeGPT`.
-
-    Returns
-    -------
-    Trace
-        As from `trace_step`.
-
-    Raises
-    ------
-    ValueError
-        As from `trace_step`.
-    """
-    scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
-    model = WholeGPT(scheme, **sizes)
-    model.inside.mask_key.place = 0, 0
-    trace.layers, trace.parameters = sizes["layers"], model.nbytes
-    tokens = np.arange(math.prod(model.shape)).reshape(model.shape) % model.vocab
-    with observed(scheme.grid, trace, model):
-        with _traced_phase(scheme.grid, trace, "forward"):
-            _, saved = model.forward(tokens, Targets(tokens))
-        trace.saved = model.inside.saved_bytes(saved)
-        with _traced_phase(scheme.grid, trace, "backward"):
-            model.backward(tokens, Targets(tokens), saved)
-    trace.phase = "done"
-    return trace
+def step_of_chunks(model: Any, trace: Trace) -> None:
+    """Compute forward and backward of one micro-batch in the layers of this rank, and no more."""
+    for chunk in model.chunks:
+        chunk.mask_key.place = 0, 0    # as in training
+        x, dy = chunk.random("input"), chunk.random("output gradient")
+        y, saved = chunk.forward(x)
+        trace.saved += chunk.saved_bytes(saved)
+        chunk.backward(dy, saved)
 
 
-def _dry_scheme(name: str, ranks: int, grid: tuple[int, ...] | None, rank: int, block: int,
-                options: dict[str, Any] | None) -> tuple[Scheme, Trace]:
-    """Create a scheme without ranks, and the new trace of its arrays."""
-    backend = backends.get(DryBackend())
-    backend.reset(block)
-    scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
-    return scheme, backend.trace
-
-
-@contextmanager
-def _traced_phase(axes: GridAxes, trace: Trace, phase: str) -> Iterator[None]:
-    """Add the traffic of what is done in this context to the trace, as that of a phase."""
-    axes.reset_traffic()
-    yield
-    trace.traffic[phase] = axes.traffic()
+def step_in_halves(model: Any, trace: Trace) -> None:
+    """Compute what `step_of_chunks` does, with backward in its halves."""
+    for chunk in model.chunks:
+        chunk.mask_key.place = 0, 0
+        x, dy = chunk.random("input"), chunk.random("output gradient")
+        y, saved = chunk.forward(x)
+        trace.saved += chunk.saved_bytes(saved)
+        _, operands = chunk.backward_input(dy, saved)
+        del saved
+        trace.operands += chunk.saved_bytes(operands)
+        chunk.backward_weights(operands)
 
 
 def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
                      layers: int, **rest: Any) -> Trace:
     """Return the trace of `trace_step` for any number of layers, in the time of five layers.
-
-    All layers are alike, so each layer beyond the third adds what the third adds to two.  Where
-    recomputation keeps the input of every n-th layer, or every n-th layer has experts, groups of
-    n layers are alike.  Only the timeline is that of three layers.
 
     Parameters
     ----------
@@ -176,14 +150,38 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
     layers : int
         Number of layers.
     """
-    experts = rest.get("experts")
-    period = math.lcm(parse_policy(rest.get("recompute", "none")).period,
-                      experts.every if experts else 1)
+    return extrapolate(
+        lambda count: trace_step(name, ranks, grid, rank, layers=count, **rest), layers,
+        period_of(rest.get("recompute", "none"), rest.get("experts")))
+
+
+def period_of(recompute: str, experts: Any = None) -> int:
+    """Return the number of layers of a group whose groups are alike.
+
+    Recomputation may keep the input of every n-th layer, and every n-th layer may have experts.
+    """
+    return math.lcm(parse_policy(recompute).period, experts.every if experts else 1)
+
+
+def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int) -> Trace:
+    """Return ``trace_of(layers)`` in the time of five groups of layers.
+
+    All groups of `period` layers are alike, so each group beyond the third adds what the third
+    adds to two.  Only the timeline is that of three groups.
+
+    Parameters
+    ----------
+    trace_of : callable
+        Traces a model of some layers.
+    layers : int
+        Their number.
+    period : int
+        Number of layers of a group; in a pipeline times that of all stages.
+    """
     groups, left = divmod(layers, period)
     if groups <= 3:
-        return trace_step(name, ranks, grid, rank, layers=layers, **rest)
-    two, three = (trace_step(name, ranks, grid, rank, layers=n * period + left, **rest)
-                  for n in (2, 3))
+        return trace_of(layers)
+    two, three = (trace_of(n * period + left) for n in (2, 3))
 
     def extrapolate(second: int, third: int) -> int:
         return third + (groups - 3) * (third - second)
@@ -197,5 +195,4 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
                 setattr(traffic, field, extrapolate(getattr(before, field), value))
     for field in ("parameters", "divided", "saved", "operands", "peak", "held", "pool_peak"):
         setattr(three, field, extrapolate(getattr(two, field), getattr(three, field)))
-    three.layers = layers
     return three

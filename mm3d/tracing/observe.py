@@ -10,7 +10,7 @@ events, `bench.instruments.spans.Recorder` to measure them, and
 
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 from mm3d.tracing.events import (Collective, Event, Gemm, HALVES, Layer, Observer, Overlapped,
                                  PHASES, Phase, Recomputation)
@@ -29,27 +29,28 @@ Point = tuple[Any, str, Wrap]    # owner, attribute, and the function that makes
 
 
 @contextmanager
-def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]:
-    """Tell `observer` of the events on `grid` and in the layers of `model` within the block.
+def observed(grids: Any, observer: Observer, *models: Any) -> Iterator[None]:
+    """Tell `observer` of the events on `grids` and in the layers of models within the block.
 
     Blocks of several observers may be nested; each observer is told of all events of its kinds.
 
     Parameters
     ----------
-    grid : Grid
-        The products of its backend and the collectives of its axes are observed.
+    grids : Grid or sequence of GridAxes
+        The products of their backend and the collectives of their axes are observed.
     observer : Observer
         The observer; its `kinds` are the events that it is told of.
-    model : Transformer or bench.experiments.products.problem.Problem, optional
-        The model whose passes and layers are events, too, and which names the operands of
+    *models : Transformer or bench.experiments.products.problem.Problem
+        Models whose passes and layers are events, too, and which name the operands of
         collectives.
     """
-    points = _points_of_grid(grid, observer.kinds)
-    if model is not None:
-        points += _points_of_model(model, observer.kinds)
+    grids = grids if isinstance(grids, Sequence) else [grids]
+    points = [point for grid in grids for point in _points_of_grid(grid, observer.kinds)]
+    points += [point for model in models for point in _points_of_model(model, observer.kinds)]
     attached = []
     try:
-        for owner, name, wrap in points:
+        # What several grids or models have in common is observed once.
+        for owner, name, wrap in {(id(one[0]), one[1]): one for one in points}.values():
             attached.append(_ObservedAttribute.at(owner, name, wrap))
             attached[-1].add(observer)
         yield
@@ -122,7 +123,7 @@ def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[Point]:
                   if hasattr(backend, name)]
         found.append((backend, "xp", partial(ObservedLibrary, busy)))
     if Collective in kinds or Overlapped in kinds:
-        found += [(axis, "transport", partial(ObservedTransport, axis, grid.shape.stride(name)))
+        found += [(axis, "transport", partial(ObservedTransport, axis, grid.stride(name)))
                   for name, axis in grid.axes.items() if axis.size > 1]
     return found
 

@@ -1,13 +1,16 @@
 """The trace of a dry run: the events of one rank, counted, and its memory."""
 
 from collections import Counter
-from typing import Callable
+from typing import Any, Callable
 
+from mm3d.grid.axis import Traffic
 from mm3d.tracing.events import (Event, Gemm, HALVES, Layer, Observer, Overlapped, PHASES, Phase,
                                  Recomputation)
 
 RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
-SUMS = "sums"    # the phase after all passes, in which replicas sum and refresh parameters
+# The phase outside of all passes: the ends of a GPT, messages between stages, the sums of
+# gradients over replicas at the end of a step, the optimizer, and the refresh of parameters.
+SUMS = "sums"
 
 
 class Trace(Observer):
@@ -18,12 +21,10 @@ class Trace(Observer):
     events : Counter
         Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
-        The result of `Grid.traffic` for "forward" and for "backward", or its halves; and for
-        "sums", which follow the last backward of a step, where there are replicas.
+        By phase, "forward" and "backward" or its halves, traffic as `Grid.traffic` returns it; for
+        "sums" what moves outside of these passes, if anything does.
     timeline : list of (str, int)
         Phase and bytes in use after each allocation.
-    layers : int
-        Number of Transformer layers of the model.
     times : int
         Number of equal events that each event counted from now on stands for.
     pool_peak, peak, held : int
@@ -43,8 +44,9 @@ class Trace(Observer):
     def __init__(self) -> None:
         self.events: Counter = Counter()
         self.traffic: dict[str, dict] = {}
+        self._model: Any = None    # whose traffic is counted
         self.timeline: list[tuple[str, int]] = []
-        self.phase, self.part, self.layers, self.times = "build", "", 0, 1
+        self.phase, self.part, self.times = "build", "", 1
         self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
         self._suffix = ""
         self.pool_peak = self.peak = self.held = 0
@@ -58,7 +60,7 @@ class Trace(Observer):
         """Enter a phase, layer or recomputation, or count another event."""
         self._outer.append((self.phase, self.part, self._suffix))
         if isinstance(event, Phase):
-            self.phase = event.name
+            self.begin_phase(event.name)
         elif isinstance(event, Layer):
             self.part = event.part
         elif isinstance(event, Recomputation):
@@ -68,12 +70,29 @@ class Trace(Observer):
 
     def leave(self) -> None:
         """Return to the phase and part before the last `enter`."""
-        self.phase, self.part, self._suffix = self._outer.pop()
+        phase, self.part, self._suffix = self._outer.pop()
+        if phase != self.phase:
+            self.begin_phase(phase)
+
+    def begin_phase(self, phase: str) -> None:
+        """Begin a phase, and count what has moved before as the traffic of the last one."""
+        if self._model is not None:
+            moved = {key: one for key, one in self._model.traffic().items() if one.calls}
+            if moved or self.phase in (*PHASES, *HALVES):
+                own = self.traffic.setdefault(self.phase, {})
+                own |= {key: own[key] + one if key in own else one for key, one in moved.items()}
+            self._model.reset_traffic()
+        self.phase = phase
+
+    def count_traffic(self, model: Any) -> None:
+        """Count from now on the traffic of a model or a grid."""
+        self._model = model
+        model.reset_traffic()
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Return the passes of the step: forward, and backward or its halves."""
-        return ("forward", *HALVES) if HALVES[0] in self.traffic else PHASES
+        """Return the passes of the step: forward, and backward or its halves, or both."""
+        return tuple(one for one in (*PHASES, *HALVES) if one in self.traffic) or PHASES
 
     @property
     def all_phases(self) -> tuple[str, ...]:
@@ -96,6 +115,14 @@ class Trace(Observer):
         """Return the floating-point operations of matrix products that backward computes again."""
         return sum(times * event.flops for (_, part, event), times in self.events.items()
                    if isinstance(event, Gemm) and part.endswith(RECOMPUTED_SUFFIX))
+
+    def total_traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return the traffic of all phases together, by direction and collective."""
+        found: dict[tuple[str, str], Traffic] = {}
+        for moved in self.traffic.values():
+            for key, one in moved.items():
+                found[key] = found.get(key, Traffic()) + one
+        return found
 
     def words(self, phase: str | None = None) -> int:
         """Return the words that `mm3d.grid.axis.Traffic` counts."""

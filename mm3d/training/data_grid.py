@@ -30,6 +30,8 @@ class DataGrid(GridAxes):
     experts : int
         Size of direction e, which is there if it is above 1.  The product of both divides the
         number of replicas.
+    stages : int
+        Number of stages of a replica, whose ranks lie between those of this stage in two replicas.
 
     Attributes
     ----------
@@ -41,10 +43,11 @@ class DataGrid(GridAxes):
         Direction r.
     """
 
-    def __init__(self, comm: Any, grid: Grid, shards: int, experts: int = 1) -> None:
+    def __init__(self, comm: Any, grid: Grid, shards: int, experts: int = 1,
+                 stages: int = 1) -> None:
         copies = comm.size // grid.size // shards // experts
         sizes = {"r": copies, "d": shards} | ({"e": experts} if experts > 1 else {})
-        self.comm, self.grid, self.backend = comm, grid, grid.backend
+        self.comm, self.grid, self.backend, self.stages = comm, grid, grid.backend, stages
         self.shape = GridShape.from_sizes(sizes | dict(grid.shape))
         self.coords = self.shape.coordinates(comm.rank)
         self.axes = self._create_axes(sizes, ordered=True)
@@ -52,6 +55,9 @@ class DataGrid(GridAxes):
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name] if name in self.axes else self.grid[name]
+
+    def stride(self, name: str) -> int:
+        return self.shape.stride(name) * (self.stages if name in self.axes else 1)
 
     @property
     def replicas(self) -> list[Axis]:
@@ -65,7 +71,8 @@ class DataGrid(GridAxes):
         groups of `parts` replicas and whole groups of shards.  So of n shards it divides n / parts
         where that is a whole number, and 1 where the experts are divided as finely as that.
         """
-        return DataGrid(self.comm, self.grid, expert_shards(self.shape["d"], parts), parts)
+        return DataGrid(self.comm, self.grid, expert_shards(self.shape["d"], parts), parts,
+                        self.stages)
 
 
 def expert_shards(shards: int, parts: int) -> int:

@@ -94,6 +94,10 @@ class DataParallel:
         for p in self.parameters:
             p.begin_step(microbatches)
         yield
+        self.finish()
+
+    def finish(self) -> None:
+        """Sum over all replicas what is not summed yet."""
         self.complete(0)
         for p in self.parameters:
             p.finish_step()

@@ -20,8 +20,8 @@ from mm3d.training.data_parallel import DataParallel
 from mm3d.training.mesh import divisors, is_count
 
 
-def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str, batch: int,
-                 imbalance: float = 1.0) -> ExpertRanks:
+def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str,
+                 batch: int) -> ExpertRanks:
     """Return the replicas that have other tokens, and those that divide the experts.
 
     Parameters
@@ -34,8 +34,6 @@ def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str, bat
         How rows come to divided experts.
     batch : int
         Number of sequences of a micro-batch in all replicas.
-    imbalance : float
-        See `mm3d.model.experts.shared.ExpertRanks`.
     """
     if data is None or grid is None:
         return ExpertRanks()
@@ -45,7 +43,7 @@ def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str, bat
 
     def create(name: str, _: Grid, layout: Layout, *more: Any) -> Parameter:
         return experts.create_parameter(name, grid, Layout(f"e{layout.spec}", layout.units), *more)
-    return ExpertRanks(grid.replicas, grid["e"], create, way, batch, imbalance)
+    return ExpertRanks(grid.replicas, grid["e"], create, way, batch)
 
 
 def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas: int, tokens: int,

@@ -9,12 +9,14 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.agreement import checksum, checksums, same_arguments
 from mm3d.grid.axis import Traffic
+from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
+from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
@@ -68,7 +70,7 @@ class GPT(PlainNumbers):
         Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
-        weights_half, expert_parallel, expert_way.
+        expert_parallel, expert_way.
 
     Attributes
     ----------
@@ -254,12 +256,15 @@ class GPT(PlainNumbers):
     def _mean(self, losses: list[Array], count: int) -> float:
         """Return the mean of all losses, from the sums of this rank's micro-batches.
 
-        Partial sums are added exactly, so all ranks and schedules get the same float.
+        Partial sums are added exactly, so all ranks and schedules get the same float.  The mean of
+        arrays without contents is NaN.
         """
-        to_host = self.mesh.scheme.grid.backend.to_host
+        backend = self.mesh.scheme.grid.backend
+        if not backend.has_contents:
+            return math.nan
         own = np.zeros(self.schedule.microbatches)
         if self._output is not None and self._output.loss.counts:
-            own[:] = [float(to_host(one)[0]) for one in losses]
+            own[:] = [float(backend.to_host(one)[0]) for one in losses]
         every = np.empty((self.comm.size, own.size))
         self.comm.Allgather(own, every)
         return math.fsum(every.flat) / count
@@ -289,13 +294,33 @@ class GPT(PlainNumbers):
         Every rank must call it.  Optimizers do in each step that they do not skip; whoever changes
         parameters without one calls it before `refresh`.
         """
-        if self.routings:
+        if self.routings and self.mesh.scheme.grid.backend.has_contents:
             update_biases(self.pipeline.chunks, self.routings, self.experts.bias_rate)
 
     def refresh(self) -> None:
         """Round masters into values; call it after changing them."""
         for p in self.trained:
             p.refresh()
+
+    @property
+    def grids(self) -> list[GridAxes]:
+        """Return the grids of this rank, whose collectives an observer may be told of."""
+        return self.pipeline.grids
+
+    @property
+    def chunks(self) -> list[Transformer]:
+        """Return the layers of each chunk of this rank's stage."""
+        return self.pipeline.chunks
+
+    @property
+    def chains(self) -> list[Any]:
+        """Return the layers of this rank, with those before and after the Transformer's."""
+        return [*self.pipeline.chains, *self._ends.values()]
+
+    def rehearse(self) -> None:
+        """Compute a step with the numbers of the vocabulary in turn, as a dry run does."""
+        tokens = np.arange(math.prod(self.shape)).reshape(self.shape) % self.vocab
+        self.step(tokens, tokens)
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank, as `mm3d.Pipeline.traffic`."""

@@ -10,11 +10,11 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Axis
+from mm3d.grid.grid import join_ranks
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
-from mm3d.transport.communicators import create
 from mm3d.transport.nodes import choose_device
 
 Sizes = tuple[int, ...] | GridShape
@@ -97,13 +97,13 @@ class Mesh:
         self.replica, self.stage, self.place = self.shape.coordinates(comm.rank).values()
         # Of all ranks, before a part of them makes a grid.
         choose_device(comm, backend)
-        self._group = create(comm.Split, self.replica * stages + self.stage, self.place)
+        self._group = join_ranks(comm, self.shape, "t")
         self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
         self.data_grid = None
         if data > 1:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.
-            self._line = create(comm.Split, self.stage, comm.rank)
-            self.data_grid = DataGrid(self._line, self.scheme.grid, shards)
+            self._line = join_ranks(comm, self.shape, "dt")
+            self.data_grid = DataGrid(self._line, self.scheme.grid, shards, stages=stages)
 
     def __repr__(self) -> str:
         replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""

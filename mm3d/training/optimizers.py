@@ -158,7 +158,8 @@ class Optimizer(PlainNumbers, ABC):
     def _gradient_factor(self) -> float | None:
         """Return what the gradients are to be multiplied by; None where the step is skipped."""
         scaling, self.norm = self.loss_scaling, None
-        if scaling is None and self.clip is None:
+        nothing_to_see = not all(backend_of(t.grad).has_contents for t in self.model.trained)
+        if scaling is None and self.clip is None or nothing_to_see:
             return 1.0
         counted = [t.grad for t in self.model.trained if t.counted]
         largest = largest_magnitude(counted, self.model.comm, f"{type(self).__name__}.step",

@@ -11,6 +11,7 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Traffic
+from mm3d.grid.grid import GridAxes
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
@@ -164,6 +165,25 @@ class Pipeline:
             batch // schedule.microbatches * seq)
         self.definition = first.definition.extended({}, {} if together is None else {
             "routed_together": together})
+
+    @property
+    def grids(self) -> list[GridAxes]:
+        """Return the grids of this rank, whose collectives an observer may be told of."""
+        return [self.mesh.scheme.grid, *self.data_grids]
+
+    @property
+    def chains(self) -> list[Transformer]:
+        """Return the layers of this rank for micro-batches of all lengths."""
+        return [chunk for chunks in self.models.values() for chunk in chunks]
+
+    def rehearse(self) -> None:
+        """Compute a step with random inputs and output gradients, as a dry run does."""
+        self.step(lambda micro: self._random(micro, 0, "input"),
+                  lambda micro, y: self._random(micro, -1, "output gradient"))
+
+    def _random(self, micro: int, chunk: int, name: str) -> Array:
+        """Draw this rank's block of an activation of a micro-batch."""
+        return self.chunks_for(micro)[chunk].random(f"{name} {micro}")
 
     def chunks_for(self, micro: int) -> list[Transformer]:
         """Return the layers of each chunk of this rank's stage, for a micro-batch."""

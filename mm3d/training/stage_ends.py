@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mm3d.model.chains import Chain
 from mm3d.model.dropout import Dropout
 from mm3d.model.embedding import Embedding
 from mm3d.model.gpt_ends import Output
@@ -27,6 +28,12 @@ class StageEnds:
     embedding: Embedding | None = None
     dropout: Dropout | None = None
     output: Output | None = None
+
+    @property
+    def layers(self) -> Chain:
+        """Return all of these layers."""
+        found = [one for one in (self.embedding, self.dropout) if one]
+        return Chain(*found, *(self.output.layers if self.output else ()))
 
     @property
     def parameters(self) -> tuple[list[Parameter], list[Parameter]]:

@@ -158,7 +158,7 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
                       node: int, ordered: bool) -> MpiTransport:
     """Create the transport between the ranks of one line, all of which call it."""
     if isinstance(line, DryCommunicator):
-        return transport_class("silent")(line, backend)
+        return transport_class("silent")(line, backend, ordered)
     if kind in DEVICE_TRANSPORTS and line.size > 1:
         return transport_class(kind)(line, backend)
     if kind in IN_NODES and line.size > 1 and can_share_memory():

@@ -98,7 +98,8 @@ class PointToPoint:
         """Wait until all messages of this rank are sent."""
         if self.asleep:
             self._sleep_until(lambda: self.release_sent() or not self._sending)
-        MPI.Request.Waitall([request for request, _, _ in self._sending])
+        for request, _, _ in self._sending:
+            request.Wait()
         self._sending, self.bytes_sending = [], 0
 
     def _sleep_until(self, test: Callable[[], bool]) -> None:

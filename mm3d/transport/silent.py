@@ -1,8 +1,10 @@
 """Stand in for missing ranks in dry runs: a communicator and a transport that move nothing."""
 
-from typing import Iterator
+import math
+from typing import Any, Iterator
 
-from mm3d.arrays.backend import Array, accumulation_dtype
+from mm3d.arrays.backend import Array, Backend, accumulation_dtype
+from mm3d.arrays.blocks import block_lengths
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -10,8 +12,9 @@ from mm3d.transport.pending import Pending
 class DryCommunicator:
     """Stand in for a communicator of which only this rank exists.
 
-    A grid on it has all its directions, coordinates and blocks, and collectives that move
-    nothing.  Received values are undefined, so it is for arrays without contents.
+    A mesh or a grid on it has all its directions, coordinates and blocks, and collectives and
+    messages that move nothing.  Received values are undefined, so it is for arrays without
+    contents.
 
     Parameters
     ----------
@@ -27,17 +30,50 @@ class DryCommunicator:
     def Free(self) -> None:
         """Do nothing: there is no communicator to free."""
 
+    def Dup(self) -> "DryCommunicator":
+        """Return this communicator."""
+        return self
+
+    def Get_attr(self, key: int) -> int:
+        """Return a number of tags that no schedule needs."""
+        return 2 ** 62
+
+    def allgather(self, own: Any) -> list[Any]:
+        """Return what this rank gives, as if all others gave the same."""
+        return [own] * self.size
+
+    def Isend(self, buffer: Any, target: int, tag: int) -> "DryRequest":
+        """Send nothing."""
+        return DryRequest()
+
+    Issend = Irecv = Isend
+
+
+class DryRequest:
+    """Stand in for the request of a message, which is complete at once."""
+
+    def Test(self) -> bool:
+        """Return True."""
+        return True
+
+    def Wait(self) -> None:
+        """Do nothing."""
+
 
 class SilentTransport(MpiTransport):
     """Do nothing in every collective: the other ranks do not exist.
 
     Collectives hold their buffers as long as those of MPI, also those in which numbers of 16 bits
-    are summed in float32.
+    are summed in float32, or with `ordered` all terms of a block as `OrderedTransport` does.
     """
 
     name = "silent"
     note = "nothing travels between ranks that do not exist"
     on_host = False
+
+    def __init__(self, comm: DryCommunicator, backend: Backend, ordered: bool = False) -> None:
+        super().__init__(comm, backend)
+        self.ordered = ordered
 
     def take_moved(self) -> float:
         """Return 0."""
@@ -63,7 +99,13 @@ class SilentTransport(MpiTransport):
         return Pending(out, lambda: None, kept=self._summed(self.backend.contiguous(a), out))
 
     def _summed(self, terms: Array, out: Array | None) -> tuple[Array, ...]:
-        """Return the buffers that MPI is given: those of 16 bits are replaced by wider ones."""
+        """Return the buffers that MPI is given: those of 16 bits are replaced by wider ones.
+
+        Where terms are added in the order of the ranks, those of a block are received first.
+        """
+        if self.ordered:
+            own = 0 if out is None else math.prod(out.shape)
+            return terms, self.backend.empty((self.comm.size, own), terms.dtype)
         return tuple(a if (wide := accumulation_dtype(a)) == a.dtype
                      else self.backend.xp.empty(a.shape, dtype=wide)
                      for a in (terms, out) if a is not None)
@@ -77,6 +119,9 @@ class SilentTransport(MpiTransport):
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         """Sum nothing."""
+        if self.ordered:
+            own = block_lengths(math.prod(send.shape), self.comm.size)[self.rank]
+            recv = self.backend.empty((own,), send.dtype)
         self._summed(send, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:

@@ -11,7 +11,7 @@ from bench.cases.variants import Variant
 from bench.prediction import memory_fit
 from jobs import fitting, scripts
 from jobs.site import load_site
-from mm3d.model.recomputation import POLICIES, parse_policy
+from mm3d.model.recomputation import parse_policy
 
 
 def site(**node):
@@ -80,19 +80,6 @@ def of(one):
     return mm3d.SCHEMES[one.row.scheme].default_grid(one.row.gpus), one.sizes
 
 
-@pytest.mark.parametrize("preset, recompute", [("laptop", None), ("tiny", None), ("tiny", "none")])
-def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
-    """Small models need more than the closed form says."""
-    one = make_case(next(row for row in select_rows("strong", "2d") if row.gpus == 64), preset)
-    grid, sizes = of(one)
-    most = int(memory_fit.estimate_peak("2d", grid, "float32", "none", sizes)) + 1
-    assert memory_fit.predict_peak("2d", grid, "float32", "none", sizes) > 1.2 * most
-    found = fitting.fit_row(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
-    assert (found.peak <= most) == found.fits
-    assert not found.fits or found.peak == memory_fit.predict_peak(
-        "2d", grid, "float32", found.recompute, sizes)
-
-
 def test_ranks_share_the_memory_of_their_gpu_or_node():
     assert fitting.rank_memory(site(gpu_memory="16 GB", ranks=8), 64) == 8 * 10 ** 9
     assert fitting.rank_memory(site(gpu_memory=None, memory="64 GB", gpus=0), 64) == 16 * 10 ** 9
@@ -108,9 +95,5 @@ def test_the_largest_row_fits_the_paper_s_gpus():
 
 
 def test_every_published_row_fits_the_paper_s_gpus():
-    # Which are above dry runs at the paper's sizes.
     for row in load_tables().rows:
-        one, most = make_case(row, "paper"), fitting.rank_memory(load_site("gpu4"), row.gpus)
-        grid, sizes = of(one)
-        assert any(memory_fit.estimate_peak(row.scheme, grid, "float32", name, sizes) <= most
-                   for name in POLICIES), row
+        assert fitting.fit_row(load_site("gpu4"), make_case(row, "paper")).fits, row

@@ -31,6 +31,7 @@ from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
+from mm3d.tracing import dry_run
 
 KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
 LIMITS = Limits(7, 30, 60.0)    # by default
@@ -224,7 +225,10 @@ def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, setti
 
     typical = [interval(column) for column in seconds.T]
     ratios = [interval(column / seconds[:, 0]) for column in seconds.T]
-    expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, described)
+    expected = dry_run.trace_step(
+        settings["scheme"], subject.scheme.grid.size, subject.scheme.grid.shape.sizes,
+        block=subject.scheme.grid.backend.block, dtype=settings["dtype"],
+        **subject.sizes).pool_peak
     variables = {
         "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
         "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
@@ -232,8 +236,7 @@ def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, setti
         "hidden": Variable(np.array(found.hidden), "1", ()),
         "flops": Variable(np.array(sum(cost.flops(described).values())), "1", ()),
         "memory": Variable(memory, "byte", ("account", "rank")),
-        "expected_memory": Variable(
-            np.array(expected * np.dtype(settings["dtype"]).itemsize), "byte", ())}
+        "expected_memory": Variable(np.array(float(expected)), "byte", ())}
     scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
               "edge": ("begin", "end"), "bound": BOUNDS, "account": Footprint.accounts}
     return Measurements("layer", settings, environs, scales, variables, checks + found.checks)

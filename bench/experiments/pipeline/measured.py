@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import mm3d
 from bench.checks import against_serial
 from bench.errors import reject
 from bench.experiments.pipeline import derived
@@ -28,9 +29,10 @@ from mm3d import launcher
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
-from mm3d.training import costs
+from mm3d.tracing import dry_run
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import Schedule, format_schedule
+from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Event
 
 LIMITS = Limits(5, 30, 30.0)    # by default
@@ -78,7 +80,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
         subject.step()
         memory = comm.gather(footprint.peaks())
         words = comm.gather(subject.hops.traffic.words)
-        expected = comm.gather(expected_memory(mesh, case, subject))
+        expected = comm.gather(expected_memory(mesh, case))
         subject.draw_ahead()
         reference = TorchPipeline(torch, mesh, case, subject) if torch else None
         checks = check_both(subject, reference)
@@ -152,15 +154,14 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 
-def expected_memory(mesh: Mesh, case: PipelineCase, subject: Any) -> float:
-    """Return the bytes of this rank at the peak by the closed form; NaN without layers."""
+def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
+    """Return the bytes of this rank at the peak by a dry run; NaN without layers."""
     if case.waits is not None:
         return np.nan
-    parallelism = Parallelism(
-        mesh.scheme.name, mesh.grids[mesh.stage],
-        case.sizes.batch // case.schedule.microbatches, case.sizes.seq, **mesh.options)
-    words = costs.peak_words(case.schedule, mesh.stage, subject.chunks, parallelism)
-    return words * np.dtype(case.dtype).itemsize
+    return dry_run.trace(lambda comm, backend: mm3d.Pipeline(
+        Mesh(comm, mesh.shape["s"], mesh.scheme.name, mesh.grids, backend, **mesh.options),
+        case.schedule, **case.sizes, dtype=case.dtype, recompute=case.recompute),
+        mesh.comm.size, mesh.comm.rank, mesh.scheme.grid.backend.block).pool_peak
 
 
 def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
@@ -256,5 +257,8 @@ def expected_words(schedule: Any, settings: dict) -> int:
     rows = settings["batch"] // settings["microbatches"]
     options = {name.removeprefix("option_"): value for name, value in settings.items()
                if name.startswith("option_")}
-    return costs.hop_words(schedule, settings["scheme"], grids,
-                           (rows, settings["seq"], settings["hidden"]), options)
+    # Each rank of the receiving stage gets its block once.
+    blocks = [Parallelism(settings["scheme"], grid, rows, settings["seq"], **options).outer.words(
+        rows * settings["seq"], settings["hidden"]) for grid in grids]
+    return sum(blocks[one.other] for rank in range(schedule.ranks)
+               for one in operations(schedule, rank) if one.kind == "send")

@@ -133,7 +133,6 @@ class LayersSubject:
                                       asleep=asleep, seed=case.seed, dtype=case.dtype,
                                       recompute=case.recompute)
         self.hops = self.pipeline.hops
-        self.chunks = [chunk.spec for chunk in self.pipeline.chunks]
         self.slept = None
         self._drawn: dict[str, Array] = {}
 

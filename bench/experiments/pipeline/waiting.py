@@ -92,7 +92,6 @@ class WaitingSubject:
         assert case.chunk_seconds is not None
         self.stages = [WaitingChunk(stage, case.chunk_seconds, self.empty)
                        for stage in schedule.stages[mesh.stage]]
-        self.chunks: list[Any] = []
         self.worker = Worker(self.hops, lambda micro: self.stages, actions.around)
 
     def step(self) -> None:

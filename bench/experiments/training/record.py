@@ -31,7 +31,7 @@ def training_record(training: Training, course: Course, outcome: Outcome,
     mesh, plan = training.mesh, training.plan
     environs = measured_environment(mesh.scheme.grid.backend.name, training.comm)
     memory = training.comm.gather((training.peak_bytes, expected_peak_bytes(
-        training.model, training.optimizer)))
+        plan, training.placement, training.comm.size, training.comm.rank)))
     if training.comm.rank:
         return None
     history, steps = outcome.history, sorted(outcome.history.losses)

@@ -6,7 +6,7 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.tracing.trace import Trace
 
 
-def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int, imbalance: float) -> Notes:
+def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
     """Say which routing is assumed, and what is counted between replicas.
 
     Parameters
@@ -17,18 +17,13 @@ def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int, imbalanc
         The dry run.
     data, tokens : int
         Number of replicas, and tokens of each.
-    imbalance : float
-        How many times their equal share the experts of the rank get.
     """
     every, capacity = data * tokens, capacity_of(experts, data * tokens)
     share = every * experts.top / experts.count
     lines = [f"The routing is assumed, not computed: of {every:,} tokens that are routed "
-             f"together, each to {experts.top} of {experts.count} experts, "
-             + (f"every expert gets {share:,.6g}" if imbalance == 1 else
-                f"the experts of this rank, the busiest, get {imbalance:g} times their equal "
-                f"share of {share:,.6g} each, and the others equally what is left")
-             + ". For that routing all counts are exact; a router that is trained chooses "
-               "otherwise.",
+             f"together, each to {experts.top} of {experts.count} experts, every expert gets "
+             f"{share:,.6g}. For that routing all counts are exact; a router that is trained "
+             f"chooses otherwise.",
              "Nothing is dropped." if capacity is None else
              f"An expert takes {capacity:,} pairs of token and choice at most (capacity "
              f"{experts.capacity:g}); rows beyond are dropped, and not counted."]

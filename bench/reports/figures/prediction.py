@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.cases.paper import HEADINGS, PAPER
 from bench.cases.selection import select_rows
-from bench.prediction import machine_model, paper_fit, planner
+from bench.prediction import machine_model, memory_fit, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, screen_grid, weight_products
 from bench.prediction.scaling import (Curves, average_step_time, find_crossovers, plan_families,
                                       strong_sizes, weak_sizes)
@@ -29,7 +29,9 @@ def draw_plans(folder: str, ranks: int, machine: machine_model.Machine, dtype: s
                       f"recompute {recompute}"])
     drawings = [partial(_save, folder, f"plan-{name}.png",
                         partial(draw, found=found, machine=machine, sizes=sizes), text)
-                for name, draw in (("words", _words), ("time", _time), ("memory", _memory))]
+                for name, draw in (("words", _words), ("time", _time),
+                                   ("memory", partial(_memory, dtype=dtype,
+                                                      recompute=recompute)))]
     grids = [screen_grid("3d", grid, machine, dtype, recompute, sizes)
              for _, grid in planner.list_candidates(ranks, "3d")]
     return [*drawings, partial(_save, folder, f"plan-grids-{ranks}.png",
@@ -82,11 +84,13 @@ def _time(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> 
                  title=f"fastest but for the best grid\n{named}", title_fontsize=8.5)
 
 
-def _memory(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
-    _lines(panel, found, lambda p: p.memory / 2**30)
+def _memory(panel, found: Curves, machine: machine_model.Machine, sizes: dict, dtype: str,
+            recompute: str) -> None:
+    _lines(panel, found, lambda p: memory_fit.predict_peak(
+        p.scheme, p.grid, dtype, recompute, sizes) / 2**30)
     panel.axhline(machine.memory_bytes / 2**30, color="grey", linestyle="--",
                   label=f"a rank of {machine.name}")
-    panel.set(title="Peak memory of a rank, by closed forms", ylabel="GiB")
+    panel.set(title="Peak memory of a rank, by dry runs", ylabel="GiB")
     panel.legend()
 
 

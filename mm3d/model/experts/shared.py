@@ -31,9 +31,6 @@ class ExpertRanks:
     batch : int or None
         Number of sequences of all replicas, divided among them as evenly as can be; by default
         each has as many as this one.
-    imbalance : float
-        Where experts are assumed and not chosen, as in dry runs: how many times their equal share
-        the experts of this rank get, see `mm3d.model.experts.assumed`.
     """
 
     replicas: Sequence[Axis] = ()
@@ -41,7 +38,6 @@ class ExpertRanks:
     create_parameter: Callable[..., Parameter] | None = None
     way: str = "fewest"
     batch: int | None = None
-    imbalance: float = 1.0
 
 
 class Routings(PlainNumbers):

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Iterator
 
-from mm3d.arrays.blocks import block_lengths, block_starts
+from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
 from mm3d.model.chain_specs import RecomputedSpec, Repeated
 from mm3d.model.experts.assumed import AssumedOrder
@@ -26,7 +26,7 @@ from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
 from mm3d.model.recomputation import Policy
 from mm3d.model.sizes import ModelSizes
-from mm3d.model.specs import Builder, LayerPass, LayerSpec, SavedWords, Spec
+from mm3d.model.specs import Builder, LayerPass, LayerSpec, Spec
 from mm3d.model.transformer_spec import transformer_layer
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import Move, ProductShape
@@ -63,26 +63,6 @@ class ExpertsSpec(LayerSpec):
         return {"router.weight": (E, h), **bias, "up.weight": (E, h, f), "up.bias": (E, f),
                 "down.weight": (E, f, h), "down.bias": (E, h)}
 
-    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
-        """Leave out the router's bias, which has no gradient that replicas would sum."""
-        spaces = {"router.weight": parallelism.outer, "up.bias": parallelism.inner,
-                  "down.bias": parallelism.outer}
-        found = {name: math.prod(shape) for name, shape in self.parameters().items()
-                 if name != ROUTER_BIAS}
-        return found | {name: space.stored_vector_words(found[name])
-                        for name, space in spaces.items()}
-
-    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
-        """Count all in forward, and the weights of the products in backward."""
-        words = self.parameter_words(parallelism)
-        return sum(words.values()), words["up.weight"] + words["down.weight"]
-
-    def expert_words(self, parallelism: Parallelism) -> tuple[int, int, int]:
-        """Count all but those of the router, of which backward reads nothing."""
-        router = self.parameter_words(parallelism)["router.weight"]
-        forward, backward = self.read_words(parallelism)
-        return forward - router, forward - router, backward
-
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         """List the two products, of all experts together: k rows for each token."""
         rows = self.experts.top * batch * seq
@@ -113,33 +93,6 @@ class ExpertsSpec(LayerSpec):
     def recomputed_passes(self) -> Iterator[LayerPass]:
         yield LayerPass(1, self)    # what a token's experts have made of it is saved
 
-    def input_words(self, parallelism: Parallelism) -> int:
-        return parallelism.outer.words(parallelism.tokens, self.hidden)
-
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count x; inputs and outputs of both products; gates, probabilities, gathered vectors.
-        """
-        tokens, experts = parallelism.tokens, self.experts
-        outer, inner, rows = parallelism.outer, parallelism.inner, experts.top * tokens
-        tables = 2 + (experts.gate == "sigmoid-bias") * 1 - (not experts.balance and
-                                                             not experts.z)
-        rest = (outer.words(tokens, experts.top + tables * experts.count) * outer.feature_parts
-                + outer.gathered_vector_words(experts.count * self.hidden)
-                + inner.gathered_vector_words(experts.count * self.wide))
-        return SavedWords(self.input_words(parallelism), 2 * outer.words(rows, self.hidden)
-                          + 2 * inner.words(rows, self.wide), rest)
-
-    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
-        """Count dx, dy and the gradients of the rows, and those of the weights of one product.
-
-        It is an estimate: rows that are gathered, or arrive, are left out.
-        """
-        outer, inner = parallelism.outer, parallelism.inner
-        rows = self.experts.top * parallelism.tokens
-        return ((2 * self.input_words(parallelism) + 2 * outer.words(rows, self.hidden)
-                 + 2 * inner.words(rows, self.wide)) / parallelism.ranks
-                + self.experts.count * self.hidden * self.wide / parallelism.weight_parts)
-
     def make_layer(self, builder: Builder, name: str) -> ExpertsLayer:
         outer, inner, E = builder.outer, builder.inner, self.experts.count
         ranks = builder.expert_ranks
@@ -169,11 +122,7 @@ class ExpertsSpec(LayerSpec):
             spaces = [found[share] for share in shares]
         if outer.grid.backend.has_contents:
             return TokenOrder(outer, ranks.replicas, spaces)
-        counts = block_lengths(self.experts.count, ranks.axis.size if ranks.axis else 1)
-        own = ranks.axis.rank if ranks.axis else 0
-        first = block_starts(counts)[own]
-        return AssumedOrder(outer, ranks.replicas, spaces, self.experts,
-                            range(first, first + counts[own]), ranks.imbalance)
+        return AssumedOrder(outer, ranks.replicas, spaces, self.experts)
 
     def _make_linear(self, builder: Builder, name: str, way: str, own: int) -> ExpertLinear:
         """Build the products of one way, for the `own` experts of a rank."""

@@ -64,11 +64,6 @@ def test_every_node_has_to_hold_its_own_ranks():
     assert said("weak:1d", 8, replace(first, available=second.available), second)
 
 
-def test_no_dry_run_where_closed_forms_leave_no_doubt(monkeypatch):
-    monkeypatch.setattr(memory_fit, "predict_peak", None)
-    assert said("weak:1d", 64, Node(64, True, 16 * 2 ** 30)) is None
-
-
 @pytest.mark.ranks(1, slow=(8,))
 def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch, capsys):
     """No rank makes a model of it; a row that nobody has named may be left out."""

@@ -100,7 +100,7 @@ def test_plans_of_the_stages(capsys):
     words = ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--schedule", "zb-h1"]
     assert main(["plan", *DRY[1:], *words, "--top", "3"]) == 0
     text = capsys.readouterr().out
-    assert "2 stages, 4 micro-batches" in text and "3 of them traced" in text
+    assert "2 stages, 4 micro-batches" in text and "3 of them run dry" in text
     steps = [float(line.split()[line.count(" x ") * 2 + 2])
              for line in text.splitlines() if line.endswith("yes")]
     assert len(steps) == 3 and steps == sorted(steps)

@@ -22,7 +22,7 @@ FUNCTION, TRAINING = "function", "training"
 ELSEWHERE = {
     "mesh", "scheme", "schedule", "microbatches", "recompute", "master", "batch", "seq", "seed",
     "around", "synchronous", "asleep", "zero", "in_flight", "expert_parallel", "expert_way",
-    "options", "weights_half", "parameter", "initial_values", "expert_ranks", "like", "self",
+    "options", "parameter", "initial_values", "expert_ranks", "like", "self",
     "experts", "describe"}
 # A GPT that is saved, what another one has in place of it, and whether that is another function.
 OTHERS = [

@@ -17,7 +17,6 @@ from models import PARALLELISMS, SIZES, SOME, Parallelism
 
 # Three layers are a group of two and one of one.
 MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
-HALVES = ("keep", "gather")
 
 
 def is_weight(p) -> bool:
@@ -66,9 +65,8 @@ def test_halves_give_the_same_bits(comm, transport):
         with parallelism.on(comm, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **sizes, **options)
             expected = run(model, "Fa Fb Da Db")
-            for half, order in zip(HALVES, ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb")):
-                model = mm3d.Transformer(scheme, **sizes, **options, weights_half=half)
-                assert different(run(model, order), expected) == [], (str(parallelism), half)
+            for order in ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb"):
+                assert different(run(model, order), expected) == [], (str(parallelism), order)
 
 
 @pytest.mark.ranks(1, slow=(8,))
@@ -79,11 +77,9 @@ def test_halves_and_recomputation_give_the_same_bits(comm):
         assert [recompute] == policies(parallelism, recompute)
         with parallelism.on(comm, "numpy") as scheme:
             expected = run(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
-            for half in HALVES:
-                model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute,
-                                         weights_half=half)
-                found = run(model, "Fa Fb Ba Bb Wa Wb")
-                assert different(found, expected) == [], (str(parallelism), half)
+            model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute)
+            found = run(model, "Fa Fb Ba Bb Wa Wb")
+            assert different(found, expected) == [], str(parallelism)
 
 
 def of_three(model, order: str) -> dict[str, np.ndarray]:
@@ -132,69 +128,66 @@ CLOSED = [Parallelism("3d", (2, 1, 3)), Parallelism("1d-sp", (4,)), Parallelism(
     for number, one in enumerate(CLOSED)
     for place, name in enumerate(policies(one, "uniform:2+selective", "none", "selective",
                                           "full", "uniform:2"))])
-def test_words_operations_and_operands_of_halves_are_the_closed_forms(parallelism, recompute):
-    """Of all ranks together, on grids that nothing fits evenly; and of both halves together those
-    of backward in one piece."""
+def test_words_and_operations_of_both_halves_are_the_closed_forms(parallelism, recompute):
+    """Of all ranks together, on grids that nothing fits evenly: together those of backward in one
+    piece."""
     sizes = {**SIZES["uneven"], "layers": 3 if "uniform" in recompute else 1}
     model = mm3d.model_spec(sizes, recompute=recompute)
     name, options = parallelism.name, parallelism.options
     grid = dict(zip(mm3d.SCHEMES[name].directions, parallelism.grid))
     whole = cost.moves(name, grid, model, **options)["backward"]
-    for half in HALVES:
-        traces = every_dry_rank(parallelism, sizes, recompute=recompute, weights_half=half)
-        closed = cost.moves_of_halves(name, grid, model, half, **options)
-        for phase, moves in closed.items():
-            words = Counter()
-            for trace in traces:
-                words.update({key: t.words for key, t in trace.traffic[phase].items()})
-                calls = {key: t.calls for key, t in trace.traffic[phase].items()}
-                assert calls == {key: move.calls for key, move in moves.items()}, (half, phase)
-            assert words == {key: move.words for key, move in moves.items()}, (half, phase)
-        assert sum(trace.operands for trace in traces) == 4 * cost.operand_words(
-            name, grid, model, half, **options), half
-        ranks = len(traces) if name == "serial" else 1
-        flops = cost.flops_of_halves(model)["backward_weights"]
-        assert sum(trace.flops("backward_weights") for trace in traces) == ranks * flops
-        if half == "keep":
-            both = Counter({key: move.words for key, move in closed["backward_input"].items()})
-            both.update({key: move.words for key, move in closed["backward_weights"].items()})
-            assert both == {key: move.words for key, move in whole.items()}
+    traces, words = every_dry_rank(parallelism, sizes, recompute=recompute), Counter()
+    for trace in traces:
+        calls = Counter()
+        for phase in ("backward_input", "backward_weights"):
+            words.update({key: t.words for key, t in trace.traffic[phase].items()})
+            calls.update({key: t.calls for key, t in trace.traffic[phase].items()})
+        assert calls == {key: move.calls for key, move in whole.items()}
+    assert words == {key: move.words for key, move in whole.items()}
+    ranks = len(traces) if name == "serial" else 1
+    flops = cost.flops_of_halves(model)["backward_weights"]
+    assert sum(trace.flops("backward_weights") for trace in traces) == ranks * flops
 
 
-def test_a_kept_operand_costs_memory_and_one_gathered_again_costs_words():
-    """Both by what the other has more: on Z ranks dY of Z blocks, for which Z - 1 move."""
-    model = mm3d.model_spec(SIZES["even"])
-    for grid in (dict(x=2, y=2, z=2), dict(x=1, y=4, z=2), dict(x=8, y=1, z=1)):
-        memory, words = ([], [])
-        for half in HALVES:
-            memory.append(cost.operand_words("3d", grid, model, half))
-            words.append(sum(move.words for moves in cost.moves_of_halves(
-                "3d", grid, model, half).values() for move in moves.values()))
-        assert memory[0] - memory[1] == words[1] - words[0]
-        assert (memory[0] == memory[1]) == (grid["y"] == grid["z"] == 1)
+@pytest.mark.parametrize("x, y, z", [(2, 2, 2), (1, 4, 2), (8, 1, 1)])
+def test_words_and_operands_of_the_halves_in_3d_by_hand(x, y, z):
+    """Of products M x N by N x K up, of Y and Z exchanged down: dY is kept gathered."""
+    sizes = SIZES["even"]
+    M, h = sizes["batch"] * sizes["seq"], sizes["hidden"]
+    traces = every_dry_rank(Parallelism("3d", (x, y, z)), sizes)
+    moved, kept = Counter(), 0
+    for N, K, a, c in ((h, 3 * h, y, z), (h, h, z, y), (h, 4 * h, y, z), (4 * h, h, z, y)):
+        moved["all_gather"] += (a - 1) * M * N
+        moved["reduce_scatter"] += (x - 1) * N * K
+        kept += M * N + c * M * K
+    found = Counter()
+    for trace in traces:
+        for (_, kind), one in trace.traffic["backward_weights"].items():
+            found[kind] += one.words
+    assert found["all_gather"] == moved["all_gather"]
+    assert found["reduce_scatter"] == moved["reduce_scatter"]
+    assert sum(trace.operands for trace in traces) == 4 * kept
 
 
 @pytest.mark.ranks(1, 4, slow=(8,))
 def test_halves_of_a_dry_run_are_those_that_run(comm):
     """Traffic and operands on each rank."""
     for parallelism in SOME[comm.size]:
-        for half in HALVES:
-            with parallelism.on(comm, "numpy") as scheme:
-                model = mm3d.Transformer(scheme, **SIZES["uneven"], weights_half=half)
-                grid, counted = scheme.grid, {}
-                _, saved = model.forward(model.random("x"))
-                grid.reset_traffic()
-                _, operands = model.backward_input(model.random("dy"), saved)
-                kept, counted["backward_input"] = model.saved_bytes(operands), grid.traffic()
-                grid.reset_traffic()
-                model.backward_weights(operands)
-                counted["backward_weights"] = grid.traffic()
-            dried = dry_run.trace_step(
-                parallelism.name, comm.size, tuple(grid.shape.values()), comm.rank,
-                backend.Backend.block, parallelism.options, halves=True, **SIZES["uneven"],
-                weights_half=half)
-            assert dried.operands == kept, (str(parallelism), half)
-            assert {phase: dried.traffic[phase] for phase in counted} == counted
+        with parallelism.on(comm, "numpy") as scheme:
+            model = mm3d.Transformer(scheme, **SIZES["uneven"])
+            grid, counted = scheme.grid, {}
+            _, saved = model.forward(model.random("x"))
+            grid.reset_traffic()
+            _, operands = model.backward_input(model.random("dy"), saved)
+            kept, counted["backward_input"] = model.saved_bytes(operands), grid.traffic()
+            grid.reset_traffic()
+            model.backward_weights(operands)
+            counted["backward_weights"] = grid.traffic()
+        dried = dry_run.trace_step(
+            parallelism.name, comm.size, tuple(grid.shape.values()), comm.rank,
+            backend.Backend.block, parallelism.options, halves=True, **SIZES["uneven"])
+        assert dried.operands == kept, str(parallelism)
+        assert {phase: dried.traffic[phase] for phase in counted} == counted
 
 
 @pytest.mark.slow_but_first
@@ -204,15 +197,14 @@ def test_halves_of_a_dry_run_are_those_that_run(comm):
 def test_halves_with_overlap_are_in_flight_in_any_order(grid, keep, recompute):
     """Nothing is used before it is there or left behind, and the words are the same."""
     sizes = dict(layers=3, hidden=16, heads=4, batch=8, seq=4)
-    for half in HALVES:
-        found, moved = [], []
-        for overlap in (False, True):
-            with mirrored("3d", grid, keep=keep, overlap=overlap) as (scheme, _):
-                model = mm3d.Transformer(scheme, **sizes, recompute=recompute, weights_half=half)
-                found.append(of_three(model, "cab"))
-                moved.append(scheme.grid.traffic())
-        assert different(*found) == [] and not any(np.isnan(a).any() for a in found[1].values())
-        assert moved[0] == moved[1]
+    found, moved = [], []
+    for overlap in (False, True):
+        with mirrored("3d", grid, keep=keep, overlap=overlap) as (scheme, _):
+            model = mm3d.Transformer(scheme, **sizes, recompute=recompute)
+            found.append(of_three(model, "cab"))
+            moved.append(scheme.grid.traffic())
+    assert different(*found) == [] and not any(np.isnan(a).any() for a in found[1].values())
+    assert moved[0] == moved[1]
 
 
 @pytest.mark.ranks(slow=(8,))
@@ -300,9 +292,3 @@ def test_a_product_that_does_not_say_how_is_not_divided(monkeypatch):
         monkeypatch.delattr(SerialProduct, "backward_weights")
         assert different(of_three(model, "abc"), expected) == []
         assert different(of_three(model, "cab"), expected) != []
-
-
-def test_an_unknown_way_of_the_weights_half_is_refused():
-    scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
-    with pytest.raises(ValueError, match="weights_half='both' is unknown: .* keep, gather"):
-        mm3d.Transformer(scheme, **SIZES["even"], weights_half="both")

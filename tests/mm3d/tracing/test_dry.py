@@ -172,37 +172,6 @@ def test_all_memory_within_five_percent(comm, dtype, monkeypatch):
         assert abs(measured - trace.held) <= most, (str(case), measured, trace.held)
 
 
-@pytest.mark.slow_but_first
-@pytest.mark.parametrize("options", [{}, {"keep": "weight"}, {"keep": "both"},
-                                     {"rows": "positions"}], ids=str)
-@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 8, 1),
-                                  (1, 1, 8), (2, 4, 1), (4, 4, 4), (2, 4, 8)])
-def test_peak_memory_is_that_of_the_closed_form(grid, options):
-    """Within 6 %, whatever is largest: what the pool counts, which is what a real run's counts."""
-    for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
-        sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
-        trace = dry_run.trace_step("3d", math.prod(grid), grid, block=backend.Backend.block,
-                                   options=options, **sizes)
-        expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), model_spec(sizes), **options)
-        assert 0.94 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
-
-
-@pytest.mark.parametrize("name, grid", [("1d", (8,)), ("1d-sp", (8,)), ("2d", (2, 2)),
-                                        ("2d", (4, 4)), ("serial", (1,)), ("2.5d", (2, 2, 2)),
-                                        ("2.5d", (1, 1, 4)), ("2d-pipelined", (2, 2)),
-                                        ("2d-pipelined", (4, 4)), ("faces", (2, 2, 2)),
-                                        ("faces", (1, 2, 4))])
-def test_peak_memory_of_the_other_schemes_is_that_of_the_closed_form(name, grid):
-    """Within 7 %; blocks of elementwise work are left out of the closed form."""
-    named = dict(zip(mm3d.schemes.find_scheme(name).directions, grid))
-    for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
-        sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
-        trace = dry_run.trace_step(name, math.prod(grid), grid, block=backend.Backend.block,
-                                   **sizes)
-        expected = 4 * cost.peak_words(name, named, model_spec(sizes))
-        assert 0.93 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
-
-
 def test_layers_beyond_three_follow_from_two_and_three():
     """`extended` is what all the layers give."""
     for name, grid, options in (("3d", (2, 1, 3), {}), ("1d-sp", None, {}), ("3d", (2, 3, 1), {}),
@@ -210,7 +179,6 @@ def test_layers_beyond_three_follow_from_two_and_three():
         sizes = dict(hidden=20, heads=5, batch=3, seq=7, options=options)
         whole = dry_run.trace_step(name, 6, grid, layers=7, **sizes)
         extended = dry_run.extrapolate_step(name, 6, grid, layers=7, **sizes)
-        assert extended.layers == 7
         assert extended.events == whole.events and extended.traffic == whole.traffic
         for field in ("parameters", "saved", "peak", "held", "pool_peak"):
             assert getattr(extended, field) == getattr(whole, field), field

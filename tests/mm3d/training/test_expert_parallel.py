@@ -1,5 +1,4 @@
 """Experts divided among some of the replicas, and copied to the others: every divisor of all."""
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,9 +8,6 @@ import mm3d
 from expert_gpts import CASES, SIZES, assert_same, serial, train
 from gpts import tokens_and_targets
 from mm3d.model.experts.layer import ExpertsLayer
-from mm3d.model.gpt_spec import gpt_spec
-from mm3d.schemes.parallelism import Parallelism
-from mm3d.training import data_costs
 from mm3d.training.data_grid import expert_shards
 
 BATCH = 16    # two micro-batches of 8 replicas
@@ -88,55 +84,6 @@ def test_copies_of_an_expert_with_and_without_tokens_are_summed(comm, zero):
     (4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 4, 1), (1, 2, 1), (2, 3, 2), (4, 6, 2)])
 def test_zero_divides_what_a_group_has_until_whole_groups_of_shards_are_full(shards, parts, found):
     assert expert_shards(shards, parts) == found
-
-
-def counted(comm, model) -> dict[tuple[str, str], int]:
-    """Words of all ranks along the directions of replicas."""
-    return {key: words for key, one in sorted(model.traffic().items()) if key[0] in "dre"
-            and (words := comm.allreduce(one.words))}
-
-
-@pytest.mark.ranks(4, slow=(6,), first=(4,))
-@pytest.mark.parametrize("shards, parts, recompute", [
-    (4, 2, "full"), (2, 2, "none"), (2, 4, "none"), (1, 2, "none"), (4, 1, "full"), (2, 3, "none"),
-    (3, 2, "full")])
-def test_words_and_memory_are_the_closed_forms(comm, shards, parts, recompute):
-    """Of a step on serial replicas: gradients and values, counts of tokens, and their rows.
-
-    Of 7 experts some replicas have one more than others, and of 9 sequences of a micro-batch.
-    """
-    if comm.size % shards or comm.size % parts:
-        pytest.skip(f"{shards} and {parts} do not both divide {comm.size} replicas")
-    mesh = mm3d.Mesh(comm, data=comm.size, shards=shards, scheme="serial")
-    sizes, parallelism = SIZES | {"batch": 18}, Parallelism("serial", {"x": 1}, 1, 1)
-    experts = mm3d.Experts(7, top=2, every=2, gate="mixtral", capacity=0.9)
-    spec = gpt_spec({name: n for name, n in sizes.items() if name != "vocab"}, sizes["vocab"],
-                    experts=experts, recompute=recompute)
-    for zero in range(4):
-        model = mm3d.GPT(mesh, **sizes, experts=experts, dtype="float64", zero=zero,
-                         microbatches=2, expert_parallel=parts, expert_way="exchange",
-                         recompute=recompute)
-        dispatch, kept = experts_layer(model).dispatch, []
-        plan = dispatch.plan
-        dispatch.plan = lambda *a: (kept.append(a[2]), plan(*a))[1]
-        model.reset_traffic()
-        model.step(*tokens_and_targets(sizes))
-        model.refresh()
-        division = comm.size, shards, parts
-        expected = Counter(data_costs.data_words([spec], parallelism, comm.size, zero, 2,
-                                                 *division[1:]))
-        for key, words in data_costs.count_words(experts, parallelism, 9, *division).items():
-            expected[key] += 2 * words
-        if parts > 1:    # forward moves a row twice, and so do its recomputation and backward
-            passes = 2 if recompute == "none" else 3
-            expected["e", "all_to_all"] = sum(map(dispatch.exchange_words, kept)) // 2 * passes
-        assert counted(comm, model) == expected, (zero, division)
-        held = data_costs.all_state_words([spec], parallelism, comm.size, zero, shards, parts)
-        assert comm.allreduce(sum(p.nbytes for p in model.trained)) == 8 * (
-            held.value + held.gradient), (zero, division)
-        assert comm.allreduce(sum(p.master.size for p in model.trained)) == held.master
-        model.free()
-    mesh.free()
 
 
 def experts_layer(model) -> ExpertsLayer:

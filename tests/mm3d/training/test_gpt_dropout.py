@@ -8,8 +8,6 @@ import pytest
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
-from mm3d.model.cross_entropy import Targets
-from mm3d.model.gpt_ends import WholeGPT
 from mm3d.model.gpt_spec import gpt_spec
 
 DROPOUT = dict(dropout=0.3)
@@ -34,25 +32,10 @@ def test_losses_and_gradients_are_those_of_one_rank(comm):
         mesh.free()
 
 
-def test_a_gpt_on_one_stage_and_its_spec_drop_the_same(comm):
-    """After the embedding too."""
-    mesh, (tokens, targets) = mm3d.Mesh(comm, 1, "serial"), tokens_and_targets()
-    model = mm3d.GPT(mesh, **SIZES, dtype="float64", **DROPOUT)
-    whole = WholeGPT(mesh.scheme, **SIZES, dtype="float64", **DROPOUT)
-    whole.inside.mask_key.place = 0, 0
-    count = np.count_nonzero(targets + 1)
-    goal = Targets(targets, 1 / count)
-    total, saved = whole.forward(tokens, goal)
-    whole.backward(tokens, goal, saved)
-    assert abs(float(total[0]) / count - model.step(tokens, targets)) < 1e-13
-    for p, q in zip(whole.parameters, model.trained, strict=True):
-        assert p.name == q.name and np.allclose(p.grad, q.grad, rtol=1e-11, atol=1e-14), p.name
-    sizes = dict(SIZES)
-    spec = gpt_spec(mm3d.ModelSizes(**{name: sizes[name] for name in (
-        "layers", "hidden", "heads", "batch", "seq")}), sizes["vocab"], **DROPOUT)
+def test_the_spec_drops_after_the_embedding_too():
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab"}
+    spec = gpt_spec(mm3d.ModelSizes(**sizes), SIZES["vocab"], **DROPOUT)
     assert [layer.name for layer in spec.chain.layers[:2]] == ["embedding", "dropout"]
-    model.free()
-    mesh.free()
 
 
 def test_steps_have_other_masks_and_validation_has_none(comm):

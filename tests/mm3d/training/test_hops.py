@@ -9,10 +9,8 @@ import mm3d
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
-from mm3d.training import costs
 from mm3d.training.hops import Hops, activation_blocks, transfers
-from mm3d.training.schedules import build, parse_schedule
-from mm3d.training.schedules.messages import message_count
+from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.schedule import Event
 from mm3d.transport.point_to_point import tag_count
 
@@ -82,19 +80,16 @@ def test_transfers_of_one_rank_take_a_time_linear_in_the_blocks(rank):
     assert Counted.comparisons <= 2 * len(own)
 
 
-@pytest.mark.parametrize("name, scheme, grids", [
-    ("1f1b", "3d", [(2, 2, 1)] * 3), ("zb-v", "3d", [(4, 1, 1), (1, 1, 4), (2, 1, 2)]),
-    ("interleaved:2", "1d", [(4,)] * 3)])
-def test_words_are_those_of_all_transfers(name, scheme, grids):
-    schedule, shape = build(name, 3, 6), (2, 3, 8)
+@pytest.mark.parametrize("scheme, grids", [
+    ("3d", [(2, 2, 1)] * 3), ("3d", [(4, 1, 1), (1, 1, 4), (2, 1, 2)]), ("1d", [(4,)] * 3)])
+def test_transfers_bring_each_holder_of_a_block_its_words(scheme, grids):
+    shape = 2, 3, 8
     shapes = [find_scheme(scheme).grid_shape(grid) for grid in grids]
-    words = costs.hop_words(schedule, scheme, shapes, shape)
     pairs = [(rank, other) for rank, other in product(range(3), repeat=2) if rank != other]
     sent = {pair: sum(one.words for one in transfers(*(
         blocks(grids[rank], shape, scheme) for rank in pair))) for pair in pairs}
     copies = Parallelism(scheme, shapes[0], 2, 3).outer.copies
     assert set(sent.values()) == {copies * math.prod(shape)}
-    assert words == message_count(schedule) * copies * math.prod(shape)
 
 
 @pytest.mark.ranks(2)

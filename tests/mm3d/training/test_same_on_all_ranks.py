@@ -23,7 +23,7 @@ CALLS = {
 MODELS = {
     "Transformer": {"seed": 1, "hidden": 24, "heads": 3, "batch": 5, "seq": 4, "layers": 3,
                     "dtype": "float64", "causal": True, "recompute": "full", "dropout": 0.1,
-                    "weights_half": "gather", "experts": mm3d.Experts(2), "master": "float32"},
+                    "experts": mm3d.Experts(2), "master": "float32"},
     "GPT": {"vocab": 18, "tied": False, "label_smoothing": 0.1, "z_loss": 0.1, "ignored": -2},
     "Pipeline": {"seed": 1, "hidden": 24, "heads": 3, "batch": 5, "seq": 4, "layers": 3, "zero": 1,
                  "dtype": "float64", "recompute": "full", "dropout": 0.1, "in_flight": 1,

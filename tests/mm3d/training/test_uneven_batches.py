@@ -10,8 +10,6 @@ from gpts import SIZES, differences, tokens_and_targets, train
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.gpt_spec import gpt_spec
 from mm3d.model.sizes import ModelSizes
-from mm3d.schemes.parallelism import Parallelism
-from mm3d.training import costs, data_costs
 from mm3d.training.batches import divide_rows
 
 UNEVEN = SIZES | {"batch": 7}
@@ -113,34 +111,21 @@ def words_of_grid(model: mm3d.GPT, rows: list[slice]) -> dict:
 
 @pytest.mark.ranks(4)
 def test_words_are_the_closed_forms(comm):
-    """Inside a replica, along the replicas, and between stages."""
+    """Inside a replica, and between stages."""
     mesh = mm3d.Mesh(comm, data=2, scheme="3d", grid=(1, 2, 1))
-    for zero in (0, 3):
-        model = mm3d.GPT(mesh, **UNEVEN, microbatches=3, zero=zero)
-        model.reset_traffic()
-        model.step(*tokens_and_targets(UNEVEN))
-        model.refresh()
-        grid, sums = mesh.scheme.grid, {}
-        for key, traffic in mesh.data_grid.traffic().items():
-            if words := comm.allreduce(traffic.words):
-                sums[key] = words
-        inside = {key: grid.comm.allreduce(traffic.words)
-                  for key, traffic in grid.traffic().items()}
-        assert inside == words_of_grid(model, model.pipeline.rows)
-        assert sums == data_costs.data_words([spec_of(UNEVEN)],
-                                             Parallelism("3d", grid.shape, 1, 1), 2, zero, 3)
-        model.free()
+    model, grid = mm3d.GPT(mesh, **UNEVEN, microbatches=3), mesh.scheme.grid
+    model.reset_traffic()
+    model.step(*tokens_and_targets(UNEVEN))
+    assert words_of_grid(model, model.pipeline.rows) == {
+        key: grid.comm.allreduce(traffic.words) for key, traffic in grid.traffic().items()}
+    model.free()
     mesh.free()
     mesh = mm3d.Mesh(comm, data=2, stages=2, scheme="serial")
     model = mm3d.GPT(mesh, **UNEVEN, microbatches=3, tied=False)
     model.reset_traffic()
     model.step(*tokens_and_targets(UNEVEN))
-    shape = (0, UNEVEN["seq"], UNEVEN["hidden"])
-    expected = sum(costs.hop_words(
-        model.schedule, "serial", mesh.grids, shape, sequences=[r.stop - r.start for r in rows])
-        for rows in divide_rows(UNEVEN["batch"], 2, 3))
-    assert comm.allreduce(model.traffic()["s", "send"].words) == expected
-    assert expected == 2 * UNEVEN["batch"] * UNEVEN["seq"] * UNEVEN["hidden"]
+    assert comm.allreduce(model.traffic()["s", "send"].words) == (
+        2 * UNEVEN["batch"] * UNEVEN["seq"] * UNEVEN["hidden"])
     model.free()
     mesh.free()
 
