@@ -6,20 +6,20 @@ counts are exact.  Seconds are always a model's.
 """
 
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Iterator, Mapping
+from typing import Any, Callable, Iterator
 
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
-from bench.prediction.pipeline_seconds import PipelineModel
 from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme, registry
-from mm3d.training.schedules import build
+from mm3d.tracing import dry_run
+from mm3d.tracing.trace import Trace
 
+TraceOf = Callable[[Plan, int, int], Trace]
 TRACED = 32    # the greatest number of plans that are all traced
 TRACED_OF_MANY = 24    # plans traced where there are more
 FEW_RANKS = 1024    # up to which the best of each scheme is traced too: lines of more take seconds
@@ -51,16 +51,18 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
 
 
 def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: ModelSizes, experts: ExpertOptions | None = None, **replicas: Any) -> Plan:
+               sizes: ModelSizes, experts: ExpertOptions | None = None,
+               trace_of: TraceOf | None = None) -> Plan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
 
     Which experts tokens choose is assumed: all equally often.
     """
-    model = PipelineModel(build("gpipe", 1, 1), plan.scheme, (plan.grid,), ModelSizes(**sizes),
-                          dtype, recompute, experts=experts, **replicas)
+    def alone(plan: Plan, rank: int, block: int) -> Trace:
+        return dry_run.extrapolate_step(
+            plan.scheme, plan.grid.ranks, plan.grid, rank, dtype=dtype, block=block,
+            recompute=recompute, **({"experts": experts} if experts else {}), **sizes)
     trace = trace_on_cores(
-        lambda rank: model.trace(sizes["layers"], rank, block=machine.elementwise_block,
-                                 sums=False),
+        lambda rank: (trace_of or alone)(plan, rank, machine.elementwise_block),
         plan.scheme, plan.grid, machine.cores_shared_by(plan.grid.ranks))
     seconds = step_seconds(machine, trace)
     return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
@@ -69,8 +71,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
 
 def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
                recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
-               experts: ExpertOptions | None = None,
-               replicas: Mapping[str, Any] = MappingProxyType({}),
+               experts: ExpertOptions | None = None, trace_of: TraceOf | None = None,
                **sizes: int) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
@@ -84,8 +85,9 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
         The ranks, and the model.
     experts : ExpertOptions, optional
         The options of its experts.
-    replicas : mapping
-        What fields of `PipelineModel` say of replicas; closed forms do not know of them.
+    trace_of : callable, optional
+        Traces a rank of a plan, with a block of elementwise work; by default a step of one
+        replica.  Closed forms know no others.
     """
     found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes, experts)
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
@@ -96,7 +98,7 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
     for place, plan in enumerate(found):
         short = place < 4 * top and sum(one.fits for one in traced) < top
         if place in wanted or place >= top and short:
-            traced.append(trace_plan(plan, machine, dtype, recompute, sizes, experts, **replicas))
+            traced.append(trace_plan(plan, machine, dtype, recompute, sizes, experts, trace_of))
         else:
             left.append(plan)
     return sorted(traced, key=lambda plan: plan.order) + left
@@ -106,7 +108,7 @@ def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: st
               recompute: str = "none", **model: Any) -> GridShape:
     """Choose the grid of ``--grid auto``: the first of the scheme's `rank_plans`.
 
-    `model` are the sizes, and experts and replicas as there.
+    `model` are the sizes, and `experts` and `trace_of` as there.
 
     Raises
     ------

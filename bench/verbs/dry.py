@@ -80,9 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_with_experts(arguments, experts)
     planned = {"experts": experts}
     if experts and not arguments.stages:
-        planned["replicas"] = {
-            "data": arguments.data or 1, "expert_parallel": arguments.expert_parallel,
-            "expert_way": arguments.expert_way}
+        planned["trace_of"] = lambda plan, rank, block: PipelineModel(
+            build("gpipe", 1, 1), plan.scheme, (plan.grid,), sizes, arguments.dtype,
+            arguments.recompute, experts=experts, data=arguments.data or 1,
+            expert_parallel=arguments.expert_parallel, expert_way=arguments.expert_way,
+        ).trace(sizes["layers"], rank, block=block, sums=False)
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
                               arguments.dtype, sizes, arguments.recompute, **planned)
               for text in _grid_texts(arguments)]
