@@ -8,6 +8,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from bench.cluster.spec import Cluster
+from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.products_alone import algorithms_with_products
@@ -43,7 +44,14 @@ def _require_as_many(name: str, found: Sequence, labels: Sequence, dim: str) -> 
 
 
 def _check_model(run: Any) -> None:
-    """The placement is an order of the grid's directions."""
+    """Traffic is that of the run's ranks, and the placement an order of the grid's directions."""
+    axes, collectives, ranks = (list(run.groups["traffic"].scales[name])
+                                for name in ("axis", "collective", "rank"))
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"traffic/axis has a direction twice: {' '.join(map(str, axes))}")
+    if not set(collectives) <= set(COLLECTIVES):
+        raise ValueError(f"traffic/collective has others than {', '.join(COLLECTIVES)}")
+    _require_as_many("traffic/rank", ranks, run.scales["rank"], "rank of the samples")
     order, directions = str(run.configuration.get("placement", "")), "".join(run.grid)
     if order and sorted(order) != sorted(directions):
         raise ValueError(f"configuration/placement is {order!r:.60}, which should be an order of "

@@ -51,13 +51,21 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
     spread = np.linspace(0.9, 1.1, repetitions)[:, None] * np.linspace(0.5, 1.0, ranks)
     moved = np.zeros((2, ranks, len(model_run.AXES), len(COLLECTIVES)), np.int64)
     moved[:, :, 0, 0] = np.arange(ranks)
-    return Run(configuration(one), environment(ranks, oversubscribed),
-               {"forward": forward * spread, "backward": backward * spread},
-               {name: moved * (4 if name == "bytes" else 1) for name in model_run.COUNTS},
-               moved.sum(axis=1), [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)],
-               published_row(row), created,
-               {phase: np.zeros((repetitions, ranks)) for phase in PHASES},
-               "repetitions", {"resolution": 1e-9, "offset_error": 0.0})
+    return model_run.row_run(
+        configuration(one), environment(ranks, oversubscribed),
+        {"forward": forward * spread, "backward": backward * spread},
+        {phase: np.zeros((repetitions, ranks)) for phase in PHASES},
+        [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)],
+        {"traffic": traffic_of(moved), "published": published_row(row),
+         "clock": model_run.scalars({"s": {"resolution": 1e-9, "offset_error": 0.0}})},
+        created=created)
+
+
+def traffic_of(words: np.ndarray, directions: tuple[str, ...] = model_run.AXES) -> Group:
+    """The group of traffic in float32 with as many calls and messages as words."""
+    return model_run.traffic_group(
+        {name: words * (4 if name == "bytes" else 1) for name in model_run.COUNTS},
+        words.sum(axis=1), directions)
 
 
 def configuration(one: Case) -> dict:
@@ -70,7 +78,7 @@ def configuration(one: Case) -> dict:
             "repetitions": 3, "width": 0.05, "order": 7,
             "layers": sizes.layers, "hidden": sizes.hidden,
             "heads": sizes.heads, "batch": sizes.batch, "seq": sizes.seq, "overridden": "",
-            "verified_measured_model": True}
+            "verified_measured_model": True, "ended_by": "repetitions"}
 
 
 def environment(ranks: int, oversubscribed: bool) -> dict:

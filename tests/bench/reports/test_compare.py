@@ -201,15 +201,6 @@ def test_nothing_in_common_is_refused(sets, capsys):
     assert "weak 1-D 8 ranks" in error and "weak 3-D 64 ranks" in error
 
 
-def test_other_schemas_are_refused(sets, capsys, monkeypatch):
-    a = write_set(sets[0], 0, runs=1)
-    monkeypatch.setattr(run_file, "SCHEMA", run_file.SCHEMA + 1)
-    b = write_set(sets[1], 0, runs=1)
-    assert main(["compare", a, b]) == 2
-    assert (f"different schema versions cannot be compared: {a} has {run_file.SCHEMA - 1}, "
-            f"{b} has {run_file.SCHEMA}") in capsys.readouterr().err
-
-
 def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
     a, b = write_set(sets[0], 0, runs=1), write_set(sets[1], 0, runs=1)
     (sets[1] / "cut.h5").write_bytes(next(sets[0].glob("*.h5")).read_bytes()[:3000])

@@ -132,14 +132,14 @@ def spread_out(file):
     """Times far apart, which the file says are within the width asked for."""
     count, ranks = file["samples/forward"].shape
     file["samples/forward"][...] = np.geomspace(0.1, 10, count)[:, None] * np.ones(ranks)
-    file["samples"].attrs["ended_by"] = "width"
+    file["configuration"].attrs["ended_by"] = "width"
 
 
 DAMAGES = {
     "truncated": (truncated, "is truncated, damaged, or no HDF5 file"),
     "foreign": (foreign, "an HDF5 file, but not an mm3d run"),
-    "newer version": (sets("/", schema_version=99), "schema version 99: there are versions 1 to"),
-    "version 0": (sets("/", schema_version=0), "schema version 0: there are versions 1 to"),
+    "newer version": (sets("/", schema_version=99), "schema version 99; this mm3d"),
+    "earlier version": (sets("/", schema_version=2), "schema version 2; this mm3d"),
     "no samples": (edit(lambda file: file.__delitem__("samples/forward")), "not a complete run"),
     "no verification": (edit(lambda file: file.__delitem__("verification")),
                         "there is no verification: no time counts without one"),
@@ -239,7 +239,7 @@ def test_what_a_reader_must_know(measured, tmp_path, capsys):
     path = a_copy(measured, "strong", tmp_path)
     with h5py.File(path, "r+") as file:
         file["environment"].attrs.update({"git_commit": "1" * 40, "git_clean": False})
-        file["samples"].attrs["ended_by"] = "stopped"
+        file["configuration"].attrs["ended_by"] = "stopped"
         times = np.ones(file["samples/forward"].shape)
         times[0] = 2
         file["samples/forward"][...] = times
@@ -301,17 +301,13 @@ def test_a_violation_in_a_merged_file_names_its_run(measured, tmp_path):
     sets(f"runs/{name}/environment", ranks=4)(target)
     errors, _ = check_file(target)
     assert errors == [f"{name}: environment/ranks says 4 ranks, the samples are of 2"]
-    sets(f"runs/{name}", schema_version=1)(target)
-    assert any("versions must not be mixed" in line for line in check_file(target)[0])
 
 
 def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
     old = a_copy(measured, "strong", tmp_path)
-    sets("/", schema_version=run_file.SCHEMA - 1)(old)
     target = tmp_path / "out" / "all.h5"
     target.parent.mkdir()
     for sources, message in (
-            ([measured, old], "files of different versions of the schema are not merged: version"),
             ([tmp_path / "nothing.h5"], "does not exist"),
             ([target.parent], "there is no .h5 file in")):
         assert main(["merge", str(target), *map(str, sources)]) == 2
