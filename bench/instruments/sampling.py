@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks
-from bench.instruments.statistics import median_interval
 from bench.records.measurements import Setting
+from bench.statistics import median_interval
 from mm3d.transport.nodes import node_numbers
 
 BOUNDS = ("median", "low", "high", "confidence")

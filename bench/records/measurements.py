@@ -1,5 +1,6 @@
 """The record of a run of any kind, and how its groups are written and read."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -8,7 +9,7 @@ from typing import Any, Mapping, Sequence
 import h5py
 import numpy as np
 
-from bench.records import kinds, texts
+from bench.records import kinds, schema, texts
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
@@ -94,8 +95,8 @@ class Measurements:
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
         The labels or numbers along each dimension of the samples.
-    variables : dict of str to Variable
-        The samples, and what is derived from them, by name.
+    raw : dict of str to Variable
+        What was measured, by name.
     checks : list of Check
         The verification; empty if there is nothing to verify.
     created : str
@@ -108,10 +109,21 @@ class Measurements:
     configuration: dict[str, Setting]
     environment: dict[str, Setting]
     scales: dict[str, Sequence]
-    variables: dict[str, Variable]
+    raw: dict[str, Variable]
     checks: list[Check]
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
     groups: dict[str, Group] = field(default_factory=dict)
+
+    @functools.cached_property
+    def derived(self) -> dict[str, Variable]:
+        """What follows from the raw variables; see `bench.records.kinds`."""
+        return kinds.derive(self)
+
+    @property
+    def variables(self) -> dict[str, Variable]:
+        """All variables, raw and derived; earlier files hold the latter too, which are not read.
+        """
+        return self.raw | self.derived
 
 
 def fill_measurements(file: h5py.File, run: Measurements) -> None:
@@ -120,7 +132,7 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
     for group in ("configuration", "environment"):
         file.create_group(group).attrs.update(getattr(run, group))
     fill_checks(file, run.checks)
-    own = {kinds.main_group(run.kind): Group(run.scales, run.variables)}
+    own = {schema.main_group(run.kind): Group(run.scales, run.raw)}
     for name, group in (own | run.groups).items():
         fill_group(file, name, group)
 
@@ -134,19 +146,21 @@ def parse_measurements(file: h5py.Group, kind: str,
     KeyError, ValueError, TypeError, AttributeError
         When something is missing, or is not what ``kinds.toml`` says of this kind.
     """
-    found = parse_group(file, kinds.main_group(kind), kind)
-    settings, environment = (read_settings(file, group, kinds.required(kind, name)) for group, name
-                             in (("configuration", "settings"), ("environment", "environment")))
+    found = parse_group(file, schema.main_group(kind), kind)
+    settings, environment = (
+        read_settings(file, group, schema.required(kind, name))
+        for group, name in (("configuration", "settings"), ("environment", "environment")))
     run = record(kind, settings, environment, found.scales, found.variables,
                  parse_checks(file) if "verification" in file else [], parse_created(file),
                  {name: parse_group(file, name, f"{kind}.{name}")
-                  for name in kinds.further_groups(kind, file)})
-    if kinds.is_verified(kind) and not run.checks:
+                  for name in schema.further_groups(kind, file)})
+    if schema.is_verified(kind) and not run.checks:
         raise ValueError("verification is empty")
     if "grid" in run.configuration:
         grid_shape(run.configuration)
-    kinds.check_needs(kind, {**run.environment, **run.configuration, **run.variables})
+    schema.check_needs(kind, {**run.environment, **run.configuration, **run.raw})
     texts.check_texts(kind, run)
+    schema.check_group(kind, {**run.scales, "bound": kinds.BOUNDS}, run.variables)
     return run
 
 
@@ -170,6 +184,8 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     scales: dict[str, Sequence] = {}
     variables: dict[str, Variable] = {}
     for key in file[name]:
+        if key in schema.derived(kind):    # in an earlier file
+            continue
         found = read_dataset(file, f"{name}/{key}")
         if found.is_scale:
             scales[key] = read_labels(file, f"{name}/{key}")
@@ -179,7 +195,7 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
             dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
             variables[key] = Variable(found[...], read_attribute(found, "units", ""), dims)
     try:
-        kinds.check_group(kind, scales, variables)
+        schema.check_group(kind, scales, variables)
     except ValueError as error:
         raise ValueError(f"{name}/{error}") from error
     return Group(scales, variables)
@@ -281,7 +297,7 @@ def read_settings(file: h5py.File, group: str,
     for name, value in found.items():
         if not isinstance(value, (str, int, float)):
             raise ValueError(f"{group}/{name} is no text, number or truth value")
-    kinds.check_settings(group, found, required)
+    schema.check_settings(group, found, required)
     return found
 
 

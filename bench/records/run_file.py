@@ -28,7 +28,7 @@ SUFFIX = ".h5"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"    # the first bytes of every file that `write_run` writes
 # Raised by h5py, and by what reads with it, where a file holds something else than it should.
 DAMAGE = (OSError, RuntimeError, MemoryError)
-UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError)
+UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError)
 MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
 
 

@@ -64,7 +64,7 @@ def _check_pipeline(run: Any) -> None:
     schedule = _named("configuration/schedule_text", schedules.parse_schedule,
                       str(run.configuration["schedule_text"]))
     _named("configuration/schedule_text", schedules.check, schedule)
-    _, ranks, actions, _ = np.shape(run.variables["times"].values)
+    _, ranks, actions, _ = np.shape(run.raw["times"].values)
     if (ranks % schedule.ranks or actions != max(map(len, schedule.rows))
             or len(run.scales["stage"]) != schedule.stage_count):
         raise ValueError(f"configuration/schedule_text has {schedule.ranks} ranks, "
@@ -73,9 +73,8 @@ def _check_pipeline(run: Any) -> None:
                          f"{ranks} ranks, {len(run.scales['stage'])} stages and {actions} actions "
                          f"that were measured")
     chosen = run.configuration
-    if (chosen["reference"] != "none" and chosen["work"] == "wait"
-            and "overhead" not in run.variables):
-        raise ValueError("measurements/overhead is missing, of waits beside a reference")
+    if chosen["reference"] != "none" and chosen["work"] == "wait" and "slept" not in run.raw:
+        raise ValueError("measurements/slept is missing, of waits beside a reference")
 
 
 def _check_products(run: Any) -> None:

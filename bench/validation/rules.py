@@ -14,10 +14,10 @@ from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
 from bench.experiments.rows.record import expected_words
 from bench.instruments import timing
-from bench.instruments.statistics import median_interval
 from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
-from bench.validation.recomputed import TOLERANCE, check_derived
+from bench.statistics import median_interval
+from bench.validation.counts import check_counts
 from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -25,6 +25,7 @@ from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES
 
+TOLERANCE = 1e-9    # relative, of recomputed numbers
 # Kinds of run whose results are verified.
 VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "checkpoint",
             "experts", "training", "training-meshes", "training-step", "calibration")
@@ -305,4 +306,4 @@ MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
     check_samples, check_ending, check_verification, check_ranks, check_recomputation, check_words,
     check_groups, check_waits, check_wire, check_sizes)
 MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (
-    check_derived, check_measurements)
+    check_counts, check_measurements)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
-from bench.experiments.training.history import History
+from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import (
     DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
@@ -198,7 +198,7 @@ class Progress:
         """Print the line of `done` steps, if it is time."""
         if done in history.validation or time.monotonic() > self.last + QUIET:
             self.last = time.monotonic()
-            say(self.who + training_tables.progress_line(
+            say(self.who + progress_line(
                 done, history, self.plan.steps, self.plan.batch * self.plan.seq))
 
 

@@ -18,10 +18,10 @@ FLOORS = {
     "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
              "tracing training", "checkpoints", "selftest", "__init__", "examples"],
-    "bench": ["errors mpi", "text_files", "agreement", "cases cluster", "records",
-              "instruments",
-              "checks", "experiments", "prediction validation doctor", "reports", "command_line",
-              "verbs", "__main__ __init__"],
+    "bench": ["errors mpi statistics least_squares", "text_files", "agreement", "cases cluster",
+              "records", "instruments", "checks", "experiments",
+              "prediction validation doctor", "reports", "command_line", "verbs",
+              "__main__ __init__"],
     "jobs": ["slurm own_options environment site_tables", "site", "fitting", "scripts",
              "standings", "single collect", "__main__ __init__"]}
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
@@ -32,7 +32,10 @@ NARROWER = {
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
                       # whose parsers read the texts of a record
                       "bench.cluster", "mm3d.schemes", "mm3d.training",
-                      "mm3d.grid", "mm3d.tracing"},
+                      "mm3d.grid", "mm3d.tracing",
+                      # from which something is derived
+                      "bench.statistics", "bench.least_squares", "mm3d.arrays", "mm3d.transport",
+                      "mm3d.model"},
     "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.text_files", "bench.prediction",
              "bench.records", "bench.reports", "bench.command_line", "bench.verbs", "bench.mpi"}}
 PACKAGES = {
@@ -41,7 +44,7 @@ PACKAGES = {
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
               "mm3d.schemes mm3d.training.mesh mm3d.training.norms mm3d.examples bench",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
-    "scipy": "bench.prediction bench.instruments",
+    "scipy": "bench.prediction bench.statistics bench.least_squares",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
     "tabulate": "bench.reports jobs",
     "argparse": "mm3d.examples bench.command_line bench.verbs bench.__main__ jobs.__main__"}
@@ -107,6 +110,15 @@ def upward(file: str) -> set[str]:
 def test_no_import_runs_upward():
     found = {file: rooms for file in sorted(FILES) if (rooms := upward(file))}
     assert len(FILES) > 100 and not found
+
+
+def test_reports_know_no_experiment():
+    """What follows from samples is told by `bench.records.kinds`: who reads measures nothing."""
+    found = {file for file, path in FILES.items() if room(file) == "bench.reports"
+             and "bench.experiments" in {room(name) for name in imported(path)
+                                         if name.startswith("bench.")}}
+    # It draws dry runs of products on more ranks than were measured.
+    assert found <= {"bench.reports.figures.products"}
 
 
 @pytest.mark.parametrize("package", sorted(FLOORS))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.statistics import Interval, median_interval
 import mm3d
 from bench.agreement import make_on_rank_0
 from bench.cases.variants import schemes_with_option
@@ -24,8 +25,7 @@ from bench.experiments.products.problem import Replay
 from bench.instruments import hidden_time, timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import BOUNDS, measured_environment
-from bench.instruments.statistics import Interval, median_interval
+from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d import ModelSizes, model_spec
@@ -251,26 +251,15 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], overlap: int, limits: L
 
 def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
                  environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the repetitions, with medians, ratios and closed forms."""
+    """Make the record of the repetitions."""
     described, times = model_spec(subject.sizes), found.times
-    seconds = np.full((len(times), len(KINDS)), np.nan)
-    seconds[:, found.kinds] = makespans(times[:, found.kinds])
-
-    def interval(values: np.ndarray) -> tuple:
-        return (np.nan, np.nan, np.nan, 0.0) if np.isnan(values).any() else median_interval(values)
-
-    typical = [interval(column) for column in seconds.T]
-    ratios = [interval(column / seconds[:, 0]) for column in seconds.T]
     expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, described)
     variables = {
         "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
-        "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
-        "ratio": Variable(np.array(ratios), "1", ("kind", "bound")),
         "hidden": Variable(np.array(found.hidden), "1", ()),
-        "flops": Variable(np.array(sum(cost.flops(described).values())), "1", ()),
         "memory": Variable(memory, "byte", ("account", "rank")),
         "expected_memory": Variable(
             np.array(expected * np.dtype(settings["dtype"]).itemsize), "byte", ())}
     scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "bound": BOUNDS, "account": Footprint.accounts}
+              "edge": ("begin", "end"), "account": Footprint.accounts}
     return Measurements("layer", settings, environs, scales, variables, checks + found.checks)

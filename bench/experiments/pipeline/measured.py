@@ -7,7 +7,6 @@ import numpy as np
 
 from bench.checks import against_serial
 from bench.errors import WrongResult
-from bench.experiments.pipeline import derived
 from bench.experiments.pipeline.repetitions import SIDES, Samples, take_samples
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
@@ -16,8 +15,7 @@ from bench.experiments.pipeline.waiting import WaitingSubject
 from bench.experiments.products import operands
 from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import BOUNDS, measured_environment
-from bench.instruments.statistics import median_interval
+from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
@@ -26,7 +24,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training import costs
 from mm3d.training.mesh import Mesh
-from mm3d.training.schedules import Schedule, format_schedule
+from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.schedule import Event
 
 LIMITS = Limits(5, 30, 30.0)    # by default
@@ -171,48 +169,33 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
 def pipeline_record(case: PipelineCase, samples: Samples, hops: np.ndarray,
                     counts: dict[str, np.ndarray], settings: dict, environs: dict,
                     checks: list[Check]) -> Measurements:
-    """Make the record, with what follows from the times."""
+    """Make the record."""
     schedule, times = case.schedule, samples.times[0]
-    steps, hop = derived.durations(times, schedule), float(np.median(hops))
-    timeline = derived.clock_timeline(schedule, steps, hop)
     variables = {
         "times": Variable(times, "s", ("repetition", "rank", "action", "edge")),
         "hop_samples": Variable(hops, "s", ("round",)),
-        "seconds": Variable(np.array(median_interval(derived.step_seconds(times))), "s",
-                            ("bound",)),
-        "bubble": Variable(np.array(median_interval(derived.bubble_rates(times, schedule))), "1",
-                           ("bound",)),
-        "durations": Variable(steps, "s", ("step", "stage")),
-        "hop": Variable(np.array(hop), "s", ()),
-        "clock_seconds": Variable(np.array(float(timeline.makespan)), "s", ()),
-        "clock_bubble": Variable(np.array(float(timeline.bubble_rate)), "1", ()),
         "memory": Variable(counts["memory"], "byte", ("account", "rank")),
         "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
         "words": Variable(counts["words"], "1", ("rank",)),
         "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ()),
-        **beside_variables(samples, schedule)}
+        **beside_variables(samples)}
     scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
-              "action": range(times.shape[2]), "edge": ("begin", "end"), "bound": BOUNDS,
+              "action": range(times.shape[2]), "edge": ("begin", "end"),
               "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
               "account": Footprint.accounts, "side": SIDES[:len(samples.times)]}
     return Measurements("pipeline", settings, environs, scales, variables, checks)
 
 
-def beside_variables(samples: Samples, schedule: Schedule) -> dict[str, Variable]:
+def beside_variables(samples: Samples) -> dict[str, Variable]:
     """Return the variables of both sides; none without a reference."""
     if len(samples.times) == 1:
         return {}
     found = {
         "reference_times": Variable(samples.times[1], "s",
                                     ("repetition", "rank", "action", "edge")),
-        "processor": Variable(samples.processor, "s", ("side", "repetition", "rank")),
-        **{name: Variable(values, unit, ("bound",))
-           for name, (values, unit) in derived.beside(samples.times).items()}}
+        "processor": Variable(samples.processor, "s", ("side", "repetition", "rank"))}
     if not np.isnan(samples.slept).any():
-        found |= {
-            "slept": Variable(samples.slept, "s", ("side", "repetition", "rank", "step")),
-            "overhead": Variable(derived.overhead_intervals(
-                samples.times, samples.slept, schedule), "s", ("side", "bound"))}
+        found["slept"] = Variable(samples.slept, "s", ("side", "repetition", "rank", "step"))
     return found
 
 

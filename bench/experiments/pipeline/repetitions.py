@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.experiments.pipeline import derived
 from bench.experiments.pipeline.subject import ActionTimes
 from bench.experiments.pipeline.torch_pipeline import RankStep, STEPS, TorchPipeline
 from bench.experiments.products.matmul import SETTLE
 from bench.instruments import timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
+from bench.records.kinds import pipeline as derived
+from bench.statistics import Interval, median_interval
 
 SIDES = ("mm3d", "PyTorch")
 WARMUP = 1

@@ -26,8 +26,8 @@ from bench.experiments.products.problem import Problem, Replay, product_grid
 from bench.instruments import timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.sampling import repeat_calls
-from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
+from bench.statistics import Interval, median_interval
 from mm3d import launcher
 
 LIMITS = Limits(7, 30, 30.0)    # by default

@@ -6,6 +6,8 @@ from typing import Sequence
 
 import numpy as np
 
+from bench.records.kinds import makespans
+from bench.statistics import median_interval
 import mm3d
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
@@ -14,8 +16,7 @@ from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTrai
 from bench.experiments.training.torch_group import KINDS, TorchGroup
 from bench.instruments import timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.instruments.sampling import BOUNDS, measured_environment
-from bench.instruments.statistics import median_interval
+from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 
@@ -96,7 +97,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         return None
     settings = {**settings_of(subject), "ended_by": repetitions.ended_by, **asdict(limits),
                 "torch": "; ".join(about.values()) or "none"}
-    return step_record(case, sides, times, losses, np.array(parts), settings, environs, checks)
+    return step_record(sides, times, losses, np.array(parts), settings, environs, checks)
 
 
 def settings_of(subject: MeasuredTraining) -> dict:
@@ -211,38 +212,15 @@ class Sampler:
         return repetitions, np.array(kept), np.array(losses)
 
 
-def makespans(times: np.ndarray) -> np.ndarray:
-    """Compute the last end minus the first begin, from times (..., rank, edge); NaN counts not."""
-    return np.nanmax(times[..., 1], axis=-1) - np.nanmin(times[..., 0], axis=-1)
-
-
-def derived(times: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
-    """Compute what follows from the times, (repetition, side, rank, edge).
-
-    Returns
-    -------
-    dict of str to ndarray
-        "seconds" and "tokens_per_second" of each side, and "ratio", how many times as fast as
-        each side the own one is: medians with bounds.
-    """
-    seconds = makespans(times)
-    return {"seconds": np.array([median_interval(one) for one in seconds.T]),
-            "tokens_per_second": np.array([median_interval(tokens / one) for one in seconds.T]),
-            "ratio": np.array([median_interval(one / seconds[:, 0]) for one in seconds.T])}
-
-
-def step_record(case: StepCase, sides: Sequence[str], times: np.ndarray, losses: np.ndarray,
+def step_record(sides: Sequence[str], times: np.ndarray, losses: np.ndarray,
                 parts: np.ndarray, settings: dict, environs: dict,
                 checks: list[Check]) -> Measurements:
-    """Make the record, with what follows from the times."""
-    units = {"seconds": "s", "tokens_per_second": "s-1", "ratio": "1"}
+    """Make the record."""
     variables = {
         "times": Variable(times, "s", ("repetition", "side", "rank", "edge")),
         "loss": Variable(losses, "1", ("repetition", "side")),
-        "part_seconds": Variable(parts, "s", ("rank", "traced", "part")),
-        **{name: Variable(found, units[name], ("side", "bound"))
-           for name, found in derived(times, case.batch * case.seq).items()}}
+        "part_seconds": Variable(parts, "s", ("rank", "traced", "part"))}
     scales = {"repetition": range(len(times)), "side": sides, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "bound": BOUNDS, "traced": range(parts.shape[1]),
+              "edge": ("begin", "end"), "traced": range(parts.shape[1]),
               "part": PARTS}
     return Measurements(KIND, settings, environs, scales, variables, checks)

@@ -8,7 +8,6 @@ from typing import Sequence
 import numpy as np
 
 from bench.cases.variants import recorded_variant
-from bench.experiments.rows.link_sweep import KIND
 from bench.records.folder import cluster_of
 from bench.records.measurements import Measurements
 from bench.reports import link_sweep
@@ -21,7 +20,7 @@ def group_sweeps(records: Sequence[Measurements]) -> list[list[Measurements]]:
     """Return the sweeps that stand in one picture: tables measured alike on one cluster."""
     groups: dict[tuple, list[Measurements]] = {}
     for record in records:
-        if record.kind == KIND:
+        if record.kind == "sweep":
             chosen = record.configuration
             key = (cluster_of(record), record.environment["ranks"], chosen.get("preset"),
                    recorded_variant(chosen), chosen["recompute"], chosen["waited_machine"],

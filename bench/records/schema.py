@@ -100,6 +100,11 @@ def is_verified(kind: str) -> bool:
     return load().get(kind, {}).get("verified", False)
 
 
+def derived(kind: str) -> dict[str, str]:
+    """Return the dimensions of the variables that follow from others, by name."""
+    return load().get(kind, {}).get("derived", {})
+
+
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
     """Check that a record of this kind has what its readers need because it has something else.
 
@@ -138,7 +143,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
     for name in wanted:
         if name not in variables:
             raise ValueError(f"{name} is missing")
-    for name, dims in {**wanted, **known.get("optional", {})}.items():
+    for name, dims in {**wanted, **known.get("optional", {}), **derived(kind)}.items():
         if name in variables and " ".join(variables[name].dims) != dims:
             raise ValueError(f"{name} has the dimensions "
                              f"{' '.join(variables[name].dims) or 'none'}, which should be "

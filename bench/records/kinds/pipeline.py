@@ -8,9 +8,35 @@ from fractions import Fraction
 
 import numpy as np
 
-from bench.instruments.statistics import median_interval
-from mm3d.training.schedules import Schedule, Times, clock
+from bench.records.kinds import BOUND, medians
+from bench.records.measurements import Measurements, Variable
+from mm3d.training.schedules import Schedule, Times, clock, parse_schedule
 from mm3d.training.schedules.clock import Timeline
+
+
+def derive(record: Measurements) -> dict[str, Variable]:
+    """Return seconds and bubble of a step, those of the clock, and those of a reference."""
+    schedule = parse_schedule(str(record.configuration["schedule_text"]))
+    raw = {name: variable.values for name, variable in record.raw.items()}
+    times = raw["times"]
+    steps, hop = durations(times, schedule), float(np.median(raw["hop_samples"]))
+    timeline = clock_timeline(schedule, steps, hop)
+    found = {"seconds": Variable(medians(step_seconds(times)), "s", BOUND),
+             "bubble": Variable(medians(bubble_rates(times, schedule)), "1", BOUND),
+             "durations": Variable(steps, "s", ("step", "stage")),
+             "hop": Variable(np.array(hop), "s", ()),
+             "clock_seconds": Variable(np.array(float(timeline.makespan)), "s", ()),
+             "clock_bubble": Variable(np.array(float(timeline.bubble_rate)), "1", ())}
+    if "reference_times" in raw:
+        sides = [times, raw["reference_times"]]
+        own, reference = map(step_seconds, sides)
+        found |= {"reference_seconds": Variable(medians(reference), "s", BOUND),
+                  "ratio": Variable(medians(reference / own), "1", BOUND)}
+        if "slept" in raw:
+            found["overhead"] = Variable(np.array([
+                medians(overheads(*side, schedule)) for side in zip(sides, raw["slept"])]),
+                "s", ("side", *BOUND))
+    return found
 
 
 def stage_times(times: np.ndarray, stages: int) -> np.ndarray:
@@ -67,19 +93,6 @@ def clock_timeline(schedule: Schedule, steps: np.ndarray, hop: float) -> Timelin
     return clock(schedule, Times.by_stage(*(map(float, row) for row in steps), hop=float(hop)))
 
 
-def beside(times: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
-    """Compute the seconds of the reference, and its ratio to the first side by repetition.
-
-    Parameters
-    ----------
-    times : ndarray
-        As of `bubble_rates`, by side: (side, repetition, rank, action, edge).
-    """
-    own, reference = (step_seconds(side) for side in times)
-    return {"reference_seconds": (np.array(median_interval(reference)), "s"),
-            "ratio": (np.array(median_interval(reference / own)), "1")}
-
-
 def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Compute by how much each repetition of waits exceeds the clock, for each action.
 
@@ -104,11 +117,6 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
         timeline = clock_timeline(schedule, steps, 0.0)
         found.append((seconds - float(timeline.makespan)) / len(timeline.critical_path()))
     return np.array(found)
-
-
-def overhead_intervals(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """Return the medians of `overheads` with their intervals, (side, bound)."""
-    return np.array([median_interval(overheads(*side, schedule)) for side in zip(times, slept)])
 
 
 @dataclass(frozen=True)
