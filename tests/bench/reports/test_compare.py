@@ -24,7 +24,7 @@ def write_set(folder, seed, factors=None, runs=3, between=0.01, rows=ROWS, **cha
             level = (factors or {}).get(number, 1.0) * random.lognormal(0, between)
             for phase in PHASES:
                 noise = random.lognormal(0, 0.002, (12, 1))
-                run.samples[phase] = level * noise * np.ones(row.gpus)
+                run.samples[phase][:] = level * noise * np.ones(row.gpus)
             run.configuration.update(changes.get("configuration", {}))
             run.environment.update(changes.get("environment", {}))
             run_file.write_run(run, folder, f"row{number}")
