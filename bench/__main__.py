@@ -74,13 +74,21 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     mpi.start()
     from mpi4py import MPI
     from bench.errors import StoreError, too_large
-    from bench.instruments.stall import watch_stalls
+    from mm3d.tracing.watchdog import Watchdog
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
     gc.freeze()
     try:
-        with watch_stalls(comm, getattr(arguments, "stall", None)) as arguments.watched:
+        try:
+            launcher.check_launcher(comm.size)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if seconds := getattr(arguments, "stall", None):
+            with Watchdog(comm, seconds) as watchdog:
+                arguments.watched = watchdog.attached
+                status = run_verb(run, arguments, comm)
+        else:
             status = run_verb(run, arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()

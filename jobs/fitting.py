@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-import mm3d
 from bench.cases.case import Case
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
 from jobs.site_tables import Site
+from mm3d.schemes import find_scheme
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
     most, how, scheme = rank_memory(site, case.row.gpus), case.variant, case.row.scheme
     if most is None:
         return RowFit(recompute or "none")
-    grid, dtype = mm3d.SCHEMES[scheme].default_grid(case.row.gpus), numpy_dtype(how)
+    grid, dtype = find_scheme(scheme).default_grid(case.row.gpus), numpy_dtype(how)
     sizes = case.sizes
     names = [recompute] if recompute else memory_fit.list_policies(how.keep)
     closed = memory_fit.estimate_peak(scheme, grid, dtype, names[0], sizes, how.keep)

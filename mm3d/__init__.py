@@ -30,35 +30,34 @@ from mm3d.grid.axis import Axis, Traffic  # noqa: E402
 from mm3d.grid.grid import Grid  # noqa: E402
 from mm3d.grid.layout import Layout  # noqa: E402
 from mm3d.grid.split import Split  # noqa: E402
-from mm3d.model import cost  # noqa: E402
-from mm3d.model.experts.options import Experts  # noqa: E402
-from mm3d.model.sizes import ModelSizes  # noqa: E402
-from mm3d.model.transformer import Transformer  # noqa: E402
-from mm3d.model.transformer_spec import model_spec  # noqa: E402
-from mm3d.model.vectors import Vector  # noqa: E402
-from mm3d.schemes import registry, scheme  # noqa: E402
+from mm3d.schemes import registry  # noqa: E402
+from mm3d.schemes.creation import scheme  # noqa: E402
 from mm3d.schemes.scheme import Scheme  # noqa: E402
-from mm3d.tracing.watchdog import Watchdog  # noqa: E402
 
 guard.install()    # the other ranks would wait for ever for one that has failed
 
 __version__ = "0.1.0"
 
 SCHEMES = registry()
-_TRAINING = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
-             "Pipeline": "mm3d.training.pipeline",
-             "SGD": "mm3d.training.optimizers", "AdamW": "mm3d.training.optimizers",
-             "LossScaling": "mm3d.training.loss_scaling",
-             "warmup_cosine": "mm3d.training.learning_rates",
-             "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring"}
+# Files of the public names that are imported when they are asked for: no program needs all.
+_FILES = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
+          "Pipeline": "mm3d.training.pipeline",
+          "SGD": "mm3d.training.optimizers", "AdamW": "mm3d.training.optimizers",
+          "LossScaling": "mm3d.training.loss_scaling",
+          "warmup_cosine": "mm3d.training.learning_rates",
+          "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring",
+          "Transformer": "mm3d.model.transformer", "ModelSizes": "mm3d.model.sizes",
+          "model_spec": "mm3d.model.transformer_spec", "Vector": "mm3d.model.vectors",
+          "Experts": "mm3d.model.experts.spec", "cost": "mm3d.model.cost",
+          "Watchdog": "mm3d.tracing.watchdog"}
 
-__all__ = ["Axis", "Experts", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space",
-           "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",
-           "registry", "scheme", *_TRAINING]
+__all__ = ["Axis", "Grid", "Layout", "SCHEMES", "Scheme", "Space", "Split", "Traffic",
+           "registry", "scheme", *_FILES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what trains a model when it is asked for: most programs need none of it."""
-    if name not in _TRAINING:
+    """Import a public name when it is asked for."""
+    if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_TRAINING[name]), name)
+    file = import_module(_FILES[name])
+    return getattr(file, name, file)    # `cost` is a whole file

@@ -7,13 +7,13 @@ from typing import Literal
 
 import msgspec
 
-import mm3d
+from mm3d.schemes import registry
 
 BASELINES = ("1d", "2d")    # the schemes that the paper compares its own with
 PROPOSED = "3d"    # the paper's own scheme
 PAPER = (*BASELINES, PROPOSED)    # the schemes of its tables
-TITLES = {name: mm3d.SCHEMES[name].title
-          for name in sorted(mm3d.SCHEMES, key=lambda name: (name not in PAPER, name))}
+TITLES = {name: registry()[name].title
+          for name in sorted(registry(), key=lambda name: (name not in PAPER, name))}
 HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"}
 
 

@@ -5,10 +5,10 @@ from typing import Iterable
 
 import msgspec
 
-import mm3d
 from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, PROPOSED, Row, TITLES, load_tables, unpublished_row
 from bench.errors import UsageError, require_known
+from mm3d.schemes import find_scheme
 
 
 def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
@@ -48,7 +48,7 @@ def select_rows(tables: str = "all", schemes: str = "paper",
     """
     wanted_tables = _parse_names(tables, list(HEADINGS), "--table")
     wanted_schemes = {"paper": PAPER, "all": [
-        name for name in TITLES if mm3d.SCHEMES[name].divides_work]}.get(
+        name for name in TITLES if find_scheme(name).divides_work]}.get(
             schemes) or _parse_names(schemes, list(TITLES), "--scheme")
     rows = [row for row in load_tables().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
@@ -91,7 +91,7 @@ def _ranks_with_grid(table: str, scheme: str) -> list[int]:
 def _has_grid(scheme: str, ranks: int) -> bool:
     """Return whether `scheme` has a grid of its own choice for so many ranks."""
     try:
-        mm3d.SCHEMES[scheme].default_grid(ranks)
+        find_scheme(scheme).default_grid(ranks)
     except ValueError:
         return False
     return True

@@ -9,9 +9,8 @@ from typing import Any, Iterable, Mapping
 
 import numpy as np
 
-from mm3d.arrays.backend import Backend
+from mm3d.arrays.backend import DTYPES, Backend
 from mm3d.model.recomputation import parse_policy
-from mm3d.model.transformer import DTYPES
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
 

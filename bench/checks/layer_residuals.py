@@ -21,6 +21,7 @@ import numpy as np
 from bench.checks import attention_identities
 from bench.checks.freivalds import EPS
 from bench.checks.layer_errors import LayerErrors, SUMS
+from bench.checks.names import PREFIX
 from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
 from mm3d.model.chain_specs import ChainSpec, ModelSpec, Repeated, ResidualSpec
@@ -32,7 +33,6 @@ from mm3d.tracing.observe import observed
 # layer that works by rows, or of each term of a sum over all rows.  TensorFloat-32 rounds the
 # factors of products alone, and so only products and attention have its eps.
 PRODUCT, ROW = 8, 32
-PREFIX = "residual of "
 
 
 def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
@@ -72,12 +72,6 @@ def failure_message(checks: list[Check]) -> str | None:
     return (f"the measured model's own step is wrong: {worst.quantity}, is off by "
             f"{worst.error:.2g} of its bound, tolerance {worst.tolerance:.2g} ({len(failed)} of "
             f"{len(checks)} residuals fail); no times were written")
-
-
-def split_checks(checks: list[Check]) -> tuple[list[Check], list[Check]]:
-    """Return the comparisons with the serial scheme, and the residuals."""
-    residuals = [check for check in checks if check.quantity.startswith(PREFIX)]
-    return [check for check in checks if check not in residuals], residuals
 
 
 def tolerances(model: ModelSpec, rounding: str) -> dict[str, float]:

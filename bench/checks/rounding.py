@@ -6,10 +6,11 @@ from typing import Any, Iterator
 import numpy as np
 
 from mm3d.arrays import backend as backends
-from mm3d.arrays.backend import Array, Backend
+from mm3d.arrays.backend import Array
+from mm3d.arrays.numpy_backend import NumpyBackend
 
 
-class RoundedBackend(Backend):
+class RoundedBackend(NumpyBackend):
     """NumPy with products in TensorFloat-32.
 
     Each result of an operation is rounded once to the type of the model, as in the kernels of a

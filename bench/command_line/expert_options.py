@@ -7,8 +7,9 @@ from typing import Any
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError
-from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS, Experts
+from mm3d.model.experts.shared import WAYS
+from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
+from mm3d.model.experts.spec import Experts
 
 GATE = "mixtral"    # by default
 # What add_choice and add_layers define, with the fields of Experts that they set.

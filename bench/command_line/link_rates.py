@@ -51,8 +51,9 @@ def rates(text: str) -> Rates:
 
 
 def measure_links(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
-                  settings: Settings, dilation: Dilation, comm, out: Path) -> int:
-    """Measure and write a sweep of each table, print the tables and draw one picture.
+                  settings: Settings, dilation: Dilation, comm,
+                  out: Path) -> tuple[int, list[Measurements]]:
+    """Measure and write a sweep of each table; return the exit status and the records.
 
     Raises
     ------
@@ -77,9 +78,7 @@ def measure_links(arguments: argparse.Namespace, rows: list[Row], variant: Varia
         raise UsageError(f"--links: no row of --table {arguments.table} --scheme "
                          f"{arguments.scheme} is for {comm.size} ranks: there are rows for "
                          f"{', '.join(map(str, sorted({row.gpus for row in rows})))}")
-    if comm.rank == 0 and records:
-        show(records, out)
-    return status
+    return status, records
 
 
 def check_waits(arguments: argparse.Namespace, settings: Settings) -> None:
@@ -132,13 +131,3 @@ def list_plans(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
             if how == plain or "overlap" in find_scheme(one.row.scheme).options]
     return [SweepPlan(one, *way) for one in both
             for way in (cubes if one.row.scheme == PROPOSED else [(None, "auto")])]
-
-
-def show(records: list[Measurements], out: Path) -> None:
-    """Print the tables and draw the picture."""
-    from bench.reports import link_sweep
-    from bench.reports.figures.every_figure import make_sweep_drawings, save_drawings
-    from bench.reports.formats import render
-    say(f"\n{render(link_sweep.sweep_parts(records))}\n")
-    drawn, left_out = save_drawings(make_sweep_drawings(records), out)
-    say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

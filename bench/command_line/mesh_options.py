@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench.command_line import options
+from bench.command_line import measuring, options
 from bench.experiments.training.plan import Placement
 from mm3d.training.schedules import registry
 
@@ -28,7 +28,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
                         help="parallelism of the layers in a stage (default 3d)")
     options.add_grid(parser)
     options.add_recompute(parser)
-    options.add_backend(parser)
+    measuring.add_backend(parser)
 
 
 def make_placement(arguments: argparse.Namespace) -> Placement:

@@ -1,141 +1,16 @@
 """Define the options that several verbs share, and the types of options."""
 
 import argparse
-from pathlib import Path
 from typing import Callable, Iterable
 
-from bench.agreement import agree
-from bench.cluster.spec import Cluster
-from bench.command_line.number_types import (MOST, MOST_RANKS, MOST_SECONDS, SEEDS, number,
-                                             refused, whole)
-from bench.errors import UsageError, in_options
-from bench.instruments import host
-from bench.instruments.available_memory import total_memory
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
-from bench.reports import formats
-from mm3d import launcher
-from mm3d.arrays import backend as backends
-from mm3d.arrays.backend import Backend
-from mm3d.console import complain, say
+from bench.command_line.number_types import MOST, MOST_RANKS, refused, whole
+from bench.errors import in_options
 from mm3d.model.recomputation import parse_policy
 
 RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but products with "
              "weights; full, each layer from its input; uniform:N, every N layers from the first "
              "one's input; full+selective or uniform:N+selective")
 COUNTS = {3: "three", 4: "four"}
-
-
-def add_stall(parser: argparse.ArgumentParser) -> None:
-    """Add ``--stall`` to a verb of several ranks; see `bench.instruments.stall`."""
-    parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
-        "end the job when a rank has not reported for this time, and print the layer and the "
-        "collective of each rank; in timed steps also when all ranks wait in collectives "
-        "(default: never)"))
-    parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
-
-
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cluster``, by which a verb is run in an emulated cluster; see `bench.cluster`."""
-    parser.add_argument("--cluster", type=cluster, metavar="NxR:LINK[,LATENCY]", help=(
-        "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
-        "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself"))
-
-
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add ``--out``, the folder of results."""
-    parser.add_argument("--out", metavar="DIR", default=host.default_out(),
-                        help="write the .h5 files into this folder (default results/<machine>)")
-
-
-def add_backend(parser: argparse.ArgumentParser) -> None:
-    """Add ``--backend``."""
-    parser.add_argument("--backend", metavar="NAME",
-                        help="array library: numpy or cupy (default MM3D_BACKEND, or numpy)")
-
-
-def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
-    """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
-    parser.add_argument("--repetitions", type=whole(1), default=repetitions, metavar="N",
-                        help=f"repeat at least this often (default {repetitions})")
-    parser.add_argument("--max-repetitions", type=whole(1), metavar="N",
-                        help="repeat at most this often (default 30, or --repetitions if greater)")
-    parser.add_argument("--max-seconds", default=seconds,
-                        type=number(above=True, most=MOST_SECONDS), metavar="SECONDS",
-                        help=f"begin no repetition beyond --repetitions after this time in a "
-                             f"measurement (default {seconds:g})")
-    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
-                        help="repeat until the 95 %% confidence interval is no wider than this "
-                             "fraction of the median (default 0.05)")
-    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, metavar="N",
-                        help="seed of the numbers in arrays and of the order of measurements "
-                             "(default 0)")
-    add_stall(parser)
-
-
-def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
-    """Add the options of a microbenchmark that writes a file."""
-    add_out(parser)
-    add_backend(parser)
-    add_repetitions(parser, repetitions, seconds)
-
-
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    """Return when to stop repeating, as the options of `add_repetitions` say.
-
-    Raises
-    ------
-    UsageError
-        When the limits are not valid.
-    """
-    most = arguments.max_repetitions
-    try:
-        return Limits(arguments.repetitions,
-                      max(30, arguments.repetitions) if most is None else most,
-                      arguments.max_seconds, arguments.width)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
-    """Return the array library of a verb that measures one rank.
-
-    Raises
-    ------
-    UsageError
-        When there are more ranks, or no such library.
-    """
-    if comm.size > 1:
-        raise UsageError(f"{verb} measures one rank: start it without mpirun")
-    try:
-        return backends.get(backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def check_memory(needed: int, backend: str | None, comm) -> None:
-    """Check before any work that arrays of `needed` bytes, over all ranks, fit the nodes' memory.
-
-    Raises
-    ------
-    UsageError
-        On every rank, when those on a node exceed all of its memory, or there is no `backend`.
-    """
-    try:
-        on_host = backends.get(backend).host_buffers
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    here, room = needed * launcher.local_ranks() // comm.size, total_memory()
-    agree(f"these sizes need {here} bytes on a node or more, which has {room}: smaller sizes "
-          f"would do" if on_host and room and here > room else None, comm)
-
-
-def check_model_memory(layers: int, hidden: int, tokens: int, backend: str | None, comm) -> None:
-    """Check before any work that a model fits the memory of the nodes; see `check_memory`.
-
-    Counted are values and gradients of the matrices and the input, in 16 bits.
-    """
-    check_memory(2 * hidden * (24 * layers * hidden + tokens), backend, comm)
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -217,32 +92,10 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
                         help="file of one run, merged file, or folder of such files")
 
 
-def add_format(parser: argparse.ArgumentParser) -> None:
-    """Add ``--format`` of tables."""
-    parser.add_argument("--format", default="text", choices=formats.FORMATS, help=(
+def add_format(parser: argparse.ArgumentParser, formats: Iterable[str]) -> None:
+    """Add ``--format`` of tables, one of `bench.reports.formats.FORMATS`."""
+    parser.add_argument("--format", default="text", choices=formats, help=(
         "format of the tables (default text); csv is one table of all, with all digits"))
-
-
-def draw_pictures(draws: Iterable[Callable[[], Path]], form: str = "text") -> int:
-    """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
-
-    Parameters
-    ----------
-    draws : iterable of callables
-        Each draws a picture and returns its path, or raises `LeftOut`.
-    form : str
-        The format of the document that was printed; lines stand apart from one that another
-        program may read.
-    """
-    from bench.reports.figures.style import LeftOut
-    status = 0
-    for draw in draws:
-        try:
-            line = str(draw())
-        except LeftOut as why:
-            line, status = f"not drawn: {why}", 1
-        (say if form == "text" else complain)(line)
-    return status
 
 
 def add_pictures(parser: argparse.ArgumentParser) -> None:
@@ -258,14 +111,6 @@ def recompute(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(in_options(str(error), {"recompute"})) from error
     return text
-
-
-def cluster(text: str) -> Cluster:
-    """Read ``16x4:200Mbit``."""
-    try:
-        return Cluster.parse(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def numbers(text: str) -> list[int]:

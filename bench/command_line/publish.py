@@ -5,8 +5,6 @@ from typing import Callable
 
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError
-from bench.prediction import machine_file
-from bench.prediction.machine_model import Machine
 from bench.records import run_file
 from bench.records.measurements import Measurements
 from mm3d.console import say
@@ -47,15 +45,6 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
             say(table(record) + "\n")
         say(line)
     return status
-
-
-def publish_machine(machine: Machine | None, path: str | Path, comm) -> int:
-    """Write the machine of rank 0 to a file and print its name; return 1 if that fails, else 0."""
-    problem = machine_file.write_machine(machine, path, comm)
-    if comm.rank == 0:
-        say(f"failed: machine file {path} could not be written ({problem}); what was there is "
-            f"untouched" if problem else f"machine file: {path}")
-    return int(bool(problem))
 
 
 def report_failure(name: str, reason: object, comm) -> int:

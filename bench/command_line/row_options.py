@@ -21,7 +21,7 @@ from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
                                          work_scale)
-from bench.command_line import options
+from bench.command_line import measuring, options
 from bench.command_line.number_types import MOST_SECONDS, SEEDS, number
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
@@ -43,8 +43,8 @@ def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> 
     parser.add_argument("--memory", metavar="SIZE", help=(
         "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
         "none: no row is (default: the available memory that the system reports; on a GPU none)"))
-    options.add_stall(parser)
-    options.add_cluster(parser)
+    measuring.add_stall(parser)
+    measuring.add_cluster(parser)
 
 
 def _add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
@@ -64,7 +64,7 @@ def _add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
     parser.add_argument("--equal-tokens", action="store_true", help=(
         "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
         "these with that of 3-D, so that speed-ups at equal batches can be read"))
-    options.add_out(parser)
+    measuring.add_out(parser)
 
 
 def _preset_values(name: str) -> str:
@@ -102,7 +102,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
     add_variant(parser)
     _add_work(parser)
-    options.add_backend(parser)
+    measuring.add_backend(parser)
     parser.add_argument("--seed", type=options.whole(0, SEEDS), default=0, metavar="N",
                         help="seed of parameters and input (default 0)")
     options.add_recompute(parser)

@@ -16,7 +16,7 @@ from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.products import matmul
 from mm3d.child_process import run_child
-from mm3d.transport.device import DEVICE_TRANSPORTS
+from mm3d.transport.choice import DEVICE_TRANSPORTS
 
 
 def find_backend() -> backends.Backend | str:

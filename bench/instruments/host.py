@@ -12,19 +12,20 @@ from pathlib import Path
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from bench.cluster.spec import VARIABLE, Cluster
+from bench.records.schema import UNKNOWN
 from bench.records.measurements import Setting
 from mm3d import control_groups, launcher
 from mm3d.arrays import backend as backends
 
-# Variables of MPI, its networks and BLAS that influence times.
+# Variables of MPI, its networks, BLAS and memory that influence times.
 TUNING = re.compile(r"(MPIR_CVAR|MPICH_|I_MPI_|MV2_|FI_|UCX_|NCCL_|PSM|OMPI_MCA_(mpi|pml|btl|mtl|"
-                    r"coll|osc|smsc|opal)|OPENBLAS|GOTO|MKL_|OMP_|BLIS_|MM3D)[A-Za-z_0-9]*")
+                    r"coll|osc|smsc|opal)|OPENBLAS|GOTO|MKL_|OMP_|BLIS_|MALLOC_|LD_PRELOAD|MM3D)"
+                    r"[A-Za-z_0-9]*")
 # Variables of a Slurm job that influence times; not its user, account, name, folder or hosts.
 SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE",
          "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
          "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
 PRIVATE = re.compile(r"[/@~]")    # in paths and addresses, which may name a person
-UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
 CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
@@ -151,9 +152,16 @@ def command_line(argv: list[str]) -> str:
 
 
 def mask_variables(variables: dict[str, str]) -> str:
-    """Return variables as they are recorded; values that may name a person are masked."""
+    """Return variables as they are recorded; values that may name a person are masked.
+
+    Of libraries to load first the names of the files are kept.
+    """
+    kept = {**variables}
+    if "LD_PRELOAD" in kept:
+        kept["LD_PRELOAD"] = ":".join(Path(file).name
+                                      for file in re.split(r"[:\s]+", kept["LD_PRELOAD"]))
     return " ".join(f"{name}={'(masked)' if PRIVATE.search(value) else value}"
-                    for name, value in variables.items())
+                    for name, value in kept.items())
 
 
 def clock_speeds() -> dict[str, Setting]:

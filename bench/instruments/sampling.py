@@ -2,21 +2,25 @@
 
 import math
 import sys
-from typing import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, Hashable, Mapping, Sequence, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from bench.instruments import host, timing
-from bench.instruments.clock import Clock, time_on_all_ranks
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.records.measurements import Setting
-from bench.statistics import median_interval
+from bench.statistics import Interval, elapsed, median_interval
 from mm3d.transport.nodes import node_numbers
 
 BOUNDS = ("median", "low", "high", "confidence")
 # A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.
 SAMPLE = 2e-3
 CALLS = 1000
+# Seconds that the threads of another process' BLAS may spin after their last product.
+SETTLE = 0.05
+Taken = TypeVar("Taken")
 
 
 def measured_environment(backend: str, comm) -> dict[str, Setting]:
@@ -33,32 +37,104 @@ def take_samples(sample: Callable[[], float], limits: timing.Limits,
                  comm) -> tuple[list[float], str]:
     """Take samples until the limits are reached; return them and the limit that ended them."""
     found, ended_by = take_samples_in_turns([sample], limits, 0, comm)
-    return [*found[0]], ended_by
+    return found[0], ended_by
 
 
-def take_samples_in_turns(samples: Sequence[Callable[[], float]], limits: timing.Limits, seed: int,
-                          comm) -> tuple[np.ndarray, str]:
+def medians(samples: Sequence[Sequence[float]]) -> list[Interval]:
+    """Compute the median and its interval of each function's samples."""
+    return [median_interval(each) for each in samples]
+
+
+def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing.Limits, seed: int,
+                          comm, intervals: Callable[[list[list[Taken]]], list[Interval]] = medians,
+                          warmup: int = 0) -> tuple[list[list[Taken]], str]:
     """Take one sample of each in every round, in random order, until the limits are reached.
 
-    Every rank calls this.  The rounds end when the intervals of all are narrow enough.
+    Every rank calls this.  The first `warmup` rounds do not count.  The rounds end when all that
+    `intervals` computes, from the samples of each, are narrow enough.
 
     Returns
     -------
-    samples : ndarray
-        The samples, (functions, rounds).
+    samples : list of list
+        The samples of each, by round.
     ended_by : str
         The limit that ended the rounds.
     """
-    found: list[np.ndarray] = []
+    found: list[list[Taken]] = [[] for _ in samples]
     order = np.random.default_rng(seed)
-    repetitions = timing.Repetitions(
-        limits, comm, lambda: [median_interval(column) for column in np.transpose(found)])
-    for _ in repetitions:
-        row = np.empty(len(samples))
+    repetitions = timing.Repetitions(limits, comm, lambda: intervals(found), warmup)
+    for counts in repetitions:
         for index in order.permutation(len(samples)):
-            row[index] = samples[index]()
-        found.append(row)
-    return np.transpose(found).copy(), repetitions.ended_by
+            one = samples[index]()
+            if counts:
+                found[index].append(one)
+    return found, repetitions.ended_by
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a side of a comparison.
+
+    Attributes
+    ----------
+    times : ndarray
+        Seconds, (ranks, ..., begin and end); NaN without a part.
+    result : object
+        What came of it.
+    """
+
+    times: np.ndarray
+    result: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """The last end minus the first begin."""
+        return float(elapsed(self.times.reshape(-1, 2)))
+
+
+def time_side(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+              clock: Clock) -> Sample:
+    """Take a sample of a step of all ranks, when the other side is asleep."""
+    wait_patiently(comm)
+    return Sample(*time_on_all_ranks(step, comm, synchronize, clock))
+
+
+def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: timing.Limits,
+                     seed: int, comm, warmup: int = 1,
+                     ratios: Sequence[tuple[Hashable, Hashable]] = ()
+                     ) -> tuple[dict[Hashable, list[Sample]], str]:
+    """Take samples of several sides in turns, so that a slower machine slows them all.
+
+    The rounds end when the intervals of all ratios are narrow enough.
+
+    Parameters
+    ----------
+    sides : mapping of callable
+        Take a sample of each side, on all ranks.
+    limits, seed, comm, warmup
+        See `take_samples_in_turns`.
+    ratios : sequence of pairs
+        The sides whose seconds are divided by another's; by default all by the first, and the
+        seconds themselves of one that stands alone, or in a pair with itself.
+
+    Returns
+    -------
+    samples : dict
+        The samples of each side, by round.
+    ended_by : str
+        The limit that ended the rounds.
+    """
+    names = list(sides)
+    pairs = list(ratios) or [(name, names[0]) for name in names[1:]] or [(names[0], names[0])]
+
+    def intervals(found: list[list[Sample]]) -> list[Interval]:
+        seconds = {name: np.array([one.seconds for one in each])
+                   for name, each in zip(names, found)}
+        return [median_interval(seconds[above] / (1 if above == below else seconds[below]))
+                for above, below in pairs]
+    found, ended_by = take_samples_in_turns(list(sides.values()), limits, seed, comm, intervals,
+                                            warmup)
+    return dict(zip(names, found)), ended_by
 
 
 def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:

@@ -1,20 +1,7 @@
-"""End a job that no longer makes progress, and say where its ranks are."""
+"""Watch a job for ranks that no longer make progress, as ``--stall`` asks."""
 
 import contextlib
-from typing import Any, Callable, ContextManager, Iterator
-
-from mm3d.tracing.watchdog import Watchdog
-
-
-@contextlib.contextmanager
-def watch_stalls(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager]]:
-    """Run a watchdog of `comm` and yield its `attached`; if `seconds` is None, yield `unwatched`.
-    """
-    if seconds is None:
-        yield unwatched
-        return
-    with Watchdog(comm, seconds) as watchdog:
-        yield watchdog.attached
+from typing import Any, ContextManager
 
 
 def unwatched(grid: Any, model: Any = None) -> ContextManager:

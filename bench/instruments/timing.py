@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any, Callable, Iterator
 
 import numpy as np
 
 from bench.instruments.clock import Clock, time_on_this_rank
+from bench.instruments.step_seconds import slowest
 from bench.statistics import Interval, median_interval
 from mm3d.tracing.events import PHASES
 
@@ -242,23 +242,3 @@ def _samples(kept: list[np.ndarray] | np.ndarray) -> np.ndarray:
     """Compute seconds (phases, repetitions, ranks) of times (ranks, phases, 2) a repetition."""
     times = np.asarray(kept)
     return np.ascontiguousarray((times[..., 1] - times[..., 0]).transpose(2, 0, 1))
-
-
-def slowest(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over ranks of samples (repetitions, ranks)."""
-    return samples.max(axis=1)
-
-
-def typical(samples: np.ndarray) -> float:
-    """Return the median over repetitions of the maximum over ranks."""
-    return median(slowest(samples).tolist())
-
-
-def step_times(samples: dict[str, np.ndarray], batch: int) -> np.ndarray:
-    """Return seconds a sequence of every repetition: (forward + backward) / batch."""
-    return (slowest(samples["forward"]) + slowest(samples["backward"])) / batch
-
-
-def average_step_time(samples: dict[str, np.ndarray], batch: int) -> float:
-    """Return (forward + backward) / batch of medians, the paper's equation 6, in seconds."""
-    return (typical(samples["forward"]) + typical(samples["backward"])) / batch

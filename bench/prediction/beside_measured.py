@@ -7,7 +7,7 @@ from typing import Iterator
 import numpy as np
 
 from bench.errors import StoreError
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work
 from bench.records import model_run
@@ -57,7 +57,7 @@ def read_measured(run: Measurements) -> Iterator[Measured]:
         work = Work("layer", chosen["scheme"], grid_shape(chosen),
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"],
-                       {phase: timing.typical(run.times[phase]) for phase in PHASES},
+                       {phase: step_seconds.typical(run.times[phase]) for phase in PHASES},
                        None if math.isnan(published) else published, **more)
     elif run.kind == "matmul":
         work = Work("matmul", chosen["scheme"], grid_shape(chosen),

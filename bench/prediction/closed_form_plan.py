@@ -15,7 +15,7 @@ from mm3d import ModelSizes, model_spec
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
@@ -80,7 +80,8 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     return moved / least if least > 0 else math.nan
 
 
-def weight_products(sizes: ModelSizes, experts: Experts | None = None) -> dict[ProductShape, int]:
+def weight_products(sizes: ModelSizes,
+                    experts: ExpertOptions | None = None) -> dict[ProductShape, int]:
     """Count the products with weights in a forward pass, by shape; those of experts as one."""
     return cost.products(model_spec(sizes, experts=experts))
 
@@ -145,7 +146,7 @@ class _BlockSizes:
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtype: str,
-                recompute: str, sizes: ModelSizes, experts: Experts | None = None) -> Plan:
+                recompute: str, sizes: ModelSizes, experts: ExpertOptions | None = None) -> Plan:
     """Predict a step of a scheme on a grid by closed forms.
 
     With `experts` none drops a token, the products of all of them are as fast as one, and the

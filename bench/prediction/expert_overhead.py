@@ -13,7 +13,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import (
     achieved_seconds, collective_terms, gemm_seconds, step_seconds)
 from mm3d import ModelSizes
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.tracing.dry_run import trace_step
 from mm3d.tracing.events import Collective, Gemm
 from mm3d.tracing.trace import Trace
@@ -26,7 +26,7 @@ class Overhead:
 
     Attributes
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     parallel : int
         Number of ranks that divide the experts.
@@ -45,7 +45,7 @@ class Overhead:
         Bytes at the peak of the rank, for this layer alone.
     """
 
-    experts: Experts
+    experts: ExpertOptions
     parallel: int
     words: int
     bytes: int
@@ -57,7 +57,7 @@ class Overhead:
     peak: int
 
 
-def predict_overhead(machine: Machine, experts: Experts, parallel: int, sizes: ModelSizes,
+def predict_overhead(machine: Machine, experts: ExpertOptions, parallel: int, sizes: ModelSizes,
                      dtype: str) -> Overhead:
     """Predict the overhead of one layer.
 
@@ -65,7 +65,7 @@ def predict_overhead(machine: Machine, experts: Experts, parallel: int, sizes: M
     ----------
     machine : Machine
         The machine.
-    experts : Experts
+    experts : ExpertOptions
         The options.
     parallel : int
         Number of ranks that divide the experts.

@@ -7,6 +7,7 @@ import msgspec
 from bench.agreement import agree
 from bench.prediction import machine_model
 from bench.records import atomic
+from mm3d.console import say
 
 ADOPTED = "as of "    # begins the sources of figures that were not measured
 
@@ -86,3 +87,12 @@ def _header(machine: machine_model.Machine) -> str:
         "# A machine's model for `python -m bench`: `sources` says where each figure is from,",
         "# `bench.prediction.machine_model.Machine` its units.",
         *[f"# Not measured here: {', '.join(adopted)}."] * bool(adopted), ""])
+
+
+def publish_machine(machine: machine_model.Machine | None, path: str | Path, comm) -> int:
+    """Write the machine of rank 0 to a file and print its name; return 1 if that fails, else 0."""
+    problem = write_machine(machine, path, comm)
+    if comm.rank == 0:
+        say(f"failed: machine file {path} could not be written ({problem}); what was there is "
+            f"untouched" if problem else f"machine file: {path}")
+    return int(bool(problem))

@@ -11,7 +11,7 @@ from bench.errors import UsageError
 from mm3d import model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost, recomputation
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import POLICIES
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
@@ -43,7 +43,7 @@ def parse_size(text: str) -> int:
 @cache
 def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
           sizes: tuple[tuple[str, int], ...], how: Variant, block: int,
-          experts: Experts | None) -> int:
+          experts: ExpertOptions | None) -> int:
     return dry_run.extrapolate_step(scheme, grid.ranks, grid, options=how.options(scheme),
                                     dtype=dtype, block=block,
                                     causal=how.causal, recompute=recompute,
@@ -53,7 +53,7 @@ def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
 
 def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
                  sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize,
-                 experts: Experts | None = None) -> int:
+                 experts: ExpertOptions | None = None) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model.
 
     Parameters
@@ -68,7 +68,7 @@ def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
         Its `keep`, `overlap` and `causal` are used.
     block : int
         Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         The options of the model's experts, which are assumed to get equally many tokens.
     """
     shape = find_scheme(scheme).grid_shape(grid)
@@ -92,7 +92,7 @@ def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
 
 def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
                   limit: float, how: Variant = Variant(),
-                  experts: Experts | None = None) -> tuple[str | None, int]:
+                  experts: ExpertOptions | None = None) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
 
     Policies that are far too large by the closed forms are not run dry.

@@ -22,7 +22,7 @@ from bench.prediction.seconds import achieved_seconds, trace_terms
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import SUMS, Trace
@@ -59,7 +59,7 @@ class PipelineModel:
         As of `mm3d.Transformer`.
     data, zero, shards
         As in `mm3d.training.data_costs.data_words`.
-    experts : Experts or None
+    experts : ExpertOptions or None
         The options of the model's experts, of which all get equally many tokens.
     """
 
@@ -75,7 +75,7 @@ class PipelineModel:
     data: int = 1
     zero: int = 0
     shards: int | None = None
-    experts: Experts | None = None
+    experts: ExpertOptions | None = None
 
     @property
     def places(self) -> int:

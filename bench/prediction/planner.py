@@ -14,7 +14,7 @@ from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme, registry
 from mm3d.tracing import dry_run
 from mm3d.tracing.dry_run import Replicas
@@ -50,7 +50,7 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
 
 
 def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: ModelSizes, experts: Experts | None = None,
+               sizes: ModelSizes, experts: ExpertOptions | None = None,
                replicas: Replicas | None = None) -> Plan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
 
@@ -69,7 +69,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
 
 def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
                recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
-               experts: Experts | None = None, replicas: Replicas | None = None,
+               experts: ExpertOptions | None = None, replicas: Replicas | None = None,
                **sizes: int) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
@@ -80,7 +80,7 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
     ----------
     ranks, machine, dtype, recompute, top, scheme, **sizes
         The ranks, and the model.
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         The options of its experts.
     replicas : callable, optional
         See `mm3d.tracing.dry_run.trace_step`; closed forms do not know of them.
@@ -111,7 +111,7 @@ def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: st
 
 
 def describe_fit(plan: Plan, machine: machine_model.Machine, dtype: str, sizes: ModelSizes,
-                 experts: Experts | None = None) -> str:
+                 experts: ExpertOptions | None = None) -> str:
     """Format whether a plan fits the memory: "yes", "with" a policy of recomputation, or "NO"."""
     if plan.fits:
         return "yes"

@@ -18,8 +18,7 @@ from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
-from mm3d.transport import chain, hierarchical
-from mm3d.transport.choice import in_place_collectives
+from mm3d.transport.choice import LEAST_NODES, in_place_collectives, transport_class
 from mm3d.transport.lanes import chunk_bytes
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
@@ -122,10 +121,10 @@ def chain_delay(event: Collective, per_node: int) -> float:
     parts: 2 (q-1)/q arrays pass through a link.
     """
     nodes = math.ceil(event.size / max(1, per_node // event.stride))
-    if event.kind not in ROOTED or nodes < chain.LEAST_NODES:
+    if event.kind not in ROOTED or nodes < LEAST_NODES:
         return 0.0
     alone = nodes == event.size
-    if event.bytes <= (chain if alone else hierarchical).MAX_MPI_BYTES:
+    if event.bytes <= transport_class("chain" if alone else "hierarchical").mpi_bytes:
         return 1 - 2 / nodes
     share = event.bytes * nodes // event.size    # of one of the node's ranks
     return 2 * (1 - 1 / nodes) * min(1.0, chunk_bytes(share, nodes) / share)

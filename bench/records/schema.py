@@ -15,6 +15,7 @@ import numpy as np
 
 MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float's exact integer
 MOST_LAYERS = 10 ** 4    # each of which is looked at alone
+UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
 # What no number is but these: differences that are below 0, losses that have diverged.
 SIGNED = re.compile(r"resident_growth|overhead|\w*difference")
 POLICY = re.compile(r"none|selective|(full|uniform:[1-9][0-9]{0,9})([+]selective)?")
@@ -120,7 +121,8 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
     ValueError
         When something is missing.
     """
-    for name, needed in load().get(kind, {}).get("needs", {}).items():
+    common = load()["common"]
+    for name, needed in {**common["needs"], **load().get(kind, {}).get("needs", {})}.items():
         value = found.get(name)
         if value is None or isinstance(value, str) and value in ("", "none"):
             continue
@@ -138,12 +140,13 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         When a variable is missing, has other dimensions than its name's or not the lengths of
         its scales, or numbers that cannot be.
     """
-    known = load().get(kind, {})
+    known, common = load().get(kind, {}), load()["common"]
     wanted = known.get("variables", {})
     for name in wanted:
         if name not in variables:
             raise ValueError(f"{name} is missing")
-    for name, dims in {**wanted, **known.get("optional", {}), **derived(kind)}.items():
+    for name, dims in {**common["optional"], **wanted, **known.get("optional", {}),
+                       **derived(kind)}.items():
         if name in variables and " ".join(variables[name].dims) != dims:
             raise ValueError(f"{name} has the dimensions "
                              f"{' '.join(variables[name].dims) or 'none'}, which should be "
@@ -152,7 +155,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         if dim in scales and list(scales[dim]) not in choices:
             raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
                              f"which should be {' or '.join(map(', '.join, choices))}")
-    positive = known.get("positive", "").split()
+    positive = f"{common['positive']} {known.get('positive', '')}".split()
     may_be_empty = known.get("empty", "").split()    # of a run that was stopped before its first
     for name, variable in variables.items():
         shape = tuple(len(scales[dim]) for dim in variable.dims)

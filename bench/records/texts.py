@@ -12,6 +12,8 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.training.schedules.check import check
+from mm3d.training.schedules.text import parse_schedule
 
 
 def check_texts(kind: str, run: Any) -> None:
@@ -60,10 +62,9 @@ def _check_model(run: Any) -> None:
 
 def _check_pipeline(run: Any) -> None:
     """The schedule can be kept, and has the ranks, actions and stages that were measured."""
-    from mm3d.training import schedules    # here: what reads no pipeline does not import it
-    schedule = _named("configuration/schedule_text", schedules.parse_schedule,
+    schedule = _named("configuration/schedule_text", parse_schedule,
                       str(run.configuration["schedule_text"]))
-    _named("configuration/schedule_text", schedules.check, schedule)
+    _named("configuration/schedule_text", check, schedule)
     _, ranks, actions, _ = np.shape(run.raw["times"].values)
     if (ranks % schedule.ranks or actions != max(map(len, schedule.rows))
             or len(run.scales["stage"]) != schedule.stage_count):

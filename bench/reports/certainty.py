@@ -5,7 +5,7 @@ from typing import Sequence
 import numpy as np
 
 from bench.cases.paper import Row, title
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.folder import is_crowded
 from bench.records.model_run import Run
 from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
@@ -31,7 +31,7 @@ def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None
         cells: list[Cell] = [title(row.scheme), row.gpus, number_cell(crowd, "g"),
                              len(run.times["forward"])]
         for phase in PHASES:
-            cells += interval_cells(median_interval(timing.slowest(run.times[phase])))
+            cells += interval_cells(median_interval(step_seconds.slowest(run.times[phase])))
         lines.append([*cells, run.ended_by, verified_by(run)])
     bounds = [Column(*head, phase) for phase in PHASES
               for head in (("low", "(s)"), ("high", "(s)"), ("width", ""))]
@@ -63,7 +63,7 @@ def compare_repetitions(slow: Run, fast: Run) -> str:
     """
     if any(map(is_crowded, (slow, fast))):
         return "not tested"
-    p = rank_sum_p(*(timing.step_times(run.times, run.configuration["batch"])
+    p = rank_sum_p(*(step_seconds.step_times(run.times, run.configuration["batch"])
                    for run in (slow, fast)))
     return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
 
@@ -81,7 +81,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
                                  for run in runs}))
     counts = ", ".join(f"{END_REASONS[reason]} in {count}"
                        for reason, count in ended.items() if count)
-    reached = sorted(max(median_interval(timing.slowest(run.times[phase])).width
+    reached = sorted(max(median_interval(step_seconds.slowest(run.times[phase])).width
                          for phase in PHASES) for run in runs)
     text.append(f"Asked for: a width of {widths} of the median. What ended the repetitions, of "
                 f"{len(runs)} rows: {counts}. Reached: the wider interval of a row is "

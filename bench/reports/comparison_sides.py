@@ -14,7 +14,7 @@ import numpy as np
 from bench.cases.paper import title
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
@@ -103,7 +103,7 @@ def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
     if chosen["overridden"]:
         name += ", with " + " ".join(f"{word} {chosen.get(word)}"
                                      for word in chosen["overridden"].split())
-    yield name, Timed(timing.step_times(run.times, 1), run)
+    yield name, Timed(step_seconds.step_times(run.times, 1), run)
 
 
 def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.cases.paper import title
 from bench.errors import StoreError
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.folder import read_runs
 from bench.records.model_run import Run
 from bench.reports import time_parts
@@ -58,9 +58,9 @@ def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
 def figures_of_merit(run: Run) -> list[Figure]:
     """Compute all figures of a run; a step is its median forward and backward, both untraced."""
     batch, seq = run.configuration["batch"], run.configuration["seq"]
-    seconds = sum(timing.typical(run.times[phase]) for phase in PHASES)
+    seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
     flops, ranks = useful_flops(run), run.ranks
-    found = [Figure("average step time", timing.average_step_time(run.times, batch),
+    found = [Figure("average step time", step_seconds.average_step_time(run.times, batch),
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
              Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s"),
@@ -231,7 +231,7 @@ def run_parts(run: Run) -> list[Part]:
         return [merits, Notes("About it:", ["The run was not traced: no parts.", words])]
     ratio = time_parts.tracing_overhead(run)
     rows = [[phase, *map(_merit_cell, found.values()), _merit_cell(sum(found.values())),
-             _merit_cell(timing.typical(run.times[phase])), number_cell(ratio[phase], ".2f")]
+             _merit_cell(step_seconds.typical(run.times[phase])), number_cell(ratio[phase], ".2f")]
             for phase, found in shares.items()]
     for phase, found in shares.items():
         whole = sum(found.values())

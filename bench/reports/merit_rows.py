@@ -4,7 +4,7 @@ import math
 from typing import Iterable, Sequence
 
 from bench.cases.paper import Row, title
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.folder import policy_of, row_of
 from bench.records.model_run import Run
 from bench.reports import merit, time_parts
@@ -18,7 +18,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
     for row, run in zip(rows, runs):
         if run is None:
             continue
-        seconds = sum(timing.typical(run.times[phase]) for phase in PHASES)
+        seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
         tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
         rate = merit.useful_flops(run) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks

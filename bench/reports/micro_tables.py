@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from importlib import import_module
 from typing import Callable, Sequence
 
 import numpy as np
@@ -12,11 +13,8 @@ from bench.records.measurements import Measurements, grid_shape
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
 from bench.reports.emulated import describe_cluster
-from bench.reports.experts.table import experts_parts
-from bench.reports.layer_table import layer_parts
-from bench.reports.link_sweep import sweep_parts
+from bench.reports.formats import render
 from bench.reports.merit import words_note
-from bench.reports.products.table import products_parts
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
@@ -25,17 +23,41 @@ OF_THE_DISK = {"save": "disk write", "restore": "disk read"}    # of checkpoints
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 
 
+# By the kind of a record: the function that makes its tables, of a file of `bench.reports` that is
+# imported when a record of that kind is read.
+BUILDERS = {
+    "gemm": "micro_tables.gemm_parts", "collectives": "micro_tables.collective_parts",
+    "products": "products.table.products_parts", "checkpoint": "micro_tables.checkpoint_parts",
+    "experts": "experts.table.experts_parts", "training": "training_tables.training_parts",
+    "training-meshes": "training_tables.meshes_parts",
+    "training-step": "training_tables.step_parts"}
+# Tables of any number of records.
+JOINT_BUILDERS = {"matmul": "micro_tables.matmul_parts", "layer": "layer_table.layer_parts",
+                  "sweep": "link_sweep.sweep_parts", "pipeline": "pipeline_tables.pipeline_parts"}
+
+
 def make_parts(records: Sequence[Measurements]) -> list[Part]:
     """Make the tables and notes of all records, by kind."""
     found: list[Part] = []
     for kind in sorted({record.kind for record in records}):
         mine = [record for record in records if record.kind == kind]
         if kind in JOINT_BUILDERS:
-            found += JOINT_BUILDERS[kind](mine)
+            found += _builder(JOINT_BUILDERS[kind])(mine)
         else:
-            build = BUILDERS.get(kind, other_parts)
+            build = _builder(BUILDERS.get(kind, "micro_tables.other_parts"))
             found += itertools.chain.from_iterable(map(build, mine))
     return found
+
+
+def format_record(record: Measurements) -> str:
+    """Format the tables and notes of one record as text."""
+    return render(make_parts([record]))
+
+
+def _builder(name: str) -> Callable[..., list[Part]]:
+    """Import a function of `bench.reports`."""
+    file, _, function = name.rpartition(".")
+    return getattr(import_module(f"bench.reports.{file}"), function)
 
 
 def gemm_parts(record: Measurements) -> list[Part]:
@@ -272,21 +294,6 @@ def describe_machine(record: Measurements) -> str:
     return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
 
 
-# Who measures rows does not import what trains, so these tables import it when they are made.
-def _pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
-    """Make the tables of pipelines."""
-    from bench.reports.pipeline_tables import pipeline_parts
-    return pipeline_parts(records)
-
-
-def _training_parts(record: Measurements) -> list[Part]:
-    """Make the tables of a training, of one on many meshes, or of steps."""
-    from bench.reports import training_tables
-    return {"training": training_tables.training_parts,
-            "training-meshes": training_tables.meshes_parts,
-            "training-step": training_tables.step_parts}[record.kind](record)
-
-
 def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
@@ -296,12 +303,3 @@ def _bytes(size: int) -> str:
         if size >= factor:
             return f"{size / factor:g} {unit}"
     return f"{size} B"
-
-
-BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
-    "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts,
-    "checkpoint": checkpoint_parts, "experts": experts_parts, **dict.fromkeys(
-        ("training", "training-meshes", "training-step"), _training_parts)}
-# Tables of any number of records.
-JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts,
-                  "pipeline": _pipeline_parts}

@@ -9,10 +9,11 @@ import numpy as np
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.checks import layer_residuals
-from bench.instruments import host, timing
+from bench.checks.names import split_checks
+from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   read_folder, share_cores)
+from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
                            speed_ups, wire_rows)
@@ -78,7 +79,7 @@ def heading(results: Results, table: str) -> str:
 
 def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
     """Make one of the paper's tables, with "missing" for rows that were not measured."""
-    times = [_column([run and timing.typical(run.times[phase]) for run in runs])
+    times = [_column([run and step_seconds.typical(run.times[phase]) for run in runs])
              for phase in PHASES]
     times.append(_column([run and measured_average(run) for run in runs]))
     lines: Rows = []
@@ -99,7 +100,7 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
 
 def measured_average(run: Run) -> float:
     """Compute the average step time in seconds per sequence (equation 6) from medians."""
-    return timing.average_step_time(run.times, run.configuration["batch"])
+    return step_seconds.average_step_time(run.times, run.configuration["batch"])
 
 
 def published_notes() -> list[str]:
@@ -183,7 +184,8 @@ def waiting_notes(runs: Sequence[Run]) -> list[str]:
     if not waiting:
         return []
     share = [run.groups["waits"].variables["counted"].values.sum(axis=0).max()
-             / sum(timing.typical(run.samples[phase]) for phase in PHASES) for run in waiting]
+             / sum(step_seconds.typical(run.samples[phase]) for phase in PHASES)
+             for run in waiting]
     return [f"WAITED WORK: products and elementwise operations take the seconds of the machine "
             f"model {_all(waiting, 'waited_machine')}, shrunk by {_all(waiting, 'waited_shrink')} "
             f"and times {_all(waiting, 'waited_scale')}, in which a rank sleeps; only collectives "
@@ -193,7 +195,7 @@ def waiting_notes(runs: Sequence[Run]) -> list[str]:
 
 def verified_notes(runs: Sequence[Run]) -> list[str]:
     """State what was verified before any time was measured, and how."""
-    apart = [(run, *layer_residuals.split_checks(run.checks)) for run in runs]
+    apart = [(run, *split_checks(run.checks)) for run in runs]
     error = max(check.error for _, serial, _ in apart for check in serial)
     notes = [f"Verified first: output and all gradients of every row beside a serial model; the "
              f"largest relative error is {error:.1g}."]
@@ -219,7 +221,7 @@ def machine_notes(results: Results) -> list[str]:
     found: dict[str, list[Key]] = {}
     for key, run in sorted(results.runs.items()):
         env = run.environment
-        unclear = env["git_clean"] or env["git_commit"] == host.UNKNOWN
+        unclear = env["git_clean"] or env["git_commit"] == UNKNOWN
         commit = env["git_commit"][:12] + ("" if unclear else " with changes")
         cluster = emulated.describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"

@@ -8,6 +8,7 @@ from bench.records.kinds import pipeline as derived
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.reports.emulated import describe_cluster
+from bench.reports.layer_table import equal_rate_notes
 from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.clock import Timeline
 
@@ -121,7 +122,22 @@ def _beside_notes(records: Sequence[Measurements], waits: bool) -> list[str]:
     return notes + [
         "The gradients of both are equal within rounding. PyTorch computes no gradient of the "
         "first layer's input, mm3d does. mm3d / clock: its step over the clock's, with measured "
-        "F, B, W and hop."]
+        "F, B, W and hop.", *_kernels(records)]
+
+
+def _kernels(records: Sequence[Measurements]) -> list[str]:
+    """Say how fast both sides multiply."""
+    notes = []
+    for record in records:
+        chosen, found = record.configuration, record.variables
+        if "reference_times" not in found:
+            continue
+        bubble = np.median(derived.bubble_rates(found["reference_times"].values, parse_schedule(
+            str(chosen["schedule_text"]))))
+        name = f"{chosen['schedule']}, {chosen['microbatches']} micro-batches"
+        notes += equal_rate_notes(record, {name: (found["reference_seconds"].values[0],
+                                                  found["seconds"].values[0])}, 1 - bubble)
+    return notes
 
 
 def _notes(records: Sequence[Measurements]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Iterable
 
 import numpy as np
 
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.measurements import Variable
 from bench.records.model_run import Run
 from mm3d.grid.axis import COLLECTIVES
@@ -65,7 +65,7 @@ def tracing_overhead(run: Run) -> dict[str, float] | None:
     if seconds is None:
         return None
     own = seconds.sum(axis=-1)
-    return {phase: timing.typical(own[:, p]) / timing.typical(run.samples[phase])
+    return {phase: step_seconds.typical(own[:, p]) / step_seconds.typical(run.samples[phase])
             for p, phase in enumerate(PHASES)}
 
 

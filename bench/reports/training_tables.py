@@ -8,6 +8,7 @@ from bench.records.kinds.training import tokens_per_second
 from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.reports.layer_table import equal_rate_notes
 
 ROWS = 12    # validations in a table
 ROUNDED = (" That is 4 times the difference of one rank to float64 from the same parameters; of "
@@ -68,6 +69,9 @@ def _notes(record: Measurements) -> list[str]:
         notes.append(f"{chosen['torch']}, one process, trained afterwards from the same "
                      f"parameters on the same batches: {tokens_per_second(tokens, seconds):,.0f} "
                      f"tokens a second.")
+        own, other = (tokens / tokens_per_second(tokens, each) for each in (
+            record.variables["step_seconds"].values, seconds))
+        notes += equal_rate_notes(record, {"PyTorch": (other, own)})
     if "entropy" in record.variables:
         notes.append(_experts(record))
     if chosen["ended_by"] != "steps":
@@ -216,6 +220,9 @@ def _step_notes(record: Measurements) -> list[str]:
         "replicas."]
     if chosen["torch"] != "none":
         notes.append(f"Beside: {chosen['torch']}.")
+        seconds = record.variables["seconds"].values[:, 0]
+        notes += equal_rate_notes(record, {str(side): (seconds[n], seconds[0]) for n, side
+                                           in enumerate(record.scales["side"]) if n})
     if env["oversubscribed"]:
         notes.append("RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed.")
     return notes

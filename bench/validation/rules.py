@@ -10,19 +10,21 @@ from bench.cases.case import make_case
 from bench.cases.paper import load_tables, title, unpublished_row
 from bench.cases.variants import WORK, itemsize, recorded_variant
 from bench.checks import layer_residuals
+from bench.checks.names import split_checks
 from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
 from bench.experiments.rows.record import expected_words
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
 from bench.statistics import median_interval
 from bench.validation.counts import check_counts
-from mm3d import ModelSizes, SCHEMES, model_spec
+from mm3d import ModelSizes, model_spec
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import SIZES
+from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
 
 TOLERANCE = 1e-9    # relative, of recomputed numbers
@@ -53,7 +55,8 @@ def check_ending(run: Run) -> Iterator[str]:
     chosen, count = run.configuration, len(run.samples["forward"])
     if not all(np.isfinite(run.samples[p]).all() for p in PHASES):
         return    # reported by another rule
-    intervals = {phase: median_interval(timing.slowest(run.samples[phase])) for phase in PHASES}
+    intervals = {phase: median_interval(step_seconds.slowest(run.samples[phase]))
+                 for phase in PHASES}
     wide = [f"{phase} {100 * interval.width:.1f} % wide at {100 * interval.confidence:.0f} %"
             for phase, interval in intervals.items() if not interval.within(chosen["width"])]
     if run.ended_by == "width" and wide:
@@ -72,7 +75,7 @@ def check_verification(run: Run) -> Iterator[str]:
         forward, gradient = tolerances(recorded_variant(run.configuration).rounding, layers)
     except KeyError:
         forward, gradient = math.nan, math.nan
-    serial, own = layer_residuals.split_checks(run.checks)
+    serial, own = split_checks(run.checks)
     for check in serial:
         limit = forward if check.quantity == "output" else gradient
         if not check.tolerance <= limit:
@@ -127,7 +130,7 @@ def check_ranks(run: Run) -> Iterator[str]:
                         ("published/gpus", run.published["gpus"])):
         if value != count:
             yield f"{name} says {value:g} ranks, the samples are of {count}"
-    known = SCHEMES.get(chosen["scheme"])
+    known = registry().get(chosen["scheme"])
     if known and chosen["grid_axes"] != " ".join(known.directions):
         yield (f"grid_axes {chosen['grid_axes']}: scheme {chosen['scheme']} has the directions "
                f"{' '.join(known.directions)}")
@@ -171,7 +174,7 @@ def recorded_policy(run: Run) -> str:
 def check_words(run: Run) -> Iterator[str]:
     """Check the counted and the expected words against the closed form."""
     chosen = run.configuration
-    if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
+    if chosen["scheme"] not in registry() or not counted_along_grid(run):
         return
     expected = expected_words(chosen["scheme"], run.grid, ModelSizes.from_settings(chosen),
                               recorded_variant(chosen).keep, recorded_policy(run), run.directions)
@@ -208,7 +211,7 @@ def check_groups(run: Run) -> Iterator[str]:
                     yield f"parts/calls of {collective} along {axis} are not traffic/calls"
         if not (found["parts"]["seconds"] >= 0).all():
             yield "parts/seconds has times below 0, or no numbers"
-    if "memory" not in found or chosen["scheme"] not in SCHEMES:
+    if "memory" not in found or chosen["scheme"] not in registry():
         return
     described = model_spec(ModelSizes.from_settings(chosen), recompute=recorded_policy(run))
     stored = cost.parameters(described)

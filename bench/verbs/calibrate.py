@@ -8,8 +8,8 @@ from bench.errors import StoreError, WrongResult
 from bench.prediction import machine_file, machine_model
 from bench.prediction.calibration import fit, measure
 from bench.prediction.calibration.record import read_calibration
-from bench.command_line import options
-from bench.command_line.publish import publish, publish_machine, report_failure
+from bench.command_line import measuring
+from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
 from mm3d.transport.choice import in_place_collectives
 
@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", metavar="FILE",
                         help="measure nothing, and fit the model to the samples in this file, "
                              "which calibrate wrote")
-    options.add_stall(parser)
-    options.add_cluster(parser)
+    measuring.add_stall(parser)
+    measuring.add_cluster(parser)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             return report_failure("calibrate", f"{wrong}; no file was written", comm)
         status = publish(record, path.parent, f"{path.stem}-samples", comm)
     machine = fit.fit_machine(record) if comm.rank == 0 else None
-    status = max(status, publish_machine(machine, path, comm))
+    status = max(status, machine_file.publish_machine(machine, path, comm))
     if machine:
         say(figures(machine))
     return status

@@ -11,7 +11,7 @@ from bench.prediction.work import predict_seconds
 from bench.records.journal import claim_folder
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
-from bench.command_line import options
+from bench.command_line import measuring, options
 from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
 from mm3d.schemes import registry
@@ -44,9 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_dtype(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="seed of the numbers and of the order (default 0)")
-    options.add_out(parser)
-    options.add_stall(parser)
-    options.add_cluster(parser)
+    measuring.add_out(parser)
+    measuring.add_stall(parser)
+    measuring.add_cluster(parser)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

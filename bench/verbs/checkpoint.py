@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from bench.command_line import options
+from bench.command_line import measuring, options
 from bench.command_line.publish import publish, report_failure
 from bench.errors import WrongResult
 from bench.experiments.checkpoint import measure_checkpoint
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
+from bench.reports.micro_tables import format_record
 from mm3d import ModelSizes
 
 GROUP = "Measure the parts alone"
@@ -17,7 +17,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``checkpoint``."""
-    options.add_measurement(parser, 5, 30.0)
+    measuring.add_measurement(parser, 5, 30.0)
     parser.add_argument("--layers", type=options.whole(1), default=4, metavar="N",
                         help="layers of the model (default 4)")
     parser.add_argument("--hidden", type=options.whole(1), default=1024, metavar="N",
@@ -31,8 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Verify and measure, and write the record; return the exit status."""
-    limits = options.limits_of(arguments)
-    options.check_model_memory(arguments.layers, arguments.hidden, 1, arguments.backend, comm)
+    limits = measuring.limits_of(arguments)
+    measuring.check_model_memory(arguments.layers, arguments.hidden, 1, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
     try:
@@ -40,11 +40,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
                                     limits, arguments.seed, arguments.backend)
     except WrongResult as wrong:
         return report_failure("checkpoint", f"{wrong}; no times were written", comm)
-    return publish(record, out, f"checkpoint-p{comm.size:03d}", comm, table)
-
-
-def table(record: Measurements) -> str:
-    """Format the table of a record."""
-    from bench.reports import micro_tables
-    from bench.reports.formats import render
-    return render(micro_tables.checkpoint_parts(record))
+    return publish(record, out, f"checkpoint-p{comm.size:03d}", comm, format_record)

@@ -5,12 +5,12 @@ import argparse
 from bench.errors import WrongResult
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
-from bench.prediction import machine_update
+from bench.prediction import machine_file, machine_update
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from bench.command_line import options
+from bench.reports.micro_tables import format_record
+from bench.command_line import measuring, options
 from bench.command_line.number_types import MOST_BYTES
-from bench.command_line.publish import publish, publish_machine, report_failure
+from bench.command_line.publish import publish, report_failure
 from mm3d import launcher
 from mm3d.console import say
 
@@ -20,8 +20,8 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``collectives``."""
-    options.add_cluster(parser)
-    options.add_measurement(parser, 7, 1.0)
+    measuring.add_cluster(parser)
+    measuring.add_measurement(parser, 7, 1.0)
     options.add_grid(parser)
     for name, default, about in (
             ("least", 1024, "smallest array (default 1024); each is 4 times as large as the last"),
@@ -34,9 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure, write the record and update the machine file; return the exit status."""
-    limits = options.limits_of(arguments)
+    limits = measuring.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
-    options.check_memory(2 * arguments.most * comm.size, arguments.backend, comm)
+    measuring.check_memory(2 * arguments.most * comm.size, arguments.backend, comm)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
     machine = machine_update.open_machine(arguments.machine, arguments.base,
                                           launcher.local_ranks(), comm)
@@ -47,15 +47,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     except WrongResult as wrong:
         return report_failure("collectives", f"{wrong}; no times were written", comm)
     grid.free()
-    status = publish(record, out, "collectives", comm, table)
+    status = publish(record, out, "collectives", comm, format_record)
     if machine is not None:
         measured = record and machine_update.update_collectives(machine, record)
-        status = max(status, publish_machine(measured, arguments.machine, comm))
+        status = max(status, machine_file.publish_machine(measured, arguments.machine, comm))
     return status
-
-
-def table(record: Measurements) -> str:
-    """Format the tables of a record."""
-    from bench.reports import micro_tables
-    from bench.reports.formats import render
-    return render(micro_tables.collective_parts(record))

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-on-regression", type=number(), metavar="PERCENT", help=(
         "exit with 1 when B is slower in a case by more than this, and the test says so too; "
         "takes three runs a side"))
-    options.add_format(parser)
+    options.add_format(parser, formats.FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:

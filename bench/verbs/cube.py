@@ -3,8 +3,7 @@
 import argparse
 from functools import partial
 
-from bench.command_line import options
-from bench.reports.figures import cube
+from bench.reports.figures import cube, style
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -17,4 +16,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the picture and name its file; 1 when it cannot be drawn, else 0."""
-    return options.draw_pictures([partial(cube.draw_cube, arguments.file)])
+    return style.draw_pictures([partial(cube.draw_cube, arguments.file)])

@@ -4,21 +4,21 @@ import argparse
 import sys
 from dataclasses import replace
 
-import mm3d
 from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import render
+from bench.reports.formats import FORMATS, render
 from bench.command_line import expert_options, grids, options, pipeline_options
 from bench.command_line.number_types import MOST_RANKS
 from mm3d import ModelSizes, model_spec
 from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
+from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
 from mm3d.tracing.dry_run import Replicas
@@ -67,15 +67,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "for it (default longhorn)"))
     expert_options.add_assumed(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
-    options.add_format(parser)
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
-    if arguments.scheme not in mm3d.SCHEMES:
+    if arguments.scheme not in registry():
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
-                         f"{', '.join(mm3d.SCHEMES)}")
+                         f"{', '.join(registry())}")
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0
     if limit and arguments.rank and not experts and not arguments.stages:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
-    scheme = mm3d.SCHEMES[arguments.scheme]
+    scheme = find_scheme(arguments.scheme)
     try:
         if arguments.stages:
             every = stage_grids(scheme, arguments.ranks, arguments.stages,
@@ -153,7 +153,7 @@ def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
 
 def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes: ModelSizes,
               machine: machine_model.Machine | None, limit: int,
-              experts: Experts | None) -> int:
+              experts: ExpertOptions | None) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
     if arguments.all_layers:
         raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
@@ -211,7 +211,7 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + f", ZeRO {arguments.zero or 0}" * (several > 1 and not arguments.experts))
 
 
-def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None) -> None:
+def _refuse_with_experts(arguments: argparse.Namespace, experts: ExpertOptions | None) -> None:
     """Raise UsageError for options that do not go together with experts, or without them."""
     if experts is None:
         for name, value in (("imbalance", arguments.imbalance),
@@ -229,7 +229,7 @@ def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None)
                                  f"replica; leave it out")
 
 
-def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: Experts | None,
+def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: ExpertOptions | None,
               replica: int) -> Replicas | None:
     """Return what traces a rank of this replica of a model with experts; None without experts.
 
@@ -249,7 +249,7 @@ def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: Experts
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
-           machine: machine_model.Machine | None, experts: Experts | None) -> Trace:
+           machine: machine_model.Machine | None, experts: ExpertOptions | None) -> Trace:
     """Run a step of the rank dry.
 
     Raises

@@ -2,14 +2,14 @@
 
 import argparse
 
-from bench.command_line import expert_options, options
+from bench.command_line import expert_options, measuring, options
 from bench.command_line.publish import publish, report_failure
 from bench.errors import WrongResult
 from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, Subject, make_mesh
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from mm3d.model.experts.dispatch import WAYS
+from bench.reports.micro_tables import format_record
+from mm3d.model.experts.shared import WAYS
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -17,7 +17,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``experts``."""
-    options.add_measurement(parser, 7, 120.0)
+    measuring.add_measurement(parser, 7, 120.0)
     for name, default, about in (("experts", 8, "experts"),
                                  ("hidden", 512, "features of a token"),
                                  ("batch", 8, "sequences in a batch, of all replicas"),
@@ -39,19 +39,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="parallelism of each replica (default 1d)")
     options.add_grid(parser)
     parser.add_argument("--torch", metavar="PYTHON", help=(
-        "also compute the layer by PyTorch on one process with all cores, by this interpreter: "
-        "in a loop over experts, and in padded batched products"))
+        "also compute the layer by PyTorch on one process with all cores, by this interpreter: in "
+        "a loop over experts, in padded batched products, and in its own grouped products"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Verify and measure, and write the record; return the exit status."""
-    limits = options.limits_of(arguments)
+    limits = measuring.limits_of(arguments)
     chosen = expert_options.experts_from(arguments, None, every=1)
     case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
                        arguments.batch, arguments.seq, arguments.dtype, arguments.seed,
                        arguments.way)
-    options.check_memory(2 * case.hidden * (4 * chosen.count * case.wide + case.batch * case.seq),
-                         arguments.backend, comm)
+    words = 2 * case.hidden * (4 * chosen.count * case.wide + case.batch * case.seq)
+    measuring.check_memory(words, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
     subject = Subject(mesh, case, arguments.expert_parallel)
@@ -61,11 +61,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
         record = measure_experts(subject, arguments.torch, limits)
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
-    return publish(record, out, name, comm, table)
-
-
-def table(record: Measurements) -> str:
-    """Format the table of a record."""
-    from bench.reports.experts.table import experts_parts
-    from bench.reports.formats import render
-    return render(experts_parts(record))
+    return publish(record, out, name, comm, format_record)

@@ -6,11 +6,11 @@ import numpy as np
 
 from bench.errors import WrongResult
 from bench.experiments.products.gemm import measure_gemm, thread_counts
-from bench.prediction import machine_update
+from bench.prediction import machine_file, machine_update
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from bench.command_line import options
-from bench.command_line.publish import publish, publish_machine, report_failure
+from bench.reports.micro_tables import format_record
+from bench.command_line import measuring, options
+from bench.command_line.publish import publish, report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -18,7 +18,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``gemm``."""
-    options.add_measurement(parser, 7, 1.0)
+    measuring.add_measurement(parser, 7, 1.0)
     parser.add_argument("--sizes", type=options.numbers, default=[2 ** k for k in range(6, 13)],
                         metavar="N,...",
                         help="sizes of the square matrices (default 64,128,...,4096)")
@@ -32,10 +32,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure on one rank, write the record, update the machine file; return the exit status."""
-    backend = options.one_rank_backend("gemm", arguments.backend, comm)
-    limits = options.limits_of(arguments)
+    backend = measuring.one_rank_backend("gemm", arguments.backend, comm)
+    limits = measuring.limits_of(arguments)
     threads = thread_counts(arguments.threads)
-    options.check_memory(3 * max(arguments.sizes) ** 2 * max(
+    measuring.check_memory(3 * max(arguments.sizes) ** 2 * max(
         np.dtype(name).itemsize for name in arguments.dtypes), arguments.backend, comm)
     machine = machine_update.open_machine(arguments.machine, arguments.base, 1, comm)
     out = claim_folder(arguments.out, comm)
@@ -44,15 +44,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
                               arguments.seed)
     except WrongResult as wrong:
         return report_failure("gemm", f"{wrong}; no times were written", comm)
-    status = publish(record, out, "gemm", comm, table)
+    status = publish(record, out, "gemm", comm, format_record)
     if machine is not None:
-        status = max(status, publish_machine(machine_update.update_products(machine, record),
-                                             arguments.machine, comm))
+        measured = machine_update.update_products(machine, record)
+        status = max(status, machine_file.publish_machine(measured, arguments.machine, comm))
     return status
-
-
-def table(record: Measurements) -> str:
-    """Format the table of a record."""
-    from bench.reports import micro_tables
-    from bench.reports.formats import render
-    return render(micro_tables.gemm_parts(record))

@@ -5,8 +5,8 @@ import argparse
 from bench.errors import WrongResult
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from bench.command_line import options
+from bench.reports.micro_tables import format_record
+from bench.command_line import measuring, options
 from bench.command_line.publish import publish, report_failure
 
 GROUP = "Measure the parts alone"
@@ -15,7 +15,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``gpu``."""
-    options.add_measurement(parser, 10, 5.0)
+    measuring.add_measurement(parser, 10, 5.0)
     parser.add_argument("--part", type=options.some_of(*PARTS), default=list(PARTS),
                         metavar="NAMES",
                         help=f"measure these parts, separated by commas: {', '.join(PARTS)} "
@@ -28,8 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the chosen parts on one rank; return the exit status."""
-    backend = options.one_rank_backend("gpu", arguments.backend or "cupy", comm)
-    limits = options.limits_of(arguments)
+    backend = measuring.one_rank_backend("gpu", arguments.backend or "cupy", comm)
+    limits = measuring.limits_of(arguments)
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
     out, status = claim_folder(arguments.out, comm), 0
     for part in arguments.part:
@@ -38,12 +38,5 @@ def run(arguments: argparse.Namespace, comm) -> int:
         except WrongResult as wrong:
             status = report_failure(f"gpu-{part}", f"{wrong}; no times were written", comm)
         else:
-            status = max(status, publish(record, out, record.kind, comm, table))
+            status = max(status, publish(record, out, record.kind, comm, format_record))
     return status
-
-
-def table(record: Measurements) -> str:
-    """Format the tables of a record."""
-    from bench.reports import micro_tables
-    from bench.reports.formats import render
-    return render(micro_tables.other_parts(record))

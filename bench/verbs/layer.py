@@ -7,8 +7,8 @@ import mm3d
 from bench.errors import UsageError, WrongResult
 from bench.experiments.layer.layer import MeasuredLayer, check_overlap, measure_layer
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from bench.command_line import options
+from bench.reports.micro_tables import format_record
+from bench.command_line import measuring, options
 from bench.command_line.publish import publish, report_failure
 from mm3d import ModelSizes
 
@@ -18,7 +18,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``layer``."""
-    options.add_measurement(parser, 7, 60.0)
+    measuring.add_measurement(parser, 7, 60.0)
     parser.add_argument("--hidden", type=options.numbers, default=[512, 1024, 2048],
                         metavar="N,...",
                         help="features of a token (default 512,1024,2048)")
@@ -41,12 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write a layer of each hidden size; return the exit status."""
-    limits = options.limits_of(arguments)
+    limits = measuring.limits_of(arguments)
     check_head(arguments.hidden, arguments.head)
     if arguments.overlap:
         check_overlap(arguments.scheme)
-    options.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
-                               arguments.backend, comm)
+    measuring.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
+                                 arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     status = 0
     for hidden in arguments.hidden:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         except WrongResult as wrong:
             status = report_failure(name, wrong, comm)
         else:
-            status = max(status, publish(record, out, name, comm, table))
+            status = max(status, publish(record, out, name, comm, format_record))
         scheme.grid.free()
         del layer
     return status
@@ -75,10 +75,3 @@ def check_head(hidden_sizes: list[int], head: int) -> None:
         if head < 1 or hidden % head:
             raise UsageError(f"--hidden {hidden} --head {head}: a head of at least 1 feature, "
                              f"and --hidden a multiple of it, would do")
-
-
-def table(record: Measurements) -> str:
-    """Format the table of a record."""
-    from bench.reports import layer_table
-    from bench.reports.formats import render
-    return render(layer_table.layer_parts([record]))

@@ -14,8 +14,8 @@ from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.instruments.timing import Limits
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from bench.command_line import options
+from bench.reports.micro_tables import format_record
+from bench.command_line import measuring, options
 from bench.command_line.publish import check_trace_file, publish, report_failure
 from mm3d.schemes.matrix_product import FORMS
 
@@ -26,8 +26,8 @@ ALL = "all"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``matmul``."""
-    options.add_cluster(parser)
-    options.add_measurement(parser, 7, 30.0)
+    measuring.add_cluster(parser)
+    measuring.add_measurement(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)
     parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
@@ -50,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write every shape and form; return the exit status."""
-    limits = options.limits_of(arguments)
-    options.check_memory(np.dtype(arguments.dtype).itemsize * max(
+    limits = measuring.limits_of(arguments)
+    measuring.check_memory(np.dtype(arguments.dtype).itemsize * max(
         m * n + n * k + m * k for m, n, k in arguments.shape), arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     check_trace_file(arguments.trace, comm)
@@ -93,7 +93,7 @@ def measure_and_write(problem: Problem, name: str, arguments: argparse.Namespace
                                  arguments.seed, arguments.watched)
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
-    status = publish(record, out, name, comm, table)
+    status = publish(record, out, name, comm, format_record)
     if arguments.trace:
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
@@ -115,18 +115,4 @@ def compare_and_write(form: str, shape: tuple[int, int, int], arguments: argpars
                                       limits, arguments.seed, names or None, arguments.watched)
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
-    return publish(record, out, name, comm, products_table)
-
-
-def products_table(record: Measurements) -> str:
-    """Format the table of all products of one shape."""
-    from bench.reports.formats import render
-    from bench.reports.products.table import products_parts
-    return render(products_parts(record))
-
-
-def table(record: Measurements) -> str:
-    """Format the table of a record."""
-    from bench.reports import micro_tables
-    from bench.reports.formats import render
-    return render(micro_tables.matmul_parts([record]))
+    return publish(record, out, name, comm, format_record)

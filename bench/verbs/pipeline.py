@@ -13,12 +13,13 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_case
-from bench.experiments.pipeline.torch_pipeline import refuse_case
+from bench.experiments.pipeline.reference import refuse_case
 from bench.instruments import chrome_trace
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.command_line import options
+from bench.reports.figures import style
+from bench.command_line import measuring, options
 from bench.command_line.number_types import fractions
 from bench.command_line.publish import check_trace_file, publish, report_failure
 from mm3d import Mesh, ModelSizes
@@ -34,7 +35,7 @@ UNITS = {"s": 1, "ms": Fraction(1, 1000), "us": Fraction(1, 10 ** 6)}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``pipeline``."""
-    options.add_measurement(parser, 5, 20.0)
+    measuring.add_measurement(parser, 5, 20.0)
     parser.add_argument("--stages", type=options.whole(1), required=True, metavar="P",
                         help="groups of ranks, each with one or more ranges of layers")
     parser.add_argument("--scheme", default="3d", metavar="NAME",
@@ -77,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write each schedule and number of micro-batches; return the exit status."""
-    limits = options.limits_of(arguments)
+    limits = measuring.limits_of(arguments)
     try:
         cases = list_cases(arguments)
         mesh = Mesh(comm, arguments.stages, arguments.scheme, arguments.grid, arguments.backend)
@@ -86,8 +87,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     for case in cases if arguments.torch else []:
         refuse_case(mesh, case)
     check_trace_file(arguments.trace, comm)
-    options.check_model_memory(arguments.layers, arguments.hidden, arguments.rows * arguments.seq,
-                               arguments.backend, comm)
+    measuring.check_model_memory(arguments.layers, arguments.hidden,
+                                 arguments.rows * arguments.seq, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
@@ -156,8 +157,8 @@ def draw(record: Measurements, path: Path) -> None:
     """Draw the measured timeline above the clock's."""
     from bench.reports import pipeline_tables
     from bench.reports.figures import schedules
-    options.draw_pictures([partial(schedules.picture, path, pipeline_tables.timelines(record),
-                                   "s", "group of ranks")])
+    style.draw_pictures([partial(schedules.picture, path, pipeline_tables.timelines(record),
+                                 "s", "group of ranks")])
 
 
 def table(records: list[Measurements]) -> str:

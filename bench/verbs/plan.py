@@ -10,15 +10,16 @@ from bench.prediction.costs.layer_costs import list_layer_costs
 from bench.prediction.costs.printed_costs import list_costs
 from bench.reports import predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import render
+from bench.reports.formats import FORMATS, render
 from bench.reports.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
+from bench.reports.figures import style
 from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes
 from mm3d.console import say
 from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
 
 GROUP = "Plan and predict"
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_pipeline(parser, " of a replica")
     expert_options.add_layers(parser, "--expert-top")
     options.add_pictures(parser)
-    options.add_format(parser)
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,13 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
     say(render(parts, arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
-        return options.draw_pictures(
+        return style.draw_pictures(
             draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes),
             arguments.format)
     return 0
 
 
-def _check_experts(arguments: argparse.Namespace, experts: Experts, sizes: ModelSizes) -> None:
+def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
+                   sizes: ModelSizes) -> None:
     """Raise UsageError for what cannot be planned with experts."""
     for name in ("pictures", "costs", "data"):
         if getattr(arguments, name):
@@ -108,7 +110,7 @@ def _check_experts(arguments: argparse.Namespace, experts: Experts, sizes: Model
 
 
 def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
-               sizes: ModelSizes, experts: Experts | None) -> int:
+               sizes: ModelSizes, experts: ExpertOptions | None) -> int:
     """Print the plans of a pipeline's stages; 0."""
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "

@@ -9,10 +9,11 @@ from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.reports.document import Notes
-from bench.reports.formats import render
+from bench.reports.formats import FORMATS, render
+from bench.reports.figures import style
 from bench.command_line import grids, options, pipeline_options
 from mm3d.console import say
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.spec import Experts
 
 GROUP = "Plan and predict"
 LAYER = (("top", "1,2,8", "experts that a token is sent to"),
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that have such a grid; with commas between, one for each stage (default: that of each "
         "scheme, such as a cube)"))
     options.add_pictures(parser)
-    options.add_format(parser)
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     say(render([*parts, *tables.prediction_remarks(outcome)], arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_scaling
-        return options.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)],
-                                     arguments.format)
+        return style.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)],
+                                   arguments.format)
     return 0
 
 

@@ -11,20 +11,24 @@ from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
-from bench.checks import layer_residuals
+from bench.checks.names import split_checks
 from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import Measured, measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
                                              check_verifiable)
 from bench.experiments.training.stopping import stop_file_exists
-from bench.instruments import chrome_trace, slow_links, timing
+from bench.instruments import chrome_trace, slow_links, step_seconds
 from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
 from bench.records import journal, model_run, run_file
 from bench.records.journal import claim_folder
-from bench.records.measurements import Group
+from bench.records.measurements import Group, Measurements
+from bench.reports import link_sweep
+from bench.reports.figures.link_sweep import make_sweep_drawings
+from bench.reports.figures.style import save_drawings
+from bench.reports.formats import render
 from bench.command_line import grids, link_rates, row_options
 from bench.command_line.number_types import whole
 from bench.command_line.publish import check_trace_file
@@ -77,9 +81,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
     settings, variant = read_settings(arguments, rows, comm)
     if arguments.links:
         link_rates.check_waits(arguments, settings)
-        return link_rates.measure_links(arguments, rows, variant, settings,
-                                        row_options.dilation(arguments, comm), comm,
-                                        claim_folder(arguments.out, comm))
+        out = claim_folder(arguments.out, comm)
+        status, records = link_rates.measure_links(arguments, rows, variant, settings,
+                                                   row_options.dilation(arguments, comm), comm,
+                                                   out)
+        if comm.rank == 0 and records:
+            show_sweeps(records, out)
+        return status
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)
     check_grids(cases, settings, comm)
@@ -283,8 +291,8 @@ def write_row(found: Measured, one: Case, out: Path, trace: Path | None) -> tupl
 
 def summarize(record: model_run.Run) -> str:
     """Return in a line the times of a step and its difference from the serial scheme's."""
-    forward, backward = (timing.typical(record.samples[phase]) for phase in PHASES)
-    serial, own = layer_residuals.split_checks(record.checks)
+    forward, backward = (step_seconds.typical(record.samples[phase]) for phase in PHASES)
+    serial, own = split_checks(record.checks)
     error = max(check.error for check in serial)
     checked = "a smaller model differs" if own else "differs"
     worst = max((check.share for check in own), default=0.0)
@@ -293,3 +301,10 @@ def summarize(record: model_run.Run) -> str:
               if "dilation" in record.configuration else "")
     return (f"forward {forward:.3g} s, backward {backward:.3g} s{slowed}, {checked} from serial "
             f"by {error:.1g}{step}")
+
+
+def show_sweeps(records: list[Measurements], out: Path) -> None:
+    """Print the tables of sweeps over rates of links, and draw the picture."""
+    say(f"\n{render(link_sweep.sweep_parts(records))}\n")
+    drawn, left_out = save_drawings(make_sweep_drawings(records), out)
+    say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

@@ -8,7 +8,7 @@ import numpy as np
 from bench.errors import WrongResult
 from bench.experiments.products.scalapack import (Comparison, Products, compare_products,
                                                   load_libraries)
-from bench.command_line import options
+from bench.command_line import measuring, options
 from bench.command_line.publish import report_failure
 from bench.statistics import median_interval
 from mm3d.console import say
@@ -19,7 +19,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``scalapack``."""
-    options.add_repetitions(parser, 7, 30.0)
+    measuring.add_repetitions(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)
     options.add_dtype(parser)
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and print every shape; return the exit status."""
-    limits = options.limits_of(arguments)
+    limits = measuring.limits_of(arguments)
     library, gemm = load_libraries(comm, arguments.dtype)
     status = 0
     for shape in arguments.shape:

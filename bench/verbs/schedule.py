@@ -10,6 +10,7 @@ from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.reports.document import Notes
 from bench.reports.formats import render
+from bench.reports.figures import style
 from bench.command_line import options
 from bench.command_line.number_types import fraction, fractions
 from mm3d.console import say
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.curves:
         draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
                              schedule_costs.costs_by_microbatches(names, pipeline)))
-    return options.draw_pictures(draws)
+    return style.draw_pictures(draws)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:

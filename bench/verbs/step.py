@@ -2,14 +2,14 @@
 
 import argparse
 
-from bench.command_line import mesh_options, options
+from bench.command_line import measuring, mesh_options, options
 from bench.command_line.publish import publish, report_failure
 from bench.errors import UsageError, WrongResult
+from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import MeasuredTraining, StepCase
-from bench.experiments.training.torch_group import KINDS
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
+from bench.reports.micro_tables import format_record
 
 GROUP = "Train a model"
 ON_ALL_RANKS = True
@@ -21,8 +21,8 @@ NUMBERS = (("layers", 1, 4, "Transformer layers"), ("hidden", 1, 512, "features 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``step``."""
-    options.add_out(parser)
-    options.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
+    measuring.add_out(parser)
+    measuring.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
     mesh_options.add_mesh(parser)
     for name, least, default, about in NUMBERS:
         parser.add_argument(f"--{name}", type=options.whole(least), default=default, metavar="N",
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write a step; return the exit status."""
-    limits = options.limits_of(arguments)
+    limits = measuring.limits_of(arguments)
     if arguments.torch_parallel and not arguments.torch:
         raise UsageError(f"--torch-parallel {arguments.torch_parallel} without --torch: the name "
                          f"of an interpreter that has PyTorch would do")
@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
                     arguments.dtype)
     if arguments.torch:
         beside.refuse_case(case, kinds, comm.size)
-    options.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
-                               arguments.backend, comm)
+    measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
+                                 arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     subject = MeasuredTraining(comm, case, mesh_options.make_placement(arguments))
     name = f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}"
@@ -56,13 +56,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
             record = beside.measure_beside(subject, arguments.torch, kinds, limits)
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
-    status = publish(record, out, name, comm, table)
+    status = publish(record, out, name, comm, format_record)
     subject.free()
     return status
-
-
-def table(record: Measurements) -> str:
-    """Format the tables of a record."""
-    from bench.reports import training_tables
-    from bench.reports.formats import render
-    return render(training_tables.step_parts(record))

@@ -15,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_folder(parser)
     parser.add_argument("--parts", action="store_true", help=(
         "print the parts of the time of each run, and its figures of merit, instead"))
-    options.add_format(parser)
+    options.add_format(parser, formats.FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:

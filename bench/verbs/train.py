@@ -12,21 +12,23 @@ from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError, WrongResult
+from bench.experiments.torch.child import check_interpreter
+from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import (
     DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
-from bench.command_line import expert_options, mesh_options, options
+from bench.reports.figures import style
+from bench.command_line import expert_options, measuring, mesh_options, options
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import publish, report_failure
 from bench.instruments.clock import wait_patiently
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.reports import training_tables
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.validation.rules import failed_checks
 from mm3d.console import say
 
@@ -82,8 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
         "what was dropped; fail where they differ; options that choose one mesh are refused"))
     options.add_pictures(parser)
-    options.add_out(parser)
-    options.add_stall(parser)
+    measuring.add_out(parser)
+    measuring.add_stall(parser)
 
 
 def add_course(parser: argparse.ArgumentParser) -> None:
@@ -118,14 +120,14 @@ def run(arguments: argparse.Namespace, comm) -> int:
     plan = make_plan(arguments)
     if arguments.torch:
         torch_training.check_torch(plan)
-        make_on_rank_0(lambda: torch_training.check_interpreter(arguments.torch), comm,
+        make_on_rank_0(lambda: check_interpreter(arguments.torch), comm,
                        wait=wait_patiently)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
                                                      "--pictures"),
                        comm, caught=StoreError, error=StoreError)
-    options.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
-                               arguments.backend, comm)
+    measuring.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
+                                 arguments.backend, comm)
     text = share_text(arguments.text, plan.batch, plan.seq, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.compare:
@@ -216,7 +218,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if problem:
         status = report_failure(name, problem, comm)
     else:
-        status = publish(found, out, name, comm, table) or status
+        status = publish(found, out, name, comm, format_record) or status
         draw(found, arguments.pictures, name, comm)
     if arguments.sample:
         state = training.model.state()
@@ -238,6 +240,9 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
              outcome: Outcome) -> Any:
     """Train the same by PyTorch on rank 0, while the others sleep; None on these."""
     plan, comm = training.plan, training.comm
+    batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)
+    products = observe_products(lambda: training.model.step(*batch), training.mesh.scheme.grid)
+    training.model.zero_gradients()
 
     def work() -> torch_training.TorchTraining:
         mesh = make_mesh(Placement(scheme="serial", backend="numpy"), MPI.COMM_SELF)
@@ -246,7 +251,7 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
         return torch_training.train_by_torch(
             arguments.torch, plan, training.text, state, outcome.steps,
             outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "),
-            training.model.schedule.microbatches)
+            training.model.schedule.microbatches, products)
     return make_on_rank_0(work, comm, wait=wait_patiently)
 
 
@@ -258,9 +263,9 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:
         if comm.rank == 0:
-            say(table(found) + "\n")
+            say(format_record(found) + "\n")
         return report_failure(name, problem, comm)
-    status = publish(found, out, name, comm, table)
+    status = publish(found, out, name, comm, format_record)
     draw(found, arguments.pictures, name, comm)
     return status
 
@@ -271,12 +276,5 @@ def draw(found: Measurements | None, folder: str | None, name: str, comm) -> Non
         from bench.reports.figures import training
         picture = (training.training_picture if found.kind == record.KIND
                    else training.meshes_picture)
-        options.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
+        style.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
     comm.Barrier()
-
-
-def table(found: Measurements) -> str:
-    """Format the table of a record."""
-    parts = (training_tables.training_parts if found.kind == record.KIND
-             else training_tables.meshes_parts)
-    return render(parts(found))

@@ -1,4 +1,4 @@
-"""Provide arrays of one library, NumPy's here, and find the backend of an array.
+"""Define what a backend does, on NumPy's arrays, and find the backend of an array.
 
 A `Backend` makes, copies and multiplies arrays, and counts their memory.  The code above it calls
 functions of the arrays' own namespace (`namespace`), so that no algorithm names a library.  The
@@ -10,25 +10,24 @@ import math
 import os
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 
-from mm3d.arrays.numpy_kernels import Kernels
-from mm3d.arrays.pool import Pool
-
 # A product during which a collective goes on is divided into at most MAX_PANELS panels, each of a
 # multiple of PANEL_ROWS rows.  BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds
 # differently in a last, shorter block.  Panels of whole blocks leave every bit as it is.
 MAX_PANELS, PANEL_ROWS = 8, 96
+DTYPES = ("float64", "float32", "float16")    # of models, that every library has
 
 Array = Any    # an array of the library that the backend wraps
 Progress = Callable[[], None] | None    # lets collectives make progress during a product
 
 
 class Backend:
-    """NumPy arrays in host memory; backends of other libraries override what differs.
+    """Arrays in host memory as NumPy handles them; backends of libraries override what differs.
 
     Attributes
     ----------
@@ -38,6 +37,8 @@ class Backend:
         Whether elements of arrays have values; those of dry runs have none.
     xp : module
         The array library.
+    pool : object
+        Lends the memory of the arrays, see `mm3d.arrays.pool.Pool`.
     block : int
         Elements that elementwise work handles at a time: as many as stay in cache on a
         processor, all at once where each operation is a kernel launch.
@@ -59,17 +60,13 @@ class Backend:
     name = "numpy"
     has_contents = True
     xp: ModuleType = np
+    pool: Any
     block = 32768
     host_buffers = True
     has_device = False
     kernels: Any = None
     nccl: Any = None
     between_blocks: Progress = None
-
-    def __init__(self) -> None:
-        self.pool = Pool()
-        if self.xp is np:
-            self.kernels = Kernels(self)
 
     @property
     def more_dtypes(self) -> tuple[Any, ...]:
@@ -246,7 +243,11 @@ class Backend:
         self.pool.trim()
 
 
-_factories: dict[str, Callable[[], Backend]] = {"numpy": Backend}
+def _make_numpy() -> Backend:
+    return import_module("mm3d.arrays.numpy_backend").NumpyBackend()
+
+
+_factories: dict[str, Callable[[], Backend]] = {"numpy": _make_numpy}
 _backends: dict[str, Backend] = {}
 
 

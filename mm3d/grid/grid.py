@@ -4,7 +4,6 @@ from typing import Any, Callable, Iterable
 
 from mpi4py import MPI
 
-from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.agreement import same_arguments
@@ -123,7 +122,6 @@ class Grid(GridAxes):
                                  f"communicator has {comm.size}: start that many ranks, or give "
                                  f"sizes whose product is {comm.size}")
             given |= {"backend": self.backend.name, "sizes": self.shape}
-        launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         if not isinstance(comm, DryCommunicator):
             choose_device(comm, self.backend)
         self.size, self.rank = comm.size, comm.rank

@@ -23,10 +23,9 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_bounds, block_lengths
 from mm3d.arrays.host_arrays import check_unmasked
-from mm3d.grid.face import FaceSplit
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
-from mm3d.grid.split import Split
+from mm3d.grid.split import FaceSplit, Split
 
 
 def divided_directions(spec: str) -> str:

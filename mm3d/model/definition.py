@@ -5,7 +5,7 @@ from typing import Any
 
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.grid.agreement import text_of
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.layers import LayerNorm
 from mm3d.model.sizes import ModelSizes
 
@@ -32,8 +32,9 @@ class Definition:
         return Definition(self.function | _as_facts(function), self.training | _as_facts(training))
 
 
-def define_transformer(sizes: ModelSizes, causal: bool, dropout: float, experts: Experts | None,
-                       dtype: str, seed: int, describe: Any) -> Definition:
+def define_transformer(sizes: ModelSizes, causal: bool, dropout: float,
+                       experts: ExpertOptions | None, dtype: str, seed: int,
+                       describe: Any) -> Definition:
     """Return the definition of a Transformer; parameters are those of `mm3d.Transformer`."""
     function = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
                 "causal": bool(causal), "epsilon": LayerNorm.eps}
@@ -46,7 +47,7 @@ def define_transformer(sizes: ModelSizes, causal: bool, dropout: float, experts:
     return found if experts is None else found.extended(*_define_experts(experts))
 
 
-def _define_experts(experts: Experts) -> tuple[dict[str, Any], dict[str, Any]]:
+def _define_experts(experts: ExpertOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what experts add to a definition."""
     function = {"count": experts.count, "top": experts.top, "every": experts.every,
                 "gate": experts.gate, "capacity": experts.capacity}

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
+from mm3d.grid.split import Gathered
 from mm3d.model import functional
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                                 scale_backward, scale_forward)
-from mm3d.schemes.overlap import Gathered, Overlap
+from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.product import Product
 
 

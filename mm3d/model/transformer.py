@@ -5,14 +5,14 @@ from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, host_dtype
+from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.definition import define_transformer
-from mm3d.model.experts.options import Experts, check_experts_given
+from mm3d.model.experts.options import ExpertOptions, check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
@@ -27,8 +27,6 @@ from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.schemes.scheme import Scheme
-
-DTYPES = ("float64", "float32", "float16")
 
 
 class Transformer:
@@ -76,7 +74,7 @@ class Transformer:
         Probability that an element of a residual branch is dropped before it is added.  Masks are
         keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
         every grid.  `describe` then gets ``dropout=`` too.
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         Options of experts, which some layers have in place of the perceptron, see
         `mm3d.model.experts`.  `describe` then gets ``experts=`` too.  The gradients of the
         router's losses are added by `backward`, times ``routings.scale``.
@@ -122,7 +120,7 @@ class Transformer:
                  describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0,
                  initial_values: InitialValues = varied_values,
                  parameter: Callable[..., Parameter] = Parameter,
-                 experts: Experts | None = None,
+                 experts: ExpertOptions | None = None,
                  expert_ranks: ExpertRanks | None = None,
                  like: "Transformer | None" = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)

@@ -5,18 +5,17 @@ from typing import Mapping
 
 from mm3d.model.chain_specs import ChainSpec, ModelSpec, RecomputedSpec, Repeated, ResidualSpec
 from mm3d.model.dropout import DropoutResidualSpec
-from mm3d.model.experts.options import Experts, check_experts_given
-from mm3d.model.experts.spec import ExpertsSpec, RecomputedExpertsSpec
+from mm3d.model.experts.options import ExpertOptions, check_experts_given
 from mm3d.model.layer_specs import AttentionSpec, GeluSpec, LayerNormSpec, LinearSpec
 from mm3d.model.masks import dropped_of_65536
-from mm3d.model.recomputation import Policy, parse_policy
+from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import ModelSizes
-from mm3d.model.specs import LayerSpec, Spec
+from mm3d.model.specs import LayerSpec
 
 
 def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = "none",
                part: range | None = None, dropout: float = 0.0,
-               experts: Experts | None = None) -> ModelSpec:
+               experts: ExpertOptions | None = None) -> ModelSpec:
     """Return the spec of a stack of pre-LN Transformer layers, without ranks and arrays.
 
     Parameters
@@ -32,7 +31,7 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = 
         All layers, if not given.
     dropout : float
         Probability that an element of a residual branch is dropped (`mm3d.model.dropout`).
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         Options of the layers that have experts (`mm3d.model.experts`).
 
     Raises
@@ -48,7 +47,8 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = 
         raise ValueError(f"layers {part.start} to {part.stop - 1} are no part of a model with "
                          f"layers 0 to {sizes.layers - 1}")
     if experts is not None:
-        layers = _layers_with_experts(sizes, causal, policy, part, dropout, experts)
+        check_experts_given(experts)
+        layers = experts.layer_specs(sizes, causal, policy, part, dropout)
         return ModelSpec(sizes.batch, sizes.seq, sizes.hidden, ChainSpec(layers), part.start)
     block = transformer_layer(sizes, causal, policy.selective, dropout)
 
@@ -63,31 +63,14 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = 
         chain or [Repeated(block, "layers", len(part))])), part.start)
 
 
-def _layers_with_experts(sizes: ModelSizes, causal: bool, policy: Policy, part: range,
-                         dropout: float, experts: Experts) -> tuple[Spec, ...]:
-    """Return the specs of the layers of a part of a model in which some have experts.
-
-    With "selective" alone experts are not recomputed.
-    """
-    check_experts_given(experts)
-    blocks = [Repeated(transformer_layer(sizes, causal, policy.selective, dropout,
-                                         experts if experts.in_layer(layer) else None), "layers")
-              for layer in part]
-    if not policy.group_size:
-        return tuple(blocks)
-    size = policy.group_size
-    return tuple(RecomputedExpertsSpec(tuple(blocks[start:start + size]), "layers")
-                 for start in range(0, len(blocks), size))
-
-
 def transformer_layer(sizes: ModelSizes, causal: bool = False, selective: bool = False,
-                      dropout: float = 0.0, experts: Experts | None = None
+                      dropout: float = 0.0, experts: LayerSpec | None = None
                       ) -> tuple[ResidualSpec, ResidualSpec]:
     """Return the specs of one Transformer layer: attention, then the multi-layer perceptron.
 
     With `selective` each linear layer and the layer before it are recomputed in backward;
     `dropout` is the probability that an element is dropped before it is added to the input.
-    With `experts` these take the place of the perceptron.
+    The layer `experts`, if given, takes the place of the perceptron.
     """
     dropped_of_65536(dropout)    # refuses what is no probability
     h, wide, head = sizes.hidden, sizes.mlp_factor * sizes.hidden, sizes.hidden // sizes.heads
@@ -105,9 +88,7 @@ def transformer_layer(sizes: ModelSizes, causal: bool = False, selective: bool =
                          AttentionSpec("attention.attention", h, sizes.heads, causal),
                          LinearSpec("attention.proj", "down", (h, h), head))
     if experts is not None:
-        return attention, residual(
-            "mlp", LayerNormSpec("ln2", h),
-            ExpertsSpec("experts", experts, h, wide, sizes.layers))
+        return attention, residual("mlp", LayerNormSpec("ln2", h), experts)
     return attention, residual("mlp",
                                LayerNormSpec("ln2", h),
                                LinearSpec("mlp.up", "up", (h, wide), adds_bias=False),

@@ -11,9 +11,9 @@ import math
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
+from mm3d.grid.split import Gathered
 from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
                                    sum_products, sum_rows)
-from mm3d.schemes.overlap import Gathered
 
 
 class Vector:

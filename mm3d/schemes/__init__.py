@@ -1,12 +1,17 @@
 """Collect the schemes, one file each, and find them by name."""
 
-from typing import Any
+import pkgutil
+from functools import cache
+from importlib import import_module
 
-from mpi4py import MPI
+from mm3d.schemes.scheme import SCHEMES, Scheme
 
-from mm3d.arrays.backend import Backend
-from mm3d.grid.shape import GridShape
-from mm3d.schemes.scheme import SCHEMES, Scheme, _import_schemes
+
+@cache
+def _import_schemes() -> None:
+    """Import all modules of this folder, which registers their schemes."""
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
 
 
 def registry() -> dict[str, type[Scheme]]:
@@ -27,37 +32,3 @@ def find_scheme(name: str) -> type[Scheme]:
     if name not in known:
         raise ValueError(f"scheme {name!r} is unknown: choose one of {', '.join(known)}")
     return known[name]
-
-
-def scheme(name: str, comm: MPI.Intracomm | None = None,
-           grid: tuple[int, ...] | GridShape | None = None,
-           backend: str | Backend | None = None, **options: Any) -> Scheme:
-    """Create the scheme called `name` on the ranks of `comm`.
-
-    A program that creates many calls ``scheme.grid.free()`` on every rank when one is not used any
-    more: MPI has a few thousand communicators at most.
-
-    Parameters
-    ----------
-    name : str
-        "serial", "1d" (Megatron-LM), "1d-sp" (with sequence parallelism), "2d" (SUMMA as in
-        Optimus), "2d-pipelined", "2.5d" (Tesseract), "3d" (the paper's, on any X x Y x Z grid)
-        or "faces" (3-D with operands on faces of the grid).
-    comm : mpi4py.MPI.Intracomm, optional
-        The world, if not given.
-    grid : tuple of int or GridShape, optional
-        Sizes of the grid's directions; by default all ranks in a line (1d), a square (2d), a
-        cube (3d, faces), or squares in layers (2.5d).
-    backend : str or Backend, optional
-        "numpy" or "cupy"; ``MM3D_BACKEND`` or NumPy if not given.
-    **options
-        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`; see `Scheme.options`.
-
-    Raises
-    ------
-    ValueError
-        On every rank alike, when no scheme has that name, the ranks do not fit the grid, an
-        option is unknown, or arguments differ between ranks.
-    """
-    comm = comm if comm is not None else MPI.COMM_WORLD
-    return find_scheme(name)(comm, grid, backend, **options)

@@ -17,10 +17,9 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Pending
 from mm3d.grid.layout import Layout
-from mm3d.grid.split import Split
+from mm3d.grid.split import Gathered, Operand, Split, gather
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import MatrixProduct, element_counts
-from mm3d.schemes.overlap import Gathered, Operand, Overlap, gather
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Option, Scheme, SpaceLayout
 
@@ -112,7 +111,7 @@ class CubeProduct(Product):
         return pending if isinstance(pending, Pending) else None
 
     def forward(self, A: Array, B: Array | Pending,
-                overlap: Overlap | None = None) -> tuple[Array, Any]:
+                overlap: Any = None) -> tuple[Array, Any]:
         keep_A, splits = self.keep == "both", (self.a, self.b, self.c)
         if overlap is None:
             A_il = gather(A, self.a)
@@ -125,7 +124,7 @@ class CubeProduct(Product):
         return C, (Gathered(A_il) if keep_A else A, Gathered(B_lj) if keep_B else None)
 
     def backward(self, dC: Array, B: Array | Pending, saved: Any,
-                 overlap: Overlap | None = None) -> tuple[Array, Array | Pending]:
+                 overlap: Any = None) -> tuple[Array, Array | Pending]:
         A, B_lj = saved
         operands = dC, A, B if B_lj is None else B_lj
         splits = self.a, self.b, self.c
@@ -134,7 +133,7 @@ class CubeProduct(Product):
         return overlap.ab_backward(*operands, *splits, self.accumulate_float32, self.overlap)
 
     def backward_input(self, dC: Array, B: Array | Pending, saved: Any,
-                       overlap: Overlap | None = None) -> tuple[Array, Any]:
+                       overlap: Any = None) -> tuple[Array, Any]:
         (A, B_lj), keep = saved, self.weights_half == "keep"
         B = B if B_lj is None else B_lj
         if overlap is None:
@@ -144,7 +143,7 @@ class CubeProduct(Product):
             dA, dC_ij = overlap.abt(dC, B, self.c, self.b, self.a, self.overlap, keep)
         return dA, (A, Gathered(dC_ij) if keep else dC)
 
-    def backward_weights(self, operands: Any, overlap: Overlap | None = None) -> Array | Pending:
+    def backward_weights(self, operands: Any, overlap: Any = None) -> Array | Pending:
         A, dC = operands
         algorithm = atb if overlap is None else overlap.atb
         return algorithm(A, dC, self.a, self.c, self.b, self.accumulate_float32)

@@ -14,11 +14,10 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
-from mm3d.grid.split import Split
+from mm3d.grid.split import Gathered, Split, gather
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
                                          element_counts)
-from mm3d.schemes.overlap import Gathered, gather
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
 

@@ -34,25 +34,8 @@ from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
-from mm3d.grid.split import Split
+from mm3d.grid.split import Gathered, Operand, Split, gather
 from mm3d.schemes.row_panels import RowPanels
-
-
-class Gathered:
-    """Hold an operand that is already gathered."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-
-Operand = Array | Gathered | Pending
-
-
-def gather(operand: Operand, split: Split) -> Array:
-    """Return the gathered operand: gather it along `split`, unless that is done or in flight."""
-    if isinstance(operand, Pending):
-        return operand.take()
-    return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
 
 
 def progress_of(*operands: Operand | None) -> Progress:

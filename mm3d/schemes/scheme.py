@@ -7,12 +7,9 @@ and the paper's exchange of the directions y and z are the same idea.  A new par
 new file in ``mm3d/schemes/``.
 """
 
-import importlib
 import math
-import pkgutil
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Mapping
 
 from mpi4py import MPI
@@ -24,7 +21,7 @@ from mm3d.grid.agreement import same_arguments
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
-from mm3d.schemes.grid_algorithm import GridAlgorithm
+from mm3d.schemes.matrix_product import GridAlgorithm
 from mm3d.schemes.product import Product
 
 
@@ -274,11 +271,3 @@ class Scheme(GridAlgorithm):
         options = {name: getattr(self, name) for name in self.options}
         outer, inner = self.layouts(self.grid.shape, batch, seq, **options)
         return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))
-
-
-@cache
-def _import_schemes() -> None:
-    """Import all modules of ``mm3d/schemes``, which registers their schemes."""
-    from mm3d import schemes
-    for module in pkgutil.iter_modules(schemes.__path__):
-        importlib.import_module(f"{schemes.__name__}.{module.name}")

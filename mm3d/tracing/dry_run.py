@@ -22,7 +22,7 @@ from mm3d.model.cross_entropy import Targets
 from mm3d.model.gpt_ends import WholeGPT
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.transformer import Transformer
-from mm3d.schemes import scheme as make_scheme
+from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Iterable, Sequence
 
 from mm3d.model.chain_specs import ModelSpec
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.specs import LayerPass
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training.data_grid import expert_shards
@@ -117,7 +117,7 @@ def _words_of_copies(gradients: int, gathered: int, data: int, shards: int, zero
             ("d", "all_gather"): once * gathered, ("r", "all_reduce"): 2 * summed * gradients}
 
 
-def count_words(experts: Experts, parallelism: Parallelism, batch: int, data: int,
+def count_words(experts: ExpertOptions, parallelism: Parallelism, batch: int, data: int,
                 shards: int | None = None, expert_parallel: int = 1) -> dict[Key, int]:
     """Count the words in which replicas gather the counts of one pass of a layer of experts.
 
@@ -126,7 +126,7 @@ def count_words(experts: Experts, parallelism: Parallelism, batch: int, data: in
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options of the layer.
     parallelism : Parallelism
         The scheme and grid of the stage in one replica.

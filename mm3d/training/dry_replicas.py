@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from mm3d.grid.grid import GridAxes
 from mm3d.grid.shape import GridShape
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.data_parallel import DataParallel, check_zero
@@ -40,15 +40,15 @@ class JoinedAxes(GridAxes):
         self.axes = {**data.axes, **data.grid.axes}
 
 
-def replicas_with_experts(experts: Experts, batch: int, seq: int, data: int, replica: int = 0,
-                          expert_parallel: int = 1, shards: int | None = None,
+def replicas_with_experts(experts: ExpertOptions, batch: int, seq: int, data: int,
+                          replica: int = 0, expert_parallel: int = 1, shards: int | None = None,
                           way: str = "fewest", imbalance: float = 1.0
                           ) -> Callable[[Scheme], tuple[GridAxes, dict[str, Any], None]]:
     """Return the argument `replicas` of `mm3d.tracing.dry_run.trace_step` for a model of experts.
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options of its experts, which `trace_step` gets too.
     batch, seq : int
         Number of sequences of each replica, and of positions in each.

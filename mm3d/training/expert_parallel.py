@@ -12,9 +12,8 @@ from typing import Any
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import Experts, check_experts_given
-from mm3d.model.experts.shared import ExpertRanks
+from mm3d.model.experts.options import ExpertOptions, check_experts_given
+from mm3d.model.experts.shared import WAYS, ExpertRanks
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.data_parallel import DataParallel
@@ -49,13 +48,13 @@ def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str, bat
     return ExpertRanks(grid.replicas, grid["e"], create, way, batch, imbalance)
 
 
-def check_experts(experts: Experts | None, expert_parallel: Any, replicas: int, tokens: int,
+def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas: int, tokens: int,
                   way: str) -> None:
     """Check the options of experts, and the number of replicas that divide them.
 
     Parameters
     ----------
-    experts : Experts or None
+    experts : ExpertOptions or None
         The options.
     expert_parallel : int
         This number.

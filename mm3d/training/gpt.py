@@ -10,8 +10,8 @@ from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.agreement import checksum, checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.experts.options import Experts
-from mm3d.model.experts.shared import RoutingTotals
+from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
@@ -64,7 +64,7 @@ class GPT(PlainNumbers):
     dropout : float
         Probability that an element of a residual branch, or of the sum of the embeddings, is
         dropped, see `mm3d.model.dropout`.  Attention probabilities are not dropped.
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
@@ -102,7 +102,8 @@ class GPT(PlainNumbers):
                  microbatches: int | None = None, schedule: str | Schedule = "1f1b",
                  recompute: str = "none", tied: bool = True, master: str | None = None,
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
-                 dropout: float = 0.0, experts: Experts | None = None, **options: Any) -> None:
+                 dropout: float = 0.0, experts: ExpertOptions | None = None,
+                 **options: Any) -> None:
         if isinstance(schedule, str) and microbatches is None:
             microbatches = 1
         with same_arguments(mesh.comm, "GPT") as given:

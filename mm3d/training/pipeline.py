@@ -11,7 +11,7 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Traffic
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
@@ -55,7 +55,7 @@ class Pipeline:
     in_flight : int
         How many sums of gradients over replicas go on while a rank computes, see
         `mm3d.training.data_parallel.DataParallel`.
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         Options of experts, as for `mm3d.Transformer`.  Tokens are routed together that belong to
         one micro-batch, in all replicas; the replicas then divide each micro-batch, and not the
         batch before, so that the routing does not depend on their number.  These micro-batches
@@ -108,8 +108,8 @@ class Pipeline:
                  batch: int, seq: int, microbatches: int | None = None,
                  around: Callable[[Action], ContextManager] | None = None,
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
-                 in_flight: int = 0, experts: Experts | None = None, expert_parallel: int = 1,
-                 expert_way: str = "fewest", **options: Any) -> None:
+                 in_flight: int = 0, experts: ExpertOptions | None = None,
+                 expert_parallel: int = 1, expert_way: str = "fewest", **options: Any) -> None:
         with same_arguments(mesh.comm, "Pipeline") as given:
             given |= options | {
                 "layers": layers, "hidden": hidden, "heads": heads, "batch": batch, "seq": seq,

@@ -6,8 +6,7 @@ from typing import Any, Iterable
 import numpy as np
 
 from mm3d.grid.layout import Layout
-from mm3d.model.experts.balance import updated_bias
-from mm3d.model.experts.shared import RoutingTotals
+from mm3d.model.experts.totals import RoutingTotals, updated_bias
 from mm3d.model.transformer import Transformer
 
 

@@ -13,7 +13,6 @@ from mm3d.transport.lanes import Lane
 from mm3d.transport.mpi import MpiTransport
 
 MAX_MPI_BYTES = 1 << 14    # of an array that goes by MPI, in fewer messages one after another
-LEAST_NODES = 3    # of two nodes, a tree is a chain
 
 
 class ChainTransport(MpiTransport):
@@ -24,6 +23,7 @@ class ChainTransport(MpiTransport):
     """
 
     name = "chain"
+    mpi_bytes = MAX_MPI_BYTES
     note = ("a broadcast or reduction is passed from rank to rank, all else goes by MPI: gathers "
             "and broadcasts bring a rank the words counted; what other sums move is not known")
 

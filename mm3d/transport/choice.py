@@ -3,24 +3,33 @@
 import functools
 import os
 import warnings
+from importlib import import_module
 from typing import Mapping
 
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
-from mm3d.transport import cuda_aware
-from mm3d.transport.chain import LEAST_NODES, ChainTransport
-from mm3d.transport.device import DEVICE_TRANSPORTS
-from mm3d.transport.hierarchical import HierarchicalTransport
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.nodes import node_size, nodes_of_line
-from mm3d.transport.ordered import OrderedTransport
-from mm3d.transport.segments import can_share_memory
-from mm3d.transport.shared_memory import SharedTransport
-from mm3d.transport.silent import DryCommunicator, SilentTransport
+from mm3d.transport.nodes import can_share_memory, node_size, nodes_of_line
+from mm3d.transport.silent import DryCommunicator
 
+# The file and the class of each transport, by its name; imported when it is chosen.
+TRANSPORTS = {
+    "mpi": "mpi.MpiTransport", "shared": "shared_memory.SharedTransport",
+    "hierarchical": "hierarchical.HierarchicalTransport", "chain": "chain.ChainTransport",
+    "ordered": "ordered.OrderedTransport", "silent": "silent.SilentTransport",
+    "device": "device.DeviceTransport", "staged": "device.StagedTransport",
+    "nccl": "nccl.NcclTransport"}
 HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")
+DEVICE_TRANSPORTS = ("device", "staged", "nccl")
 IN_NODES = ("shared", "hierarchical")    # of which lines inside a node share memory
+LEAST_NODES = 3    # of a chain: of two nodes, MPI's tree is one
+
+
+def transport_class(name: str) -> type[MpiTransport]:
+    """Return the class of the transport called `name`."""
+    file, _, kind = TRANSPORTS[name].partition(".")
+    return getattr(import_module(f"mm3d.transport.{file}"), kind)
 
 
 def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
@@ -40,7 +49,7 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
         When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
     wanted = os.environ.get("MM3D_TRANSPORT", "")
-    known = HOST_TRANSPORTS if backend.host_buffers else tuple(DEVICE_TRANSPORTS)
+    known = HOST_TRANSPORTS if backend.host_buffers else DEVICE_TRANSPORTS
     single = isinstance(comm, DryCommunicator) or comm.size == 1
     if wanted and wanted not in (known if not single else (*HOST_TRANSPORTS, *DEVICE_TRANSPORTS)):
         raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
@@ -60,7 +69,7 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
         return "nccl"
     if None in devices:
         return "staged"
-    wrong = comm.bcast(cuda_aware.find_problem() if comm.rank == 0 else None)
+    wrong = comm.bcast(transport_class("device").find_problem() if comm.rank == 0 else None)
     if wrong and comm.rank == 0:
         warnings.warn(f"arrays travel through copies in host memory (MM3D_TRANSPORT=staged): "
                       f"{problem}; {wrong}", RuntimeWarning, stacklevel=2)
@@ -74,21 +83,14 @@ def in_place_collectives(names: str) -> frozenset[str]:
     `names` are one or more transports, such as "shared" or "mpi shared"; see
     `mm3d.transport.mpi.MpiTransport.in_place`.
     """
-    known = _transports_by_name()
-    kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
+    kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
+             for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()
 
 
 def describe_moved_words(name: str) -> str:
     """Describe how the words that a transport moves differ from those counted; "" if unknown."""
-    return getattr(_transports_by_name().get(name), "note", "")
-
-
-def _transports_by_name() -> dict[str, type[MpiTransport]]:
-    """Return the transports by name."""
-    kinds = (MpiTransport, SharedTransport, HierarchicalTransport, ChainTransport,
-             OrderedTransport, SilentTransport)
-    return {kind.name: kind for kind in kinds} | DEVICE_TRANSPORTS
+    return transport_class(name).note if name in TRANSPORTS else ""
 
 
 def _nccl_problem(devices: list, installed: list[bool]) -> str:
@@ -108,11 +110,10 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     """Create the transport named by `choose_transport` along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory.
-    They use MPI, or `HierarchicalTransport` where that is set, or where nothing is set and
-    several of them are on one node, or `ChainTransport` where each is on one of three nodes or
-    more.  Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.
-    Each line decides by itself: all its ranks fail alike, and its collectives concern no other
-    line.
+    They use MPI, or "hierarchical" where that is set, or where nothing is set and several of them
+    are on one node, or "chain" where each is on one of three nodes or more.  Ranks that may not
+    open each other's memory use MPI, unless sharing is set explicitly.  Each line decides by
+    itself: all its ranks fail alike, and its collectives concern no other line.
 
     Parameters
     ----------
@@ -128,7 +129,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
         This rank's node.
     ordered : bool
         Whether arrays in host memory must be summed in the order of the ranks: by
-        `SharedTransport` inside a node, and else by `OrderedTransport`.
+        "shared" inside a node, and else by "ordered".
 
     Raises
     ------
@@ -143,7 +144,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
         except OSError as error:
             if kind not in IN_NODES:
                 raise
-            found[name] = (OrderedTransport if ordered else MpiTransport)(line, backend)
+            found[name] = transport_class("ordered" if ordered else "mpi")(line, backend)
             problem = str(error)
     if kind in IN_NODES and os.environ.get("MM3D_TRANSPORT"):
         # Ranks of other lines may have no problem, but would wait for those of this line.
@@ -157,17 +158,17 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
                       node: int, ordered: bool) -> MpiTransport:
     """Create the transport between the ranks of one line, all of which call it."""
     if isinstance(line, DryCommunicator):
-        return SilentTransport(line, backend)
+        return transport_class("silent")(line, backend)
     if kind in DEVICE_TRANSPORTS and line.size > 1:
-        return DEVICE_TRANSPORTS[kind](line, backend)
+        return transport_class(kind)(line, backend)
     if kind in IN_NODES and line.size > 1 and can_share_memory():
         nodes = nodes_of_line(line, node)
         number = len(set(nodes))
         if number == 1:
-            return SharedTransport(line, backend)
+            return transport_class("shared")(line, backend)
         several = number < line.size or os.environ.get("MM3D_TRANSPORT")
         if kind == "hierarchical" and several and not ordered:
-            return HierarchicalTransport(line, backend, nodes)
+            return transport_class("hierarchical")(line, backend, nodes)
         if kind == "hierarchical" and number >= LEAST_NODES and not ordered:
-            return ChainTransport(line, backend)
-    return (OrderedTransport if ordered else MpiTransport)(line, backend)
+            return transport_class("chain")(line, backend)
+    return transport_class("ordered" if ordered else "mpi")(line, backend)

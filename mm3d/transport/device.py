@@ -1,7 +1,7 @@
 """Carry out collectives on arrays in a device's memory.
 
 `DeviceTransport` hands device buffers to a CUDA-aware MPI, `StagedTransport` copies them through
-host memory and works with any MPI, `NcclTransport` calls NCCL.  All three derive from
+host memory and works with any MPI, `mm3d.transport.nccl` calls NCCL.  All three derive from
 `ExchangeTransport`, which builds every collective from an all-gather, a broadcast and an
 all-to-all, and sums on the device.  MPI's own reductions are not used: on device buffers some of
 them crash (Open MPI's `Iallreduce`, `Ireduce_scatter_block`, `Reduce_scatter_block` in place),
@@ -12,9 +12,9 @@ import math
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
+from mm3d.transport import cuda_aware
 from mm3d.transport.exchange import (ExchangeTransport, Lengths, all_to_all_arguments, flatten,
                                      lengths_and_starts)
-from mm3d.transport.nccl import NcclTransport
 
 
 def _divide(a: Array, lengths: Lengths) -> list[Array]:
@@ -32,6 +32,11 @@ class DeviceTransport(ExchangeTransport):
     """
 
     name = "device"
+
+    @staticmethod
+    def find_problem() -> str:
+        """Explain why this MPI cannot move device arrays; "" if it can."""
+        return cuda_aware.find_problem()
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         self.backend.synchronize()
@@ -107,6 +112,3 @@ class StagedTransport(ExchangeTransport):
         request.Wait()
         if math.prod(recv.shape):
             self.backend.copy_from_host(incoming, recv)
-
-
-DEVICE_TRANSPORTS = {kind.name: kind for kind in (DeviceTransport, StagedTransport, NcclTransport)}

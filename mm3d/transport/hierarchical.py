@@ -92,6 +92,7 @@ class HierarchicalTransport(MpiTransport):
     """
 
     name = "hierarchical"
+    mpi_bytes = MAX_MPI_BYTES
     nonblocking_rooted = False    # they pass through the memory of a node
     note = ("ranks of a node share one copy of what comes from other nodes, and add their terms "
             "before they leave the node; words are those that a rank receives for its node, "

@@ -40,6 +40,8 @@ class MpiTransport:
         Collectives whose result all ranks read in place, if it is not small.  The words counted do
         not arrive, and no bandwidth follows from their time.  A gather of blocks that were
         placed (`block`) copies nothing, a broadcast is copied once, by its root.
+    mpi_bytes : float
+        Bytes of the largest arrays of all ranks that go by MPI.
     """
 
     name = "mpi"
@@ -49,6 +51,7 @@ class MpiTransport:
     nonblocking_rooted = True    # whether a broadcast or a reduction onto one rank does
     on_host = True        # whether the host takes part, beyond starting a collective
     in_place: frozenset[str] = frozenset()
+    mpi_bytes: float = math.inf
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank

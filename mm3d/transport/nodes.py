@@ -7,6 +7,8 @@ the behaviour on several.
 
 import math
 import os
+import platform
+import sys
 from typing import Sequence
 
 import numpy as np
@@ -32,6 +34,12 @@ def node_size() -> int | None:
         raise ValueError(f"MM3D_NODE_SIZE={wanted!r}: give the number of ranks, 1 or more, that "
                          "count as one node")
     return int(wanted)
+
+
+def can_share_memory() -> bool:
+    """Return whether ranks of this system can share memory as `mm3d.transport.segments` does."""
+    return (sys.platform == "linux" and platform.machine() == "x86_64"
+            and hasattr(os, "memfd_create"))
 
 
 def physical_node(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -15,8 +15,6 @@ import contextlib
 import errno
 import mmap
 import os
-import platform
-import sys
 from typing import Callable
 
 import numpy as np
@@ -37,12 +35,6 @@ MESSAGE_BYTES = 1 << 16   # that a rank can pass to all others at a barrier
 
 _BARRIER = call_check.encode_call(call_check.BARRIER)
 _MORE_MEMORY = call_check.encode_call(call_check.MORE_MEMORY)
-
-
-def can_share_memory() -> bool:
-    """Return whether this system can share memory in this way."""
-    return (sys.platform == "linux" and platform.machine() == "x86_64"
-            and hasattr(os, "memfd_create"))
 
 
 class SharedMemory:

@@ -6,6 +6,7 @@ floors, and no other; a new file needs no entry here.
 
 import ast
 import functools
+import re
 from pathlib import Path
 from typing import Iterator
 
@@ -20,14 +21,14 @@ FLOORS = {
              "tracing training", "checkpoints", "selftest", "__init__", "examples"],
     "bench": ["errors mpi statistics least_squares", "text_files", "agreement", "cases cluster",
               "records", "instruments", "checks", "experiments",
-              "prediction validation doctor", "reports", "command_line", "verbs",
+              "prediction validation doctor", "reports command_line", "verbs",
               "__main__ __init__"],
     "jobs": ["slurm own_options environment site_tables", "site", "fitting", "scripts",
              "standings", "single collect", "__main__ __init__"]}
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 # Rooms that see less than what lies below them.
 NARROWER = {
-    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
+    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays", "mm3d.launcher"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
                       # whose parsers read the texts of a record
@@ -221,3 +222,98 @@ def test_no_module_asks_for_the_name_of_a_scheme():
 def test_every_public_name_is_there():
     assert all(hasattr(mm3d, name) for name in mm3d.__all__)
     assert {"GPT", "AdamW", "LossScaling", "warmup_cosine", "save", "restore"} <= set(mm3d.__all__)
+
+
+# --- The reach of a file ----------------------------------------------------------------------
+# The files of the project that a file imports, and those that these import.  All imports count,
+# also those in functions.  A name counts for the file that defines it: of a package that only
+# hands names on nothing is reached but their files.  What a registry imports by a text, such as a
+# transport or the table of a record, is one of many that the caller chose, and does not count.
+
+# Most files and lines.  A goal stands beside those that have not reached it: they may only fall.
+REACH = {
+    "mm3d.schemes.cube": (25, 3750),    # 3,500 lines
+    "mm3d.model.transformer": (47, 7500),    # 45 files, 6,500 lines
+    "mm3d.training.gpt": (78, 12050),
+    **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
+    "bench.verbs.merge": (60, 8000),
+    "bench.verbs.compare": (60, 8250),    # 60 files, 8,000 lines, and so the next four
+    "bench.verbs.table": (116, 18400),
+    "bench.verbs.plot": (135, 21600),
+    "bench.verbs.report": (136, 21700),
+    "bench.verbs.validate": (207, 31850),
+    "bench.verbs.run": (156, 24650)}    # 120 files, 16,000 lines
+EVENING = 3850    # lines; 3,500 is the goal
+REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
+              "mm3d.schemes.__init__", "mm3d.schemes.products_alone.__init__",
+              "mm3d.training.schedules.builders.__init__", "bench.verbs.__init__",
+              "bench.reports.micro_tables"}
+
+
+def handed_on(package: str) -> dict[str, str]:
+    """The names that a package hands on, by an import or by a table of names and modules."""
+    found = {}
+    for node in ast.walk(parsed(FILES[package])):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Dict):
+            found |= {key.value: f"{value.value}.{key.value}"
+                      for key, value in zip(node.keys, node.values)
+                      if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
+                      and value.value in FILES}
+    return found
+
+
+def origin(name: str) -> str | None:
+    """The file that defines what a dotted name stands for; None outside of the project."""
+    place = name
+    while place and place not in FILES:
+        if (package := f"{place}.__init__") in FILES:
+            member = name.removeprefix(place)[1:].partition(".")[0]
+            elsewhere = handed_on(package).get(member)
+            return origin(elsewhere) if elsewhere else package
+        place = place.rpartition(".")[0]
+    return place or None
+
+
+@functools.cache
+def needed(file: str) -> set[str]:
+    """The files that define what a file imports, or takes from the package `mm3d`."""
+    taken = {f"mm3d.{node.attr}" for node in ast.walk(parsed(FILES[file]))
+             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+             and node.value.id == "mm3d"}
+    return {origin(name) for name in (imported(FILES[file]) - FLOORS.keys()) | taken} - {None}
+
+
+def reach(file: str) -> set[str]:
+    """The file and all that it needs, directly or not."""
+    found, new = set(), {file}
+    while new:
+        found |= new
+        new = {other for one in new for other in needed(one)} - found
+    return found
+
+
+def lines_of(files: set[str]) -> int:
+    return sum(len(FILES[file].read_text().splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("file", REACH)
+def test_a_door_leads_to_few_rooms(file):
+    found = reach(file)
+    files, lines = len(found), lines_of(found)
+    assert files <= REACH[file][0] and lines <= REACH[file][1], (files, lines, sorted(found))
+
+
+def test_only_registries_import_by_a_text():
+    assert REGISTRIES == {f for f, path in FILES.items() if "import_module(" in path.read_text()}
+
+
+def test_an_evening_s_files_are_all_on_the_list():
+    """The list of the README has each file after those that it imports, and needs no other."""
+    text = (ROOT / "README.rst").read_text().partition("**To read in one evening**")[2]
+    listed = [f"{folder.replace('/', '.')}.{name.strip()}" for folder, names in re.findall(
+        r"``(mm3d/\w+)``:([\w,\s]+)", text.partition("\n\n")[0]) for name in names.split(",")]
+    assert "mm3d.schemes.cube" in listed and lines_of(set(listed)) <= EVENING
+    for place, file in enumerate(listed):
+        assert needed(file) <= set(listed[:place]), (file, needed(file) - set(listed[:place]))

@@ -10,7 +10,7 @@ import pytest
 from support import ROOT
 
 # Programs that other interpreters run, and those that import neither NumPy nor MPI.
-ASIDE = ("torch_", "mpirun.py", "head.py", "console.py")
+ASIDE = ("serve.py", "mpirun.py", "head.py", "console.py")
 PRINTS = """
 import sys, warnings
 from mm3d.console import complain, protect, say

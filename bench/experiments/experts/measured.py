@@ -5,33 +5,31 @@ product alone, grouped by experts and as one product of the same rows, and PyTor
 random order.  Ratios are medians of ratios of the same repetition.
 """
 
-import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from bench.agreement import make_on_rank_0
 from bench.checks import against_serial
-from bench.errors import UsageError, WrongResult
-from bench.experiments.experts import torch_experts
+from bench.errors import UsageError, reject
 from bench.experiments.experts.parts import PARTS, PartClock
 from bench.experiments.experts.problem import ROUTINGS, Subject, routing_settings
 from bench.experiments.experts.verification import Verified, verify_step
-from bench.experiments.layer.torch_process import TorchScript
 from bench.experiments.products import operands
-from bench.experiments.products.matmul import SETTLE
-from bench.instruments import timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.instruments.sampling import measured_environment
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
+from bench.experiments.torch.serve import Product
+from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
+                                        time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
-from bench.statistics import Interval, median_interval
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.tracing.events import PHASES
 
-KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded")
+KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
+         "PyTorch grouped")
 
 
 def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Measurements | None:
@@ -59,18 +57,25 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
         On all ranks, when a result is wrong.
     """
     comm, case = subject.mesh.comm, subject.case
-    reference = _start_torch(subject, torch)
+    reference, kernels = start_torch(subject, torch) if torch else None, None
+    ways, left_out = [], {}
     try:
+        if reference:
+            left_out = comm.bcast(reference.ask("ways"))
+            ways = [way for way, problem in left_out.items() if not problem]
         verified = []
         for routing in ROUTINGS:
             subject.set_routing(routing)
-            verified.append(verify_step(subject, routing, reference.results if reference else {}))
+            theirs = {way: reference.ask("check", way, routing) for way in ways}
+            wait_patiently(comm)
+            verified.append(verify_step(subject, routing, theirs))
         checks = [check for one in verified for check in one.checks]
-        problem = against_serial.failure_message(checks, "a plain computation in float64")
-        if problem:
-            raise WrongResult(problem)
-        sampler = Sampler(subject, reference)
-        times, parts, ended_by = sampler.sample_all(limits, bool(torch))
+        reject(against_serial.failure_message(checks, "a plain computation in float64"))
+        sampler = Sampler(subject)
+        if reference:
+            kernels = compare_kernels(sampler.first_products(), case.dtype, subject.grid.backend,
+                                      reference, case.seed)
+        times, parts, ended_by = sampler.sample_all(limits, reference, ways)
     finally:
         if reference:
             reference.close()
@@ -87,28 +92,26 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
         "expert_parallel": subject.expert_parallel,
         "transport": operands.transport_names(subject.grid),
         "reference": reference.about if reference else "a plain computation in NumPy",
+        "left_out": "; ".join(f"PyTorch {way}: {problem}" for way, problem in left_out.items()
+                              if problem),
         "ended_by": ended_by, **asdict(limits)}
-    return experts_record(settings, environs, verified, checks, times, parts)
+    return add_kernels(experts_record(settings, environs, verified, checks, times, parts),
+                       kernels, 3 * case.flops)
 
 
-def _start_torch(subject: Subject, torch: str | None) -> TorchScript | None:
-    """Start PyTorch's process on rank 0; UsageError on all ranks when it does not start."""
-    case = subject.case
-
-    def start() -> TorchScript | None:
-        if not torch:
-            return None
-        options = case.experts
-        if options.jitter:
-            raise UsageError(f"jitter={options.jitter:g}: PyTorch draws other factors; 0 would "
-                             f"do with --torch")
-        arrays: dict[str, Any] = {**case.activations(), **case.parameters()}
-        arrays |= {f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}
-        arrays |= {"routings": ROUTINGS, **routing_settings(options, case.tokens)}
-        return TorchScript(torch, Path(torch_experts.__file__),
-                           {name: np.asarray(a) for name, a in arrays.items()},
-                           "layer of experts")
-    return make_on_rank_0(start, subject.mesh.comm, caught=UsageError, wait=wait_patiently)
+def start_torch(subject: Subject, python: str) -> TorchProcesses:
+    """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
+    case, comm = subject.case, subject.mesh.comm
+    if case.experts.jitter:
+        raise UsageError(f"jitter={case.experts.jitter:g}: PyTorch draws other factors; 0 would "
+                         f"do with --torch")
+    arrays = None if comm.rank else {
+        **case.activations(), **case.parameters(),
+        **{f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}}
+    return TorchProcesses(
+        python, "ExpertsLayer",
+        {"dtype": case.dtype, "routing": routing_settings(case.experts, case.tokens)},
+        arrays, comm, "do the layer of experts")
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,13 @@ class Sampler:
     ----------
     subject : Subject
         The layer.
-    reference : TorchScript or None
-        PyTorch's process, on rank 0.
     """
 
-    def __init__(self, subject: Subject, reference: TorchScript | None) -> None:
-        self.subject, self.reference, self.comm = subject, reference, subject.mesh.comm
-        self.library = subject.grid.backend
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.comm, self.library = subject, subject.mesh.comm, subject.grid.backend
         self.parts = PartClock(subject.layer, self.library.synchronize)
         self.clock = Clock(self.comm)
-        self.products = [self._products(routing) for routing in ROUTINGS]
+        self.products = {routing: self._products(routing) for routing in ROUTINGS}
 
     def _products(self, routing: str) -> Products:
         """Make operands like those of the first product with this routing."""
@@ -168,31 +168,19 @@ class Sampler:
         rows[...] = 0.5
         return Products(rows, weights, segments)
 
-    def sample(self, routing: int, kind: int) -> tuple[float, np.ndarray | None]:
-        """Measure one of `KINDS` with one of `ROUTINGS`.
+    def first_products(self) -> list[Product]:
+        """Return the products by experts of this rank's first product, of equal shares."""
+        first = self.products[ROUTINGS[0]]
+        _, n, columns = first.weights.shape
+        return count_products((one.stop - one.start, n, columns, False, False)
+                              for one in first.segments)
 
-        Returns
-        -------
-        seconds, parts : float, ndarray or None
-            The makespan; and of the layer the seconds (phases, parts, ranks) on rank 0.
-        """
-        wait_patiently(self.comm)
-        if KINDS[kind].startswith("PyTorch"):
-            seconds = 0.0
-            if self.reference:
-                seconds = self.reference.step(f"{KINDS[kind].split()[1]} {ROUTINGS[routing]}")
-                time.sleep(SETTLE)
-            wait_patiently(self.comm)
-            return seconds, None
-        if kind:
-            of_routing = self.products[routing]
-            step = of_routing.grouped if kind == 1 else lambda: of_routing.single(self.library)
-            return self._makespan(step)[0], None
-        self.subject.set_routing(ROUTINGS[routing])
+    def sample_layer(self, routing: str) -> Sample:
+        """Take a sample of the layer, with the seconds (phases, parts) of each rank."""
+        self.subject.set_routing(routing)
         self.subject.zero_gradients()
-        seconds, found = self._makespan(self._step)
-        everyone = self.comm.gather(found)
-        return seconds, None if everyone is None else np.moveaxis(np.array(everyone), 0, -1)
+        found = self._time(self._step)
+        return replace(found, result=self.comm.gather(found.result))
 
     def _step(self) -> list[list[float]]:
         """Run forward and backward; return the seconds (phases, parts)."""
@@ -200,44 +188,43 @@ class Sampler:
         backward, _ = self.parts.measure("backward", lambda: self.subject.backward(saved))
         return [forward, backward]
 
-    def _makespan(self, step: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds until the last rank has done it, and this rank's result."""
-        times, result = time_on_all_ranks(step, self.comm, self.library.synchronize, self.clock)
-        return float(times[:, 1].max()), result
+    def _time(self, step: Callable[[], Any]) -> Sample:
+        return time_side(step, self.comm, self.library.synchronize, self.clock)
 
-    def sample_all(self, limits: Limits,
-                   torch: bool) -> tuple[np.ndarray, np.ndarray, str]:
+    def _time_products(self, multiply: Callable[[], Any]) -> Sample:
+        return replace(self._time(multiply), result=None)
+
+    def sample_all(self, limits: Limits, reference: TorchProcesses | None,
+                   ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
         """Take samples until the limits are reached.
 
         Returns
         -------
         times, parts, ended_by : ndarray, ndarray, str
-            Makespans (routings, kinds, repetitions), NaN for PyTorch where it is not measured;
-            the layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the
-            limit.
+            Makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
+            layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
         """
-        kinds = [n for n, kind in enumerate(KINDS) if torch or not kind.startswith("PyTorch")]
-        points = [(r, k) for r in range(len(ROUTINGS)) for k in kinds]
-        order = np.random.default_rng(self.subject.case.seed)
-        kept: list[np.ndarray] = []
-        parts: list[list] = []
-
-        def intervals() -> list[Interval]:
-            return [median_interval(layer) for layer in np.array(kept)[:, :, 0].T]
-
-        repetitions = timing.Repetitions(limits, self.comm, intervals, warmup=1)
-        for counts in repetitions:
-            times = np.full((len(ROUTINGS), len(KINDS)), np.nan)
-            found: list = [None] * len(ROUTINGS)
-            for n in order.permutation(len(points)):
-                routing, kind = points[n]
-                times[routing, kind], of_layer = self.sample(routing, kind)
-                found[routing] = of_layer if kind == 0 else found[routing]
-            if counts:
-                kept.append(times)
-                parts.append(found)
-        every = np.moveaxis(np.array(parts), 0, -1) if self.comm.rank == 0 else np.empty(0)
-        return np.moveaxis(np.array(kept), 0, -1), every, repetitions.ended_by
+        sides = {}
+        for routing, products in self.products.items():
+            sides |= {
+                (routing, "layer"): partial(self.sample_layer, routing),
+                (routing, "grouped products"): partial(self._time_products, products.grouped),
+                (routing, "one product"): partial(
+                    self._time_products, partial(products.single, self.library)),
+                **{(routing, f"PyTorch {way}"): partial(reference.sample, "step", way, routing)
+                   for way in ways}}
+        layers = [(routing, "layer") for routing in ROUTINGS]
+        found, ended_by = compare_in_turns(sides, limits, self.subject.case.seed, self.comm,
+                                           ratios=[(layer, layer) for layer in layers])
+        rounds = len(found[layers[0]])
+        times = np.array([[[one.seconds for one in found.get((routing, kind), ())]
+                           or [np.nan] * rounds for kind in KINDS] for routing in ROUTINGS])
+        parts = np.empty(0)
+        if self.comm.rank == 0:
+            # From (routings, repetitions, ranks, phases, parts).
+            every = np.array([[one.result for one in found[layer]] for layer in layers])
+            parts = every.transpose(0, 3, 4, 2, 1)
+        return times, parts, ended_by
 
 
 def experts_record(settings: dict, environs: dict, verified: list[Verified],

@@ -8,7 +8,7 @@ from typing import Mapping
 
 import numpy as np
 
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 WEIGHTS = ("up.weight", "up.bias", "down.weight", "down.bias")
 
@@ -18,7 +18,7 @@ class PlainExperts:
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     parameters : mapping of str to ndarray
         "router.weight" and so on, as in `mm3d`; with "router.bias" where the gate has one.
@@ -40,7 +40,7 @@ class PlainExperts:
         (k, E): how many tokens have each expert as their first, second ... choice.
     """
 
-    def __init__(self, experts: Experts, parameters: Mapping[str, np.ndarray], x: np.ndarray,
+    def __init__(self, experts: ExpertOptions, parameters: Mapping[str, np.ndarray], x: np.ndarray,
                  chosen: np.ndarray | None = None, layers: int = 1) -> None:
         self.experts, self.x, self.layers = experts, x.astype(np.float64), layers
         self.a = {name: a.astype(np.float64) for name, a in parameters.items()}
@@ -164,7 +164,7 @@ class PlainExperts:
         return float(self.experts.z * (lse ** 2).mean())
 
 
-def capacity(experts: Experts, tokens: int) -> int:
+def capacity(experts: ExpertOptions, tokens: int) -> int:
     """Return how many tokens an expert takes, by the formulas of the convention's project."""
     whose, least = experts.convention, experts.min_capacity
     share = experts.top * tokens / experts.count

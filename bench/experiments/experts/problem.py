@@ -11,7 +11,7 @@ from bench.errors import UsageError
 from mm3d.arrays.backend import Array
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.layer import ExpertsLayer
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.spec import ExpertsSpec
 from mm3d.model.initial_values import draw_normal
 from mm3d.model.masks import MaskKey
@@ -32,7 +32,7 @@ class ExpertsCase:
 
     Attributes
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options of the layer.
     hidden, wide : int
         Features of a token, and of an expert between its two products.
@@ -46,7 +46,7 @@ class ExpertsCase:
         How rows come to experts of other replicas, see `mm3d.model.experts.dispatch`.
     """
 
-    experts: Experts
+    experts: ExpertOptions
     hidden: int
     wide: int
     batch: int
@@ -107,7 +107,7 @@ class ExpertsCase:
         return found
 
 
-def routing_settings(experts: Experts, tokens: int, layers: int = 1) -> dict[str, Any]:
+def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> dict[str, Any]:
     """Return what PyTorch's layers need to know of a router, without the conventions' names.
 
     The share of an expert in the balance loss is the number of tokens that have it among their
@@ -116,7 +116,7 @@ def routing_settings(experts: Experts, tokens: int, layers: int = 1) -> dict[str
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     tokens : int
         Number of tokens that are routed together.

@@ -51,7 +51,8 @@ class Verified:
     gathered: bool = False
 
 
-def verify_step(subject: Subject, routing: str, torch: dict[str, np.ndarray]) -> Verified:
+def verify_step(subject: Subject, routing: str,
+                torch: dict[str, dict[str, np.ndarray]]) -> Verified:
     """Run a step from cleared gradients, and compare it with the plain computation.
 
     Parameters
@@ -60,8 +61,8 @@ def verify_step(subject: Subject, routing: str, torch: dict[str, np.ndarray]) ->
         The layer, with the router's weight of this routing.
     routing : str
         Of `ROUTINGS`.
-    torch : dict of str to ndarray
-        PyTorch's results by "WAY ROUTING: quantity", on rank 0, which are compared too.
+    torch : dict of str to dict
+        PyTorch's results by way and quantity, which are compared too; used on rank 0.
     """
     comm = subject.mesh.comm
     subject.zero_gradients()
@@ -92,7 +93,7 @@ def verify_step(subject: Subject, routing: str, torch: dict[str, np.ndarray]) ->
 
 def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, np.ndarray],
              dropped: np.ndarray, words: np.ndarray,
-             torch: dict[str, np.ndarray]) -> Verified:
+             torch: dict[str, dict[str, np.ndarray]]) -> Verified:
     """Compare what all ranks have computed with the plain computation, on rank 0."""
     case = subject.case
     chosen = np.full((case.batch, case.seq, case.experts.top), -1)
@@ -115,11 +116,9 @@ def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, 
         if f"gradient of {p}" in expected:    # the bias of "sigmoid-bias" has none
             checks.append(Check(f"{name}gradient of {p}", _error(
                 found, expected[f"gradient of {p}"]), gradient))
-    for key, found in torch.items():
-        way, _, quantity = key.partition(": ")
-        if way.endswith(f" {routing}"):
-            checks.append(Check(f"{routing}, PyTorch {way.split()[0]}: {quantity}",
-                                _error(found, expected[quantity]), gradient))
+    checks += [Check(f"{routing}, PyTorch {way}: {quantity}", _error(a, expected[quantity]),
+                     gradient)
+               for way, results in torch.items() for quantity, a in results.items()]
     ways = _closed_forms(subject, plain, blocks)
     gathered = subject.expert_parallel > 1 and (case.way == "gather" or case.way == "fewest" and (
         ways["gather"].sum() < ways["exchange"].sum()))

@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from bench.experiments.layer.torch_layer import Layer
-from bench.experiments.layer.torch_process import global_arrays
+from bench.experiments.layer.layer import global_arrays
+from bench.experiments.torch.models import Layer
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
@@ -108,7 +108,7 @@ def torch_layer_step(backend: Backend, sizes: ModelSizes,
     if where == "cuda" and not torch.cuda.is_available():
         return None
     torch.backends.cuda.matmul.allow_tf32 = mode.tf32
-    layer = Layer(torch, {"heads": sizes.heads, **global_arrays(sizes, 0, "float32")})
+    layer = Layer(torch, {"heads": sizes.heads}, global_arrays(sizes, 0, "float32"))
 
     def there(a: Any, trained: bool) -> Any:
         moved = a.detach().to(where, getattr(torch, mode.dtype))
@@ -117,12 +117,10 @@ def torch_layer_step(backend: Backend, sizes: ModelSizes,
     layer.p = {name: there(a, True) for name, a in layer.p.items()}
 
     def step() -> float:
-        if where == "cpu":
-            return layer.step()[0]
-        torch.cuda.synchronize()
         begun = time.perf_counter()
         layer.step()
-        torch.cuda.synchronize()
+        if where == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - begun
     return step
 

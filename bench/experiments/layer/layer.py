@@ -6,26 +6,26 @@ sleeps; ratios are medians over the repetitions.  With overlap the layer is meas
 in each, with communication that goes on while ranks multiply.
 """
 
-import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
-from bench.statistics import Interval, median_interval
 import mm3d
-from bench.agreement import make_on_rank_0
 from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
-from bench.errors import UsageError, WrongResult
-from bench.experiments.layer.torch_process import TorchProcess
+from bench.errors import UsageError, reject
 from bench.experiments.products import operands
-from bench.experiments.products.matmul import SETTLE, makespans
 from bench.experiments.products.problem import Replay
-from bench.instruments import hidden_time, timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, observe_products
+from bench.instruments import hidden_time
+from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import measured_environment
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
+                                        time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d import ModelSizes, model_spec
@@ -67,9 +67,10 @@ class MeasuredLayer:
         y, saved = self.model.forward(self.x)
         return y, self.model.backward(self.dy, saved)
 
-    def check_step(self, results: tuple[Any, Any], reference: TorchProcess | None) -> list[Check]:
+    def check_step(self, results: tuple[Any, Any],
+                   reference: TorchProcesses | None) -> list[Check]:
         """Compare a step's results and the parameters' gradients with PyTorch or serial."""
-        expected = reference and (lambda: dict(reference.results))
+        expected = reference and (lambda: reference.ask("check"))
         return against_serial.compare(self.model, *results, self.sizes, self.seed, self.dtype,
                                       expected)
 
@@ -82,8 +83,6 @@ class Times:
     ----------
     times : ndarray
         Seconds, (repetitions, kinds, ranks, begin and end); NaN for kinds that were not measured.
-    kinds : list of int
-        Numbers of the `KINDS` that were measured.
     hidden : float
         The share of communication that overlap hides; NaN without overlap.
     ended_by : str
@@ -93,7 +92,6 @@ class Times:
     """
 
     times: np.ndarray
-    kinds: list[int]
     hidden: float
     ended_by: str
     checks: list[Check]
@@ -137,15 +135,16 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
         check_overlap(scheme.name)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
-    reference = start_torch(subject, torch)
+    reference, kernels = start_torch(subject, torch) if torch else None, None
     try:
         checks = subject.check_step(results, reference)
-        reject(checks, torch)
+        reject(failure_message(checks, torch))
         del results
-        kinds = [0, 1, *[2] * bool(torch), *[3] * bool(overlap)]
-        found = time_layer(subject, kinds, overlap, limits, reference)
-        reject(found.checks, torch, "after the last repetition, ")
-        about = reference.about if reference else "none"
+        if reference:
+            kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
+                                      scheme.grid.backend, reference, subject.seed)
+        found = time_layer(subject, overlap, limits, reference)
+        reject(failure_message(found.checks, torch), "after the last repetition, ")
     finally:
         if reference:
             reference.close()
@@ -154,99 +153,63 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **subject.sizes, "seed": subject.seed,
-                "reference": about, "ended_by": found.ended_by,
+                "reference": reference.about if reference else "none", "ended_by": found.ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
-    return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
+    record = layer_record(subject, found, np.array(memory).T, settings, environs, checks)
+    return add_kernels(record, kernels, record.variables["flops"].values)
 
 
-def reject(checks: list[Check], torch: str | None, when: str = "") -> None:
-    """Raise WrongResult, on all ranks, when one of the `checks` did not pass."""
-    problem = against_serial.failure_message(checks, "PyTorch" if torch else "the serial scheme")
-    if problem:
-        raise WrongResult(f"{when}{problem}")
+def failure_message(checks: list[Check], torch: str | None) -> str | None:
+    """Return what `against_serial.failure_message` says, by the name of the reference."""
+    return against_serial.failure_message(checks, "PyTorch" if torch else "the serial scheme")
 
 
-def start_torch(subject: MeasuredLayer, torch: str | None) -> TorchProcess | None:
-    """Start PyTorch's process on rank 0; UsageError on all ranks when it does not start."""
-    def start() -> TorchProcess | None:
-        return TorchProcess(torch, subject.sizes, subject.seed, subject.dtype) if torch else None
-
-    return make_on_rank_0(start, subject.scheme.grid.comm, caught=UsageError, wait=wait_patiently)
-
-
-class Sampler:
-    """Take samples of a layer, its local products, and PyTorch.
-
-    Parameters
-    ----------
-    subject : MeasuredLayer
-        The layer.
-    overlap : int
-        Panels of the layer with overlap.
-    reference : TorchProcess or None
-        PyTorch's process, on rank 0.
-
-    Attributes
-    ----------
-    last : tuple or None
-        This rank's output and input gradient of the last step of the layer.
-    """
-
-    def __init__(self, subject: MeasuredLayer, overlap: int,
-                 reference: TorchProcess | None) -> None:
-        self.subject, self.overlap = subject, overlap
-        self.reference, self.last = reference, None
-        self.grid = subject.scheme.grid
-        self.clock = Clock(self.grid.comm)
-        self.replay = Replay(subject.step, self.grid, subject.dtype)
-        self.replay.result = None
-
-    def sample(self, kind: int) -> np.ndarray:
-        """Measure one of `KINDS`: seconds, (ranks, begin and end), NaN without a part."""
-        comm, synchronize = self.grid.comm, self.grid.backend.synchronize
-        wait_patiently(comm)
-        if kind == 2:
-            times = np.full((comm.size, 2), np.nan)
-            if self.reference:
-                times[0] = 0, self.reference.step()
-                time.sleep(SETTLE)
-            wait_patiently(comm)
-            return times
-        if kind == 1:
-            return time_on_all_ranks(self.replay, comm, synchronize, self.clock)[0]
-        self.last = None
-        self.subject.model.zero_gradients()
-        hidden_time.set_overlap(self.subject.model, self.overlap * (kind == 3))
-        times, self.last = time_on_all_ranks(self.subject.step, comm, synchronize, self.clock)
-        return times
+def start_torch(subject: MeasuredLayer, python: str) -> TorchProcesses:
+    """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
+    case, comm = {"heads": subject.sizes.heads, "dtype": subject.dtype}, subject.scheme.grid.comm
+    arrays = None if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
+    return TorchProcesses(python, "Layer", case, arrays, comm, "do the layer")
 
 
-def time_layer(subject: MeasuredLayer, kinds: list[int], overlap: int, limits: Limits,
-               reference: TorchProcess | None) -> Times:
-    """Measure all `kinds` until the limits are reached, and check the last results."""
-    grid, order = subject.scheme.grid, np.random.default_rng(subject.seed)
-    sampler = Sampler(subject, overlap, reference)
-    kept: list[np.ndarray] = []
+def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
+    """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
+    model = against_serial.build_model(
+        mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
+    arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
+    return arrays | {name: model.random(name) for name in ("input", "output gradient")}
 
-    def intervals() -> list[Interval]:
-        seconds = makespans(np.array(kept)[:, kinds])
-        return [median_interval(seconds[:, k] / seconds[:, 0]) for k in range(1, len(kinds))]
 
-    repetitions = timing.Repetitions(limits, grid.comm, intervals, warmup=1)
-    for counts in repetitions:
-        times = np.full((len(KINDS), grid.comm.size, 2), np.nan)
-        for kind in order.permutation(kinds):
-            times[kind] = sampler.sample(kind)
-        if counts:
-            kept.append(times)
-    checks = subject.check_step(sampler.last, reference)
-    sampler.last = None
+def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
+               reference: TorchProcesses | None) -> Times:
+    """Measure `KINDS` until the limits are reached, and check the last results."""
+    grid, last = subject.scheme.grid, []
+    clock, replay = Clock(grid.comm), Replay(subject.step, grid, subject.dtype)
+    replay.result = None
+
+    def products() -> Sample:
+        return time_side(replay, grid.comm, grid.backend.synchronize, clock)
+
+    def layer(panels: int) -> Sample:
+        last.clear()
+        subject.model.zero_gradients()
+        hidden_time.set_overlap(subject.model, panels)
+        found = time_side(subject.step, grid.comm, grid.backend.synchronize, clock)
+        last.append(found.result)
+        return Sample(found.times)
+
+    sides = {0: partial(layer, 0), 1: products, **({2: reference.sample} if reference else {}),
+             **({3: partial(layer, overlap)} if overlap else {})}
+    found, ended_by = compare_in_turns(sides, limits, subject.seed, grid.comm)
+    checks = subject.check_step(last.pop(), reference)
     hidden = np.nan
-    if 3 in kinds:
+    if overlap:
         hidden_time.set_overlap(subject.model, overlap)
         hidden = hidden_time.hidden_share(grid, subject.step, 3)
-    return Times(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
+    times = np.full((len(found[0]), len(KINDS), grid.comm.size, 2), np.nan)
+    for kind, samples in found.items():
+        times[:, kind] = [one.times for one in samples]
+    return Times(times, hidden, ended_by, checks)
 
 
 def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,

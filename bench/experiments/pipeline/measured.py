@@ -1,21 +1,25 @@
 """Measure how long a pipeline takes, and how much of that is bubble, beside the clock."""
 
+import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.checks import against_serial
-from bench.errors import WrongResult
-from bench.experiments.pipeline.repetitions import SIDES, Samples, take_samples
+from bench.errors import reject
+from bench.experiments.pipeline.reference import STEPS, Spent, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
-from bench.experiments.pipeline.torch_pipeline import TorchPipeline
 from bench.experiments.pipeline.waiting import WaitingSubject
 from bench.experiments.products import operands
+from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
+                                                   observe_products, step_flops)
 from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import measured_environment
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
+                                        time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
@@ -28,7 +32,6 @@ from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.schedule import Event
 
 LIMITS = Limits(5, 30, 30.0)    # by default
-STEPS = ("F", "B", "W")
 ROUNDS = 40    # there and back, to measure a hop
 
 
@@ -68,7 +71,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     actions = ActionTimes(clock, backend.synchronize)
     subject = (LayersSubject if case.waits is None else WaitingSubject)(mesh, case, actions,
                                                                         asleep)
-    reference = None
+    reference = kernels = None
     try:
         subject.step()
         memory = comm.gather(footprint.peaks())
@@ -77,22 +80,48 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
         subject.draw_ahead()
         reference = TorchPipeline(torch, mesh, case, subject) if torch else None
         checks = check_both(subject, reference)
+        if reference:
+            kernels = compare_kernels(observe_products(subject.step, mesh.scheme.grid),
+                                      case.dtype, backend, reference.processes, case.seed)
         hops = measure_hop(subject, clock)
-        samples = take_samples(subject, actions, limits, clock, reference)
+        own = partial(sample_step, subject, actions, clock)
+        found, ended_by = compare_in_turns(
+            dict(zip(SIDES, (own, *([reference.sample] if reference else [])))), limits, case.seed,
+            comm)
         checks += check_both(subject, reference, "after the last repetition, ")
         environs = measured_environment(backend.name, comm)
     finally:
         if reference:
-            reference.close()
+            reference.processes.close()
         subject.hops.messages.free()
     if memory is None:
         return None
     counts = {"memory": np.array(memory).T, "expected_memory": np.array(expected),
               "words": np.array(words)}
-    settings = {**case_settings(mesh, case), "ended_by": samples.ended_by, "asleep": asleep,
+    settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
                 "reference": reference.about if reference else "none",
                 **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
-    return pipeline_record(case, samples, hops, counts, settings, environs, checks)
+    sizes = case.sizes
+    return add_kernels(pipeline_record(case, found, hops, counts, settings, environs, checks),
+                       kernels, step_flops(sizes.batch * sizes.seq, sizes.layers, sizes.hidden,
+                                           sizes.seq))
+
+
+def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
+    """Execute a step; return the times of the actions of all ranks, and their `Spent`."""
+    mesh, processor = subject.mesh, 0.0
+
+    def step() -> None:
+        nonlocal processor
+        begin = time.process_time()
+        subject.step()
+        processor = time.process_time() - begin
+
+    actions.times.clear()
+    time_side(step, mesh.comm, mesh.scheme.grid.backend.synchronize, clock)
+    slept = np.full(len(STEPS), np.nan) if subject.slept is None else subject.slept
+    return gather_actions(mesh.comm, subject.case, np.array(actions.times),
+                          Spent(processor, slept))
 
 
 def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
@@ -102,9 +131,7 @@ def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") ->
     if reference:
         both.append((reference.check(), "this pipeline"))
     for found, expected in both:
-        problem = against_serial.failure_message(found, expected)
-        if problem:
-            raise WrongResult(f"{when}{problem}")
+        reject(against_serial.failure_message(found, expected), when)
     return [check for found, _ in both for check in found]
 
 
@@ -166,11 +193,13 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     return np.max(every, axis=0)
 
 
-def pipeline_record(case: PipelineCase, samples: Samples, hops: np.ndarray,
+def pipeline_record(case: PipelineCase, found: dict[str, list[Sample]], hops: np.ndarray,
                     counts: dict[str, np.ndarray], settings: dict, environs: dict,
                     checks: list[Check]) -> Measurements:
     """Make the record."""
-    schedule, times = case.schedule, samples.times[0]
+    schedule, every = case.schedule, np.array([[one.times for one in samples]
+                                               for samples in found.values()])
+    times = every[0]
     variables = {
         "times": Variable(times, "s", ("repetition", "rank", "action", "edge")),
         "hop_samples": Variable(hops, "s", ("round",)),
@@ -178,25 +207,27 @@ def pipeline_record(case: PipelineCase, samples: Samples, hops: np.ndarray,
         "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
         "words": Variable(counts["words"], "1", ("rank",)),
         "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ()),
-        **beside_variables(samples)}
+        **beside_variables(every, found)}
     scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
               "action": range(times.shape[2]), "edge": ("begin", "end"),
               "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
-              "account": Footprint.accounts, "side": SIDES[:len(samples.times)]}
+              "account": Footprint.accounts, "side": list(found)}
     return Measurements("pipeline", settings, environs, scales, variables, checks)
 
 
-def beside_variables(samples: Samples) -> dict[str, Variable]:
+def beside_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[str, Variable]:
     """Return the variables of both sides; none without a reference."""
-    if len(samples.times) == 1:
+    if len(found) == 1:
         return {}
-    found = {
-        "reference_times": Variable(samples.times[1], "s",
-                                    ("repetition", "rank", "action", "edge")),
-        "processor": Variable(samples.processor, "s", ("side", "repetition", "rank"))}
-    if not np.isnan(samples.slept).any():
-        found["slept"] = Variable(samples.slept, "s", ("side", "repetition", "rank", "step"))
-    return found
+    processor, slept = (np.array([[[getattr(spent, name) for spent in one.result]
+                                   for one in samples] for samples in found.values()])
+                        for name in ("processor", "slept"))
+    variables = {
+        "reference_times": Variable(times[1], "s", ("repetition", "rank", "action", "edge")),
+        "processor": Variable(processor, "s", ("side", "repetition", "rank"))}
+    if not np.isnan(slept).any():
+        variables["slept"] = Variable(slept, "s", ("side", "repetition", "rank", "step"))
+    return variables
 
 
 def expected_words(schedule: Any, settings: dict) -> int:

@@ -19,6 +19,7 @@ from bench.records.measurements import Check, Measurements, Variable, grid_setti
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import DIRECTIONS, GridShape
 from mm3d.grid.split import Split
+from mm3d.schemes import find_scheme
 
 TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in use at one time
 LIMITS = Limits(7, 30, 1.0)    # by default
@@ -62,7 +63,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
         When the ranks do not fit the grid, or none has a partner in it.
     """
     try:
-        sizes = sizes or mm3d.SCHEMES["3d"].default_grid(comm.size)
+        sizes = sizes or find_scheme("3d").default_grid(comm.size)
         if len(sizes) > 3:
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: at most three directions")
         grid = mm3d.Grid(comm, backend, **GridShape(DIRECTIONS[:len(sizes)], sizes))
@@ -146,7 +147,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     axes, clock = communicating_directions(grid), Clock(comm)
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
-        def repeat(steps: Sequence[Step]) -> tuple[np.ndarray, str]:
+        def repeat(steps: Sequence[Step]) -> tuple[list[list[float]], str]:
             samples = [makespans(step, comm, grid.backend.synchronize, clock) for step in steps]
             together = replace(limits, max_seconds=limits.max_seconds * len(steps))
             return take_samples_in_turns(samples, together, seed, comm)

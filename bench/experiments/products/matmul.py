@@ -8,30 +8,28 @@ machine slows them all; efficiencies are medians of the ratios of such pairs.
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Callable, ContextManager, Sequence
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.checks import freivalds
-from bench.errors import WrongResult
+from bench.errors import reject
 from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, Replay, WholeProduct
-from bench.instruments import timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.host import granted_threads
-from bench.instruments.sampling import measured_environment
+from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
+                                        time_side)
 from bench.instruments.stall import unwatched
 from bench.instruments.timing import Limits
 from bench.records.kinds.matmul import RATIOS
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
-from bench.statistics import Interval, median_interval
 from mm3d import launcher
 from mm3d.arrays.backend import Array
 
 KINDS = ("product", "local products", "one process")
-# Seconds that BLAS threads may spin after their last product; no rank is timed meanwhile.
-SETTLE = 0.05
 # Seconds of the calls of one process in a sample, unless the number of calls is given.
 SAMPLE = 0.1
 LIMITS = Limits(7, 30, 30.0)    # by default
@@ -59,7 +57,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
         order of measurements in a repetition.
     watched : callable
         The context in which the repetitions run, of the grid; see
-        `bench.instruments.stall.watch_stalls`.
+        `mm3d.tracing.watchdog`.
 
     Returns
     -------
@@ -126,12 +124,6 @@ def product_settings(problem: Problem) -> dict[str, Setting]:
             "one_process_cores": launcher.process_cores()}
 
 
-def reject(problem: str | None, when: str = "") -> None:
-    """Raise WrongResult when there is a `problem`, which is the same on all ranks."""
-    if problem:
-        raise WrongResult(f"{when}{problem}")
-
-
 def check_results(problem: Problem, results: dict[str, Array], seed: int) -> list[Check]:
     """Check C, or dA and dB, and that all copies of one are alike."""
     found = []
@@ -191,15 +183,15 @@ class Sampler:
         self.clock = Clock(self.comm)
         self.last: dict[str, dict[str, Array]] = {}
 
-    def sample(self, phase: str, kind: int, calls: int) -> np.ndarray:
-        """Measure one of `KINDS`: seconds a call, (ranks, begin and end), NaN without a part."""
-        comm, backend = self.comm, self.problem.grid.backend
-        if kind == 2:
+    def sample(self, phase: str, kind: str, calls: int) -> Sample:
+        """Measure one of `KINDS`, in seconds a call."""
+        comm, synchronize = self.comm, self.problem.grid.backend.synchronize
+        if kind == "one process":
             times = np.full((comm.size, 2), np.nan)
             times[0] = time_one_process(self.whole and self.whole.steps[phase], calls, comm,
-                                        backend)
-            return times / calls
-        step = self.replays[phase] if kind else self.problem.steps[phase]
+                                        synchronize)
+            return Sample(times / calls)
+        step = self.replays[phase] if kind == "local products" else self.problem.steps[phase]
 
         def several() -> object:
             result = None
@@ -208,11 +200,10 @@ class Sampler:
                 del result
                 result = step()
             return result
-        wait_patiently(comm)
-        times, result = time_on_all_ranks(several, comm, backend.synchronize, self.clock)
-        if kind == 0:
-            self.last[phase] = result
-        return times / calls
+        found = time_side(several, comm, synchronize, self.clock)
+        if kind == "product":
+            self.last[phase] = found.result
+        return Sample(found.times / calls)
 
 
 def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
@@ -220,30 +211,21 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
     """Measure the product, its local products and the one process until the limits are
     reached."""
     comm, sampler = problem.grid.comm, Sampler(problem, replays, seed)
-    order = np.random.default_rng(seed)
     # All three once, to warm up.
-    trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in range(3)][2][0, 1]
+    trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in KINDS][2].seconds
     calls = comm.bcast(calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
                                     if comm.rank == 0 else 1))
-    kept: list[np.ndarray] = []
-
-    def intervals() -> list[Interval]:
-        seconds = makespans(np.array(kept))
-        above, below = RATIOS["efficiency"]
-        return [median_interval(seconds[:, p, above] / seconds[:, p, below])
-                for p in range(len(replays))]
-
-    repetitions = timing.Repetitions(limits, comm, intervals)
-    for _ in repetitions:
-        times = np.empty((len(replays), len(KINDS), comm.size, 2))
-        for p, phase in enumerate(replays):
-            for kind in order.permutation(len(KINDS)):
-                times[p, kind] = sampler.sample(phase, kind, calls)
-        kept.append(times)
-    return Times(np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, sampler.last)
+    above, below = (KINDS[kind] for kind in RATIOS["efficiency"])
+    found, ended_by = compare_in_turns(
+        {(phase, kind): partial(sampler.sample, phase, kind, calls)
+         for phase in replays for kind in KINDS}, limits, seed, comm, warmup=0,
+        ratios=[((phase, above), (phase, below)) for phase in replays])
+    times = np.array([[[one.times for one in found[phase, kind]] for kind in KINDS]
+                      for phase in replays])
+    return Times(times.swapaxes(1, 2), calls, ended_by, sampler.last)
 
 
-def time_one_process(step, calls: int, comm, backend) -> tuple[float, float]:
+def time_one_process(step, calls: int, comm, synchronize) -> tuple[float, float]:
     """Measure begin and end of some calls on rank 0, with all cores, while the others sleep."""
     wait_patiently(comm)
     end = np.nan
@@ -254,18 +236,13 @@ def time_one_process(step, calls: int, comm, backend) -> tuple[float, float]:
                 start = time.perf_counter()
                 for _ in range(calls):
                     step()
-                backend.synchronize()
+                synchronize()
                 end = time.perf_counter() - start
                 if end > 0.5:
                     break
         time.sleep(SETTLE)
     wait_patiently(comm)
     return 0.0, end
-
-
-def makespans(times: np.ndarray) -> np.ndarray:
-    """Compute makespans from times whose last dimensions are ranks, and begin and end."""
-    return np.nanmax(times[..., 1], axis=-1)
 
 
 def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,

@@ -11,7 +11,7 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.schemes.grid_algorithm import GridAlgorithm
+from mm3d.schemes.matrix_product import GridAlgorithm
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.events import ArrayObserver, Gemm
@@ -177,8 +177,9 @@ class WholeProduct:
         return {"forward": self.forward, "backward": self.backward}
 
 
-class _Operands(ArrayObserver):
-    """Collect shape and order of the operands of products of two matrices."""
+class OperandShapes(ArrayObserver):
+    """Collect the operands of products of two matrices: shapes, and whether columns lie together.
+    """
 
     kinds = (Gemm,)
 
@@ -198,7 +199,7 @@ class Replay:
     """
 
     def __init__(self, step: Callable[[], Any], grid: Grid, dtype: str) -> None:
-        backend, operands_of_step = grid.backend, _Operands()
+        backend, operands_of_step = grid.backend, OperandShapes()
         with observed(grid, operands_of_step):
             self.result = step()
         made: dict[tuple, Array] = {}

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
@@ -23,11 +24,9 @@ from bench.experiments.products import fortran_blas, operands
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.pgemm import Pgemm, load_scalapack
 from bench.experiments.products.problem import Problem, Replay, product_grid
-from bench.instruments import timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.instruments.sampling import repeat_calls
+from bench.instruments.clock import Clock
+from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, time_side
 from bench.instruments.timing import Limits
-from bench.statistics import Interval, median_interval
 from mm3d import launcher
 
 LIMITS = Limits(7, 30, 30.0)    # by default
@@ -246,23 +245,19 @@ def _measure_seconds(products: Products, subjects: list[Subject], calls: int,
                      limits: Limits) -> np.ndarray:
     """Measure makespans of a call, (repetitions, subjects)."""
     comm, backend = products.comm, next(iter(products.ours.values())).grid.backend
-    clock, order = Clock(comm), np.random.default_rng(products.seed)
-    kept: list[np.ndarray] = []
+    clock, names = Clock(comm), [subject.name for subject in subjects]
 
-    def intervals() -> list[Interval]:
-        return [median_interval(line) for ratios in speed_ups(
-            np.array(kept), len(products.ours), len(products.theirs)) for line in ratios.T]
+    def sample(subject: Subject) -> Sample:
+        own = subject.gemm
+        with fortran_blas.use_gemm(backend, own) if own else contextlib.nullcontext():
+            found = time_side(repeat_calls(subject.step, calls), comm, lambda: None, clock)
+        return Sample(found.times / calls)
 
-    for _ in timing.Repetitions(limits, comm, intervals):
-        seconds = np.empty(len(subjects))
-        for kind in order.permutation(len(subjects)):
-            step, own = subjects[kind].step, subjects[kind].gemm
-            with fortran_blas.use_gemm(backend, own) if own else contextlib.nullcontext():
-                wait_patiently(comm)
-                times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, lambda: None, clock)
-            seconds[kind] = times.max() / calls
-        kept.append(seconds)
-    return np.array(kept)
+    ours, theirs = names[:len(products.ours)], names[len(products.ours):][:len(products.theirs)]
+    found, _ = compare_in_turns(
+        {subject.name: partial(sample, subject) for subject in subjects}, limits, products.seed,
+        comm, warmup=0, ratios=[(other, own) for own in ours for other in theirs])
+    return np.array([[one.seconds for one in found[name]] for name in names]).T
 
 
 def speed_ups(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:

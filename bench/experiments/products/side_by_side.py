@@ -9,9 +9,9 @@ from typing import Callable, ContextManager, Sequence
 import numpy as np
 
 from bench.checks import freivalds
-from bench.errors import UsageError
+from bench.errors import UsageError, reject
 from bench.experiments.products import operands
-from bench.experiments.products.matmul import LIMITS, check_results, reject, verify_product
+from bench.experiments.products.matmul import LIMITS, check_results, verify_product
 from bench.experiments.products.problem import (Problem, find_product, product_grid,
                                                 schemes_with_products)
 from bench.instruments.clock import Clock
@@ -146,7 +146,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
     names : sequence of str, optional
         The algorithms; by default every one that fits the ranks.
     watched : callable
-        The context in which products run, of a grid; see `bench.instruments.stall.watch_stalls`.
+        The context in which products run, of a grid; see `mm3d.tracing.watchdog`.
 
     Returns
     -------
@@ -218,7 +218,7 @@ def _sample_in_turns(problems: Sequence[Problem], limits: Limits, seed: int,
             again += _named(problem, found)
     for problem in problems:
         problem.grid.free()
-    return samples, again, library
+    return np.array(samples), again, library
 
 
 def _named(problem: Problem, checks: Sequence[Check]) -> list[Check]:

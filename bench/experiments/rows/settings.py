@@ -81,7 +81,7 @@ class Settings:
         `bench.instruments.placement.direction_order`.
     watched : callable
         The context of the steps that count or are timed, as from
-        `bench.instruments.stall.watch_stalls`.
+        `mm3d.tracing.watchdog`.
     stop : callable
         Returns True to end the row with the repetitions done so far; called on rank 0.
     fits : callable

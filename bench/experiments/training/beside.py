@@ -2,21 +2,21 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Sequence
 
 import numpy as np
 
-from bench.records.kinds import makespans
-from bench.statistics import median_interval
 import mm3d
-from bench.errors import UsageError, WrongResult
+from bench.errors import UsageError, reject
 from bench.experiments.products import operands
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops
+from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
 from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining, StepCase
-from bench.experiments.training.torch_group import KINDS, TorchGroup
-from bench.instruments import timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.instruments.sampling import measured_environment
+from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 
@@ -56,7 +56,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
     python : str or None
         An interpreter that has PyTorch; None measures the own side alone.
     kinds : sequence of str
-        PyTorch's sides, of `torch_group.KINDS`.
+        PyTorch's sides, of `bench.experiments.torch.parallel.KINDS`.
     limits : Limits
         When to stop repeating.
 
@@ -73,31 +73,49 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         On all ranks, when loss or gradients of any side differ.
     """
     comm, case = subject.comm, subject.case
-    sides = (OWN, *(kinds if python else ()))
     checks = verification.verify(subject.model, subject.batch, case.heads, case.dtype, comm)
-    state = subject.model.state()
-    arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
-    references = (TorchGroup(python, kinds, {**asdict(case), **OPTIMIZER}, arrays, comm)
-                  if python else None)
-    del state, arrays
+    references: dict[str, TorchProcesses] = {}
+    kernels = None
     try:
-        checks += compare_first_steps(subject, references, sides)
+        if python:
+            state = subject.model.state()
+            arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
+            for kind in kinds:
+                references[kind] = TorchProcesses(
+                    python, "ParallelTraining", {**asdict(case), **OPTIMIZER, "kind": kind},
+                    None if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
+                    1 if kind == "one" else comm.size)
+            del state, arrays
+            kernels = compare_kernels(
+                subject.products(), case.dtype, subject.mesh.scheme.grid.backend,
+                references[kinds[0]], case.seed)
+        checks += compare_first_steps(subject, references)
         clock = Clock(comm)
-        sampler = Sampler(subject, references, sides, clock)
-        repetitions, times, losses = sampler.take(limits)
-        checks += compare_losses(losses[-1], sides, "last loss", LAST_LOSS)
-        reject(checks)
-        about = references.about if references else {}
+        own = partial(time_side, subject.step, comm,
+                      subject.mesh.scheme.grid.backend.synchronize, clock)
+        found, ended_by = compare_in_turns(
+            {OWN: own, **{kind: one.sample for kind, one in references.items()}}, limits,
+            case.seed, comm)
+        losses = np.array([[one.result if side == OWN else mean_loss(one.result)
+                            for one in samples] for side, samples in found.items()]).T
+        checks += compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
+        reject(verification.difference_message(checks))
+        about = [f"{KINDS[kind]}: {one.about}" for kind, one in references.items()
+                 if comm.rank == 0]
     finally:
-        if references:
-            references.close()
+        for one in references.values():
+            one.close()
     parts = comm.gather(subject.trace(clock))
     environs = measured_environment(subject.mesh.scheme.grid.backend.name, comm)
     if parts is None:
         return None
-    settings = {**settings_of(subject), "ended_by": repetitions.ended_by, **asdict(limits),
-                "torch": "; ".join(about.values()) or "none"}
-    return step_record(sides, times, losses, np.array(parts), settings, environs, checks)
+    times = np.array([[one.times for one in samples] for samples in found.values()])
+    settings = {**settings_of(subject), "ended_by": ended_by, **asdict(limits),
+                "torch": "; ".join(about) or "none"}
+    record = step_record(list(found), times.swapaxes(0, 1), losses, np.array(parts),
+                         settings, environs, checks)
+    return add_kernels(record, kernels, step_flops(
+        case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
 
 
 def settings_of(subject: MeasuredTraining) -> dict:
@@ -114,24 +132,24 @@ def settings_of(subject: MeasuredTraining) -> dict:
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 
-def compare_first_steps(subject: MeasuredTraining, references: TorchGroup | None,
-                        sides: Sequence[str]) -> list[Check]:
+def compare_first_steps(subject: MeasuredTraining,
+                        references: dict[str, TorchProcesses]) -> list[Check]:
     """Take the first steps of all sides, and compare losses and the norm of the gradient."""
-    checks = []
+    checks, sides = [], [OWN, *references]
     for number in range(FIRST_STEPS):
         losses, norms = [subject.step()], []
         if not number:
             norms = [gradient_norm(subject.model)]
         wait_patiently(subject.comm)
-        for side in sides[1:]:
-            found = references.step(side, check=not number)
+        for one in references.values():
+            found = one.sample("step" if number else "check").result
             losses.append(mean_loss(found))
             if not number:
                 norms.append(found[0]["norm"])
         checks += compare_losses(losses, sides, f"loss of step {number + 1}", LOSS)
         if not number:
             checks += compare_losses(norms, sides, "norm of the first gradient", NORM)
-    reject(checks)
+    reject(verification.difference_message(checks))
     return checks
 
 
@@ -151,65 +169,6 @@ def compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
     """Compare the numbers of all sides with the own one."""
     return [Check(f"{what}, {side}", abs(number - numbers[0]) / abs(numbers[0]), tolerance)
             for side, number in zip(sides[1:], numbers[1:], strict=True)]
-
-
-def reject(checks: Sequence[Check]) -> None:
-    """Raise WrongResult, on all ranks alike, when a check did not pass."""
-    wrong = [one for one in checks if not one.passed]
-    if wrong:
-        raise WrongResult("; ".join(
-            f"{one.quantity}: {one.error:.3g} from {OWN}'s, relative, at most {one.tolerance:g} "
-            f"would do" for one in wrong))
-
-
-class Sampler:
-    """Take steps of all sides in turns.
-
-    Parameters
-    ----------
-    subject, references : MeasuredTraining, TorchGroup or None
-        The sides.
-    sides : sequence of str
-        Their names, the own one first.
-    clock : Clock
-        Of all ranks.
-    """
-
-    def __init__(self, subject: MeasuredTraining, references: TorchGroup | None,
-                 sides: Sequence[str], clock: Clock) -> None:
-        self.subject, self.references, self.sides, self.clock = subject, references, sides, clock
-
-    def sample(self, side: int) -> tuple[np.ndarray, float]:
-        """Take a step of a side; return begin and end on its ranks, NaN on others, and the loss.
-        """
-        comm, library = self.subject.comm, self.subject.mesh.scheme.grid.backend
-        wait_patiently(comm)
-        if side == 0:
-            return time_on_all_ranks(self.subject.step, comm, library.synchronize, self.clock)
-        times, found = np.full((comm.size, 2), np.nan), self.references.step(self.sides[side])
-        for rank, one in enumerate(found):
-            times[rank] = one["begin"], one["end"]
-        return times - np.nanmin(times), mean_loss(found)
-
-    def take(self, limits: Limits) -> tuple[timing.Repetitions, np.ndarray, np.ndarray]:
-        """Repeat until the limits are reached; return the repetitions, times and losses."""
-        comm, order = self.subject.comm, np.random.default_rng(self.subject.case.seed)
-        kept: list[np.ndarray] = []
-        losses: list[np.ndarray] = []
-
-        def intervals() -> list:
-            return [median_interval(column) for column in makespans(np.array(kept)).T]
-
-        repetitions = timing.Repetitions(limits, comm, intervals, warmup=1)
-        for counts in repetitions:
-            times = np.full((len(self.sides), comm.size, 2), np.nan)
-            loss = np.zeros(len(self.sides))
-            for side in order.permutation(len(self.sides)):
-                times[side], loss[side] = self.sample(int(side))
-            if counts:
-                kept.append(times)
-                losses.append(loss)
-        return repetitions, np.array(kept), np.array(losses)
 
 
 def step_record(sides: Sequence[str], times: np.ndarray, losses: np.ndarray,

@@ -87,7 +87,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     report : callable
         Called on rank 0 with the name of each mesh before it is trained.
     watched : callable
-        See `bench.instruments.stall`.
+        See `mm3d.tracing.watchdog`.
 
     Returns
     -------

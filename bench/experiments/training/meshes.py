@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 from bench.experiments.training.plan import Placement
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.training.schedules import registry
 
 SERIAL = Placement(scheme="serial")
@@ -46,7 +46,7 @@ class Case:
                 one.zero > 1 and one.data > 1 and one.microbatches > 1)
 
 
-def list_cases(ranks: int, experts: Experts | None = None) -> list[Case]:
+def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
     """List the cases that need at most so many ranks, serial first.
 
     With experts there are also meshes that divide them, and one rank with each number of
@@ -126,7 +126,7 @@ def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
     return lambda case: first[case.family]
 
 
-def one_rank_of(cases: list[Case], experts: Experts | None) -> Callable[[Case], Case]:
+def one_rank_of(cases: list[Case], experts: ExpertOptions | None) -> Callable[[Case], Case]:
     """Return a function that gives for a case the one on one rank that has the same losses.
 
     With experts it has as many micro-batches, and else any number of them.

@@ -9,7 +9,7 @@ from typing import Mapping
 import numpy as np
 
 from bench.experiments.experts.plain import PlainExperts
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 State = Mapping[str, np.ndarray]
 EPS = 1e-5
@@ -20,7 +20,7 @@ class Routing:
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     microbatches : int
         Number of parts of the batch whose tokens are routed together.
@@ -31,7 +31,7 @@ class Routing:
         Losses of the routers since it was set to 0.
     """
 
-    def __init__(self, experts: Experts, microbatches: int = 1) -> None:
+    def __init__(self, experts: ExpertOptions, microbatches: int = 1) -> None:
         self.experts, self.microbatches, self.losses = experts, microbatches, 0.0
         self._chosen: dict[str, np.ndarray] = {}
         self.part = 0
@@ -125,7 +125,7 @@ def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int,
 
 
 def write_sample(state: State, heads: int, length: int, seed: int = 0, start: bytes = b"\n",
-                 temperature: float = 0.8, experts: Experts | None = None) -> bytes:
+                 temperature: float = 0.8, experts: ExpertOptions | None = None) -> bytes:
     """Draw bytes that the model writes after `start`, one after another.
 
     Parameters
@@ -142,7 +142,7 @@ def write_sample(state: State, heads: int, length: int, seed: int = 0, start: by
         What comes before, and is not returned; at least one byte.
     temperature : float
         Logits are divided by it.
-    experts : Experts, optional
+    experts : ExpertOptions, optional
         Those of a model that has some; none is full.
     """
     state = {name: np.asarray(a, np.float32) for name, a in state.items()}

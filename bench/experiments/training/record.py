@@ -3,9 +3,10 @@
 import numpy as np
 
 from bench.experiments.products import operands
+from bench.experiments.torch.equal_kernels import add_kernels
 from bench.experiments.training.history import History
 from bench.experiments.training.memory import expected_peak_bytes
-from bench.experiments.training.torch_training import TorchTraining
+from bench.experiments.training.torch_training import TorchTraining, products_flops
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.instruments.sampling import measured_environment
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
@@ -54,7 +55,8 @@ def training_record(training: Training, course: Course, outcome: Outcome,
         checks.append(beside_check(history, beside.history))
         settings["torch"] = beside.about
     scales = {"step": steps, "validated": validated, "rank": range(training.comm.size)}
-    return Measurements(KIND, settings, environs, scales, variables, checks)
+    return add_kernels(Measurements(KIND, settings, environs, scales, variables, checks),
+                       beside and beside.kernels, products_flops(plan))
 
 
 def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[str, Setting]:

@@ -8,6 +8,8 @@ import numpy as np
 
 import mm3d
 from bench.errors import UsageError
+from bench.experiments.torch.equal_kernels import observe_products
+from bench.experiments.torch.serve import Product
 from bench.experiments.training.plan import Placement, make_mesh
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Recorder
@@ -84,6 +86,12 @@ class MeasuredTraining:
         self.optimizer.step()
         self.optimizer_seconds = time.perf_counter() - start
         return loss
+
+    def products(self) -> list[Product]:
+        """Return this rank's local products of a step, which changes nothing."""
+        found = observe_products(lambda: self.model.step(*self.batch), self.mesh.scheme.grid)
+        self.model.zero_gradients()
+        return found
 
     def trace(self, clock: Clock) -> np.ndarray:
         """Take steps of which the parts are timed; return seconds, (steps, `PARTS`), here."""

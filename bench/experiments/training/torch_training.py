@@ -1,23 +1,21 @@
 """Start PyTorch in a process of its own, and let it train what a training has trained."""
 
-import json
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
+from mpi4py import MPI
 
 from bench.errors import UsageError
 from bench.experiments.experts.problem import routing_settings
-from bench.experiments.layer.torch_process import torch_environment
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.equal_kernels import Kernels, compare_kernels, step_flops
+from bench.experiments.torch.serve import Product
 from bench.experiments.training.history import History
 from bench.experiments.training.plain_gpt import State
 from bench.experiments.training.plan import Plan
-from bench.experiments.training.text import Text
-from mm3d import launcher
-from mm3d.child_process import CHILDREN_PRINT
+from bench.experiments.training.text import Text, VOCAB
+from mm3d.arrays import backend as backends
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,13 @@ class TorchTraining:
         Version, threads and instructions of the library.
     history : History
         Losses and seconds of all steps, and validations.
+    kernels : Kernels or None
+        How long both sides took for the same products.
     """
 
     about: str
     history: History
+    kernels: Kernels | None = None
 
 
 def check_torch(plan: Plan) -> None:
@@ -48,23 +49,10 @@ def check_torch(plan: Plan) -> None:
         raise UsageError(f"--torch with --dtype {plan.dtype}: float32 or float64 would do")
 
 
-def check_interpreter(python: str) -> None:
-    """Raise UsageError, with what it says, for an interpreter without torch or numpy."""
-    try:
-        done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
-                              encoding=CHILDREN_PRINT, errors="replace", capture_output=True)
-    except OSError as error:
-        raise UsageError(f"--torch {python}: {error.strerror}") from error
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
-        raise UsageError(f"--torch {python}: {said[-1]}; an interpreter with torch and numpy "
-                         f"would do")
-
-
 def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int,
                    validated: Iterable[int], validation_batches: int,
                    report: Callable[[int, History], None] = lambda step, history: None,
-                   microbatches: int = 1) -> TorchTraining:
+                   microbatches: int = 1, products: Sequence[Product] = ()) -> TorchTraining:
     """Train a model by PyTorch, from the same state on the same batches in the same order.
 
     Parameters
@@ -85,53 +73,67 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
         Called after each step and each validation with the number of steps done.
     microbatches : int
         Parts of a batch whose tokens are routed together; without experts it changes nothing.
+    products : sequence of Product
+        Products by whose seconds the kernels of both sides are compared.
 
     Raises
     ------
     UsageError
         When the interpreter cannot train it.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        write_case(Path(folder), plan, text, state, steps, validated, validation_batches,
-                   microbatches if plan.experts else 1)
-        script = Path(__file__).with_name("torch_gpt.py")
-        history = History()
-        try:
-            process = subprocess.Popen([python, str(script), folder, str(launcher.cores())],
-                                       env=torch_environment(), encoding=CHILDREN_PRINT,
-                                       errors="replace", stdout=subprocess.PIPE)
-        except OSError as error:
-            raise UsageError(f"--torch {python}: {error.strerror}") from error
-        with process:
-            about = process.stdout.readline().strip()
-            for line in process.stdout:
-                entry = json.loads(line)
-                history.add(entry)
-                report(entry["step"] + ("loss" in entry), history)
-    if process.returncode or not about:
-        raise UsageError(f"--torch {python} could not train the model, as it says above: an "
-                         f"interpreter with torch and numpy would do")
-    return TorchTraining(about, history)
+    together = microbatches if plan.experts else 1
+    # Beside this rank alone: the others may have PyTorch, too, or do something else.
+    process = TorchProcesses(python, "Training", describe_case(plan, steps, together),
+                             {**state, **draw_tokens(plan, text, steps, validation_batches)},
+                             MPI.COMM_SELF, "train the model")
+    history, at = History(), {*validated}
+    try:
+        kernels = compare_kernels(products, plan.dtype, backends.get("numpy"), process, plan.seed)
+        for step in range(steps + 1):
+            if step in at:
+                history.add({"step": step, **process.ask("validate")})
+                report(step, history)
+            if step < steps:
+                found = process.ask("step", str(step))
+                history.add({"step": step, "loss": found["loss"],
+                             "seconds": found["end"] - found["begin"]})
+                report(step + 1, history)
+    except RuntimeError as error:
+        raise UsageError(f"--torch {python}: {error}") from error
+    finally:
+        process.close()
+    return TorchTraining(process.about, history, kernels)
 
 
-def write_case(folder: Path, plan: Plan, text: Text, state: State, steps: int,
-               validated: Iterable[int], validation_batches: int, microbatches: int) -> None:
-    """Write parameters, tokens and settings for `torch_gpt`."""
+def describe_case(plan: Plan, steps: int, microbatches: int) -> dict[str, Any]:
+    """Return the settings, the rates of all steps, and how tokens are routed."""
+    routing = None
+    if plan.experts is not None:
+        routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,
+                                   plan.layers)
+    return {**plan.settings(), "rates": [plan.rate(step) for step in range(steps)],
+            "routing": routing, "microbatches": microbatches}
+
+
+def draw_tokens(plan: Plan, text: Text, steps: int,
+                validation_batches: int) -> dict[str, np.ndarray]:
+    """Return the tokens of all steps, and of a validation."""
     sizes = plan.batch, plan.seq
     count = min(validation_batches, text.validation_batches(*sizes))
     batches = [joined(*text.batch(plan.seed, step, *sizes)) for step in range(steps)]
     held_out = [joined(*text.validation(number, *sizes)) for number in range(count)]
     empty = np.empty((0, plan.batch, plan.seq + 1), np.uint8)
-    np.savez(folder / "case.npz", **state, **{
-        "tokens of steps": np.array(batches or empty), "tokens of validation": np.array(held_out)})
-    routing = None
-    if plan.experts is not None:
-        routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,
-                                   plan.layers)
-    (folder / "case.json").write_text(json.dumps(
-        {**plan.settings(), "rates": [plan.rate(step) for step in range(steps)],
-         "validated": sorted(validated), "routing": routing, "microbatches": microbatches}),
-        encoding="utf-8")
+    return {"tokens of steps": np.array(batches or empty),
+            "tokens of validation": np.array(held_out)}
+
+
+def products_flops(plan: Plan) -> float:
+    """Compute the operations of PyTorch's products in a step."""
+    sizes = plan.batch * plan.seq, plan.layers, plan.hidden, plan.seq, VOCAB, True
+    if plan.experts is None:
+        return step_flops(*sizes)
+    with_experts = plan.layers // plan.experts.every
+    return step_flops(*sizes, wide=4 + 4 * (plan.experts.top - 1) * with_experts / plan.layers)
 
 
 def joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -1,16 +1,16 @@
 """Verify a model that is about to be trained, by a model in NumPy alone."""
 
 import math
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from bench.errors import WrongResult
+from bench.errors import reject
 from bench.experiments.training import plain_gpt
 from bench.experiments.training.text import Batch
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 STEP = 1e-5    # of the central difference; its own error is below 1e-6
 # Relative, of the loss and of the gradient.
@@ -19,7 +19,7 @@ TOLERANCES = {"float64": (1e-12, 1e-6), "float32": (1e-5, 1e-4), "float16": (1e-
 
 
 def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
-           experts: Experts | None = None) -> list[Check]:
+           experts: ExpertOptions | None = None) -> list[Check]:
     """Compare loss and gradient of a batch with a model in NumPy, float64; every rank calls it.
 
     The length of the whole gradient is compared with the central difference of the other model's
@@ -47,12 +47,14 @@ def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
         checks = compare_with_plain(loss, state, gradients, batch, heads, dtype, routing)
     wait_patiently(comm)
     checks = comm.bcast(checks)
-    wrong = [one for one in checks if not one.passed]
-    if wrong:
-        raise WrongResult("; ".join(
-            f"{one.quantity}: relative error {one.error:.3g}, at most {one.tolerance:g} would do"
-            for one in wrong))
+    reject(difference_message(checks))
     return checks
+
+
+def difference_message(checks: Sequence[Check]) -> str:
+    """Describe the checks that did not pass; "" when all did."""
+    return "; ".join(f"{one.quantity}: relative error {one.error:.3g}, at most "
+                     f"{one.tolerance:g} would do" for one in checks if not one.passed)
 
 
 def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,

@@ -13,7 +13,8 @@ from typing import Any, Callable, Iterable
 from mm3d.grid.shape import GridShape
 from mm3d.model.saved_arrays import saved_arrays
 from mm3d.model.sizes import ModelSizes
-from mm3d.schemes import find_scheme, scheme as make_scheme
+from mm3d.schemes import find_scheme
+from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.observe import observed
 from mm3d.transport.silent import DryCommunicator

@@ -40,8 +40,3 @@ def medians(samples: np.ndarray) -> np.ndarray:
     lines = [line[~np.isnan(line)] for line in samples.reshape(-1, samples.shape[-1])]
     found = [median_interval(line) if len(line) else [np.nan] * len(BOUNDS) for line in lines]
     return np.reshape(found, (*samples.shape[:-1], len(BOUNDS)))
-
-
-def makespans(times: np.ndarray) -> np.ndarray:
-    """Compute the last end minus the first begin, from times (..., rank, edge); NaN counts not."""
-    return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)

@@ -4,7 +4,7 @@ import numpy as np
 
 from bench.records.kinds import BOUND, medians
 from bench.records.measurements import Measurements, Variable
-from mm3d.model.experts.balance import utilisation_entropy
+from mm3d.model.experts.totals import utilisation_entropy
 
 
 def derive(record: Measurements) -> dict[str, Variable]:

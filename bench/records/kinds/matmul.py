@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from bench.records.kinds import BOUND, makespans, medians
+from bench.records.kinds import BOUND, medians
 from bench.records.measurements import Measurements, Variable
+from bench.statistics import elapsed
 from mm3d.model import cost
 
 RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
@@ -12,7 +13,7 @@ RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share_of_the_ceiling": (1, 0
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds a call by phase and kind, their ratios, operations and the lower bound."""
-    spans = makespans(record.raw["times"].values).swapaxes(1, 2)    # (phase, kind, repetition)
+    spans = elapsed(record.raw["times"].values).swapaxes(1, 2)    # (phase, kind, repetition)
     sizes = [record.configuration[name] for name in "MNK"]
     products = np.array([len(RESULTS[phase]) for phase in record.scales["phase"]])
     return {

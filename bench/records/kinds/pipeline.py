@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.records.kinds import BOUND, medians
 from bench.records.measurements import Measurements, Variable
+from bench.statistics import elapsed
 from mm3d.training.schedules import Schedule, Times, clock, parse_schedule
 from mm3d.training.schedules.clock import Timeline
 
@@ -65,7 +66,7 @@ def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
 
 def step_seconds(times: np.ndarray) -> np.ndarray:
     """Compute the makespan of each repetition, from the first begin to the last end of all."""
-    return np.nanmax(times[..., 1], axis=(1, 2)) - np.nanmin(times[..., 0], axis=(1, 2))
+    return elapsed(times.reshape(len(times), -1, 2))
 
 
 def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:

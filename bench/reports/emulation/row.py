@@ -11,7 +11,7 @@ from bench.cases.case import Case
 from bench.cases.paper import Row, load_tables
 from bench.cases.variants import Variant, recorded_variant
 from bench.cluster.spec import Cluster
-from bench.instruments import placement, timing
+from bench.instruments import placement, step_seconds
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.similarity import emulating_machine, predict_phases
 from bench.records.folder import policy_of
@@ -113,7 +113,7 @@ class Emulated:
             return math.nan
         alone = self.run.groups["software"].variables["samples"].values.sum(axis=0)
         return float(np.median(alone)) / (
-            self.sizes.batch * timing.average_step_time(self.run.samples, self.sizes.batch))
+            self.sizes.batch * step_seconds.average_step_time(self.run.samples, self.sizes.batch))
 
     @property
     def dilation(self) -> float:
@@ -142,14 +142,14 @@ class Emulated:
         return [self._average(run) for run in self.repeats or (self.run,) if run]
 
     def _average(self, run: Run) -> float:
-        return timing.average_step_time(run.times, self.sizes.batch) * self.to_paper
+        return step_seconds.average_step_time(run.times, self.sizes.batch) * self.to_paper
 
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the 95 % interval of `average`, of whole steps; NaN without a measurement."""
         if self.run is None:
             return math.nan, math.nan
-        found = median_interval(timing.step_times(self.run.times, self.sizes.batch))
+        found = median_interval(step_seconds.step_times(self.run.times, self.sizes.batch))
         return found[1] * self.to_paper, found[2] * self.to_paper
 
 

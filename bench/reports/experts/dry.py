@@ -2,16 +2,16 @@
 
 from bench.reports.document import Notes
 from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.tracing.trace import Trace
 
 
-def notes(experts: Experts, trace: Trace, data: int, tokens: int, imbalance: float) -> Notes:
+def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int, imbalance: float) -> Notes:
     """Say which routing is assumed, and what is counted between replicas.
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     trace : Trace
         The dry run.
@@ -46,7 +46,7 @@ def notes(experts: Experts, trace: Trace, data: int, tokens: int, imbalance: flo
     return Notes("About the experts (a model, not a run):", lines)
 
 
-def plan_notes(experts: Experts) -> Notes:
+def plan_notes(experts: ExpertOptions) -> Notes:
     """Say what the plans of a model with experts assume."""
     capacity = experts.capacity
     dropped = ("nothing is dropped" if capacity is None else

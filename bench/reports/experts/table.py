@@ -4,13 +4,14 @@ import numpy as np
 
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.reports.layer_table import equal_rate_notes
 
 
 def experts_parts(record: Measurements) -> list[Part]:
     """Make the tables of times, of parts, and of how the tokens were routed."""
     found = {name: variable.values for name, variable in record.variables.items()}
     return [_times(record, found), _parts_of(record, found), _routed(record, found),
-            Notes("About these times:", _notes(record))]
+            Notes("About these times:", _notes(record) + _kernels(record, found))]
 
 
 def _times(record: Measurements, found: dict[str, np.ndarray]) -> Table:
@@ -70,6 +71,16 @@ def _routed(record: Measurements, found: dict[str, np.ndarray]) -> Table:
     return Table("How the tokens were routed, and what was sent", columns, rows)
 
 
+def _kernels(record: Measurements, found: dict[str, np.ndarray]) -> list[str]:
+    """Say how fast both sides multiply, and what could not be measured."""
+    first, kinds = record.scales["routing"][0], list(record.scales["kind"])
+    seconds = found["seconds"][0, :, 0]
+    left_out = str(record.configuration.get("left_out", ""))
+    return [*equal_rate_notes(record, {f"{kind}, {first}": (seconds[n], seconds[0])
+                                       for n, kind in enumerate(kinds) if n > 2}),
+            *[f"Not measured: {left_out}."] * bool(left_out)]
+
+
 def _notes(record: Measurements) -> list[str]:
     """Say what the tables show, and where they were measured."""
     chosen, env = record.configuration, record.environment
@@ -90,7 +101,8 @@ def _notes(record: Measurements) -> list[str]:
         "makespans. Low and high: of the medians, with the confidence in per cent; fewer than six "
         "repetitions give less than 95 %. PyTorch: one process with all cores, by autograd, with "
         "the same losses of the router; loop: the rows of one expert after the other; padded: "
-        "batched products.",
+        "batched products" + "; grouped: its own grouped products" * (
+            "PyTorch grouped" in record.scales["kind"]) + ".",
         "One product / grouped: the first product of the experts alone, in the time of one "
         "product of as many rows with one weight, over the time by experts.",
         "Parts contain the waiting for other ranks in their collectives. Router: logits, choice, "

@@ -5,19 +5,20 @@ import textwrap
 from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.instruments import timing
+from bench.instruments import step_seconds
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit
-from bench.reports.figures.style import (TICKS, Point, add_legends, draw_closed_form,
-                                         draw_intervals, draw_line, label_plainly,
-                                         make_rank_figure, scheme_style, start_at_zero,
-                                         write_caption)
+from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, draw_intervals,
+                                             draw_line, make_rank_figure, scheme_style,
+                                             write_caption)
+from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
 from bench.reports.paper_tables import measured_average
 from bench.statistics import Interval, median_interval
-from mm3d import ModelSizes, SCHEMES, model_spec
+from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.schemes import registry
 
 
 def draw_step_times(results: Results):
@@ -131,7 +132,7 @@ def measured_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
 
 def average_step_time(run: Run) -> Interval:
     """Compute the median average step time of whole steps, and its 95 % confidence interval."""
-    return median_interval(timing.step_times(run.times, run.configuration["batch"]))
+    return median_interval(step_seconds.step_times(run.times, run.configuration["batch"]))
 
 
 def step_rate(run: Run) -> float:
@@ -185,7 +186,7 @@ def closed_form_words(runs: list[Run], table: str) -> list[Point]:
 
 def grids_between(scheme: str) -> list[GridShape]:
     """List the default grids of `scheme` for 8 to 64 ranks."""
-    known = SCHEMES.get(scheme)
+    known = registry().get(scheme)
     grids = []
     for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
         try:

@@ -2,11 +2,9 @@
 
 import itertools
 import re
-from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
@@ -14,7 +12,7 @@ from bench.records.measurements import Measurements
 from bench.reports.emulation.tables import waited_rows
 from bench.reports.figures import (against_ranks, emulation, experts, link_sweep, products,
                                    roofline_and_memory, style, time_shares)
-from bench.reports.figures.style import LeftOut
+from bench.reports.figures.style import Drawing, LeftOut
 
 # The function that draws each figure, and a sentence that describes it, by name.
 FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
@@ -57,29 +55,10 @@ MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {
                          "expert.")}}
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure that can be drawn.
-
-    Attributes
-    ----------
-    name : str
-        The name, such as "roofline-laptop".
-    about : str
-        Its description.
-    make : callable
-        Makes the matplotlib figure; raises `LeftOut` for want of results.
-    """
-
-    name: str
-    about: str
-    make: Callable[[], Any]
-
-
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           make_sweep_drawings(found.measurements))
+                           link_sweep.make_sweep_drawings(found.measurements))
 
 
 def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:
@@ -102,18 +81,6 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
         yield Drawing("balance-of-experts", "Last validation loss and use of the experts, against "
                       "the coefficient of the balance loss.",
                       partial(experts.draw_balance, trainings))
-
-
-def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
-    """List the figures of sweeps over rates of links; those of one name are numbered."""
-    names: Counter[str] = Counter()
-    for group in link_sweep.group_sweeps(records):
-        name = link_sweep.picture_name(group)
-        names[name] += 1
-        yield Drawing(f"{name}-{names[name]}" if names[name] > 1 else name,
-                      "Milliseconds a sequence of each scheme and grid against the rate of links, "
-                      "and the rates at which schemes of one batch cross.",
-                      partial(link_sweep.draw_sweeps, group))
 
 
 def _sizes(record: Measurements) -> str:
@@ -153,21 +120,7 @@ def draw_figures(folder: str | Path,
         raise UsageError(f"--format {','.join(formats)}: {', '.join(style.METADATA)} would do, "
                          f"with commas between")
     found = read_folder(folder)
-    drawn, left_out = save_drawings(make_drawings(found), found.folder, formats)
+    drawn, left_out = style.save_drawings(make_drawings(found), found.folder, formats)
     if not drawn and not left_out:
         left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
-    return drawn, left_out
-
-
-def save_drawings(drawings: Iterable[Drawing], folder: Path,
-                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
-    """Save drawings in a folder; return the files, and why others are not drawn."""
-    drawn: list[Path] = []
-    left_out: list[LeftOut] = []
-    for one in drawings:
-        try:
-            for form in formats:
-                drawn.append(style.save_picture(folder / f"{one.name}.{form}", one.make))
-        except LeftOut as why:
-            left_out.append(type(why)(f"{one.name}: {why}"))
     return drawn, left_out

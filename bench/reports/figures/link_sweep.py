@@ -2,8 +2,10 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
-from typing import Sequence
+from functools import partial
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -53,6 +55,18 @@ def draw_sweeps(records: Sequence[Measurements]):
         f"{records[0].environment['cores']} cores for all else,\nwhich is what fast links "
         "show; bars: least to greatest sample", fontsize=8.5)
     return figure
+
+
+def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawing]:
+    """List the figures of sweeps over rates of links; those of one name are numbered."""
+    names: Counter[str] = Counter()
+    for group in group_sweeps(records):
+        name = picture_name(group)
+        names[name] += 1
+        yield style.Drawing(
+            f"{name}-{names[name]}" if names[name] > 1 else name,
+            "Milliseconds a sequence of each scheme and grid against the rate of links, and the "
+            "rates at which schemes of one batch cross.", partial(draw_sweeps, group))
 
 
 def _panel(panel, record: Measurements) -> None:

@@ -9,10 +9,10 @@ from bench.experiments.products.problem import find_product, schemes_with_produc
 from bench.experiments.products.side_by_side import count_dry
 from bench.records.kinds.products import NOT_STATED, closed_form_words, record_grids
 from bench.records.measurements import Measurements
-from bench.reports.figures import style
+from bench.reports.figures import by_scheme, style
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.grid_algorithm import PRODUCTS_ALONE
+from mm3d.schemes.products_alone import PRODUCTS_ALONE
 
 RANKS = tuple(sorted({n ** 3 for n in range(2, 17)} | {2 ** n for n in range(2, 13)}))
 LARGER = 4096    # ranks of the panel of closed forms alone
@@ -178,7 +178,7 @@ def _default_words(name: str, form: str, shape: Shape, ranks: int) -> int | None
 def _styles() -> dict[str, tuple[str, str]]:
     """Return colour and marker of every product: the paper's schemes as in other figures."""
     names = schemes_with_products()
-    known = {name: style.STYLES[name] for name in names if name in style.STYLES}
+    known = {name: by_scheme.STYLES[name] for name in names if name in by_scheme.STYLES}
     free = [one for one in style.CYCLE if one not in known.values()]
     more = [("#882255", "<"), ("#44AA99", ">"), ("#999933", "h"), (style.DARK_GREY, "p")]
     others = [name for name in names if name not in known]

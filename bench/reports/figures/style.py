@@ -1,19 +1,17 @@
-"""Share the style of all figures: colours, axes of ranks, intervals, captions."""
+"""Share the style of all figures: colours, axes, legends; and the files that they are."""
 
 import io
-import itertools
 import math
 import os
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
-from bench.cases.paper import PAPER, TITLES, title
 from bench.errors import UsageError
 from bench.records import atomic
-from bench.records.folder import Results, most_oversubscribed, share_cores
-from bench.reports import emulated
+from mm3d.console import complain, say
 
 # Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
 # for print.
@@ -22,14 +20,10 @@ PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
 LIGHT_GREY, DARK_GREY = "#BBBBBB", "#666666"
 CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D"), (SKY, "P"),
          ("black", "X"), (YELLOW, "*"))
-STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
-ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # where intervals of the schemes are, in this order
 IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
 BESIDE = 1.9    # inches for it
-TICKS = (8, 16, 36, 64)
 # Without what changes from day to day: the same figure is the same file.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-Point = tuple[int, float]
 
 
 class LeftOut(Exception):
@@ -120,59 +114,12 @@ def check_name(path: str | os.PathLike) -> None:
         raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
 
 
-def scheme_style(scheme: str) -> tuple[str, str]:
-    """Return colour and marker of `scheme`; grey dots if it is unknown."""
-    return STYLES.get(scheme, ("grey", "."))
-
-
-def scheme_label(scheme: str) -> str:
-    """Return the title of `scheme` in a legend, which says if the paper has no figures of it."""
-    return title(scheme) + ", not published" * (scheme not in PAPER)
-
-
 def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
     """Make a figure with its panels, (rows, columns)."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(heading)
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def make_rank_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
-    """Make a figure with the paper's numbers of ranks along its panels."""
-    figure, panels = make_figure(rows, columns, size, heading)
-    for panel in panels.flat:
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
-        panel.minorticks_off()
-        panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * 1.25)
-    return figure, panels
-
-
-def draw_line(panel, scheme: str, points: list[Point], **how) -> None:
-    """Draw the points of a scheme, joined."""
-    colour, marker = scheme_style(scheme)
-    if points:
-        panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
-                                             "label": scheme_label(scheme)} | how)
-
-
-def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
-    """Draw the intervals of a scheme at numbers of ranks, slightly aside from other schemes."""
-    aside = 1.035 ** dict(zip(STYLES, itertools.cycle(ASIDE))).get(scheme, 0)
-    for ranks, *bounds in points:
-        panel.plot([ranks * aside] * 2, bounds, color=scheme_style(scheme)[0], linewidth=4,
-                   alpha=0.35, solid_capstyle="butt", label="_interval")
-
-
-def draw_closed_form(panel, scheme: str, points: list[Point]) -> None:
-    """Draw the closed form of a scheme, joined; dashes for one point, and for other schemes.
-
-    These may have points on grids of different shapes, with no line between them.
-    """
-    joined = len(points) > 1 and scheme in PAPER
-    draw_line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
-              marker="" if joined else "_", linestyle="-" if joined else "")
 
 
 def start_at_zero(panel) -> None:
@@ -224,24 +171,55 @@ def label_powers(axis, base: int = 10) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def write_caption(figure, results: Results, *remarks: str) -> None:
-    """Write remarks below the panels, and a warning if ranks outnumbered cores or waited."""
-    lines = list(remarks)
-    runs = list(results.runs.values())
-    inside, others = emulated.emulated_runs(runs), emulated.other_runs(runs)
-    if inside:
-        crowd = most_oversubscribed(inside)
-        lines.append(f"Measured in an {emulated.describe_clusters(inside)}"
-                     + (f", whose ranks {share_cores(crowd)}." if crowd else "."))
-    crowd = most_oversubscribed(others)
-    if crowd:
-        some = f"{len(others)} of {len(runs)} rows measured" if inside else "Measured"
-        lines.append(f"{some} with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
-                     f"cores, " + ("which they share for all that is not waited for."
-                                   if results.variant.waits else
-                                   "which take turns: not scaling results."))
-    if results.variant.waits:
-        lines.append("Ranks wait for the modelled seconds of their work; only collectives are "
-                     "real.")
-    if lines:
-        figure.supxlabel("\n".join(lines), fontsize=8.5)
+def draw_pictures(draws: Iterable[Callable[[], Path]], form: str = "text") -> int:
+    """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
+
+    Parameters
+    ----------
+    draws : iterable of callables
+        Each draws a picture and returns its path, or raises `LeftOut`.
+    form : str
+        The format of the document that was printed; lines stand apart from one that another
+        program may read.
+    """
+    status = 0
+    for draw in draws:
+        try:
+            line = str(draw())
+        except LeftOut as why:
+            line, status = f"not drawn: {why}", 1
+        (say if form == "text" else complain)(line)
+    return status
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that can be drawn.
+
+    Attributes
+    ----------
+    name : str
+        The name, such as "roofline-laptop".
+    about : str
+        Its description.
+    make : callable
+        Makes the matplotlib figure; raises `LeftOut` for want of results.
+    """
+
+    name: str
+    about: str
+    make: Callable[[], Any]
+
+
+def save_drawings(drawings: Iterable[Drawing], folder: Path,
+                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
+    """Save drawings in a folder; return the files, and why others are not drawn."""
+    drawn: list[Path] = []
+    left_out: list[LeftOut] = []
+    for one in drawings:
+        try:
+            for form in formats:
+                drawn.append(save_picture(folder / f"{one.name}.{form}", one.make))
+        except LeftOut as why:
+            left_out.append(type(why)(f"{one.name}: {why}"))
+    return drawn, left_out

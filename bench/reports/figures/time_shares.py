@@ -7,9 +7,9 @@ from bench.cases.paper import HEADINGS, title
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import time_parts
+from bench.reports.figures.by_scheme import scheme_label, write_caption
 from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
-                                         PURPLE, SKY, VERMILION, YELLOW, make_figure,
-                                         scheme_label, write_caption)
+                                         PURPLE, SKY, VERMILION, YELLOW, make_figure)
 from mm3d.tracing.events import PHASES
 
 # Lost time is grey.

@@ -17,7 +17,7 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.model.experts.capacity import capacity_of, kept, positions
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.token_order import TokenOrder
 
 UNEVEN_PERIOD = 8    # tokens for each expert, in the pattern of uneven choices
@@ -29,7 +29,7 @@ class ChoicePattern:
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options, of which the numbers E and k are used.
     busy : range
         The experts of the busiest rank.
@@ -43,7 +43,7 @@ class ChoicePattern:
         there are so many experts that the pattern would take much memory.
     """
 
-    def __init__(self, experts: Experts, busy: range, imbalance: float = 1.0) -> None:
+    def __init__(self, experts: ExpertOptions, busy: range, imbalance: float = 1.0) -> None:
         E, k = experts.count, experts.top
         period = E // math.gcd(E, k) if imbalance == 1 else UNEVEN_PERIOD * E
         if period * k * E > LARGEST_PATTERN:
@@ -70,7 +70,7 @@ class ChoicePattern:
         return times[:, None, None] * self._before[-1] + self._before[rest]
 
 
-def _check_imbalance(experts: Experts, busy: range, imbalance: float) -> None:
+def _check_imbalance(experts: ExpertOptions, busy: range, imbalance: float) -> None:
     """Raise ValueError unless tokens can choose the busiest experts so often."""
     E, k = experts.count, experts.top
     if len(busy) == E:
@@ -106,7 +106,7 @@ class AssumedOrder(TokenOrder):
     ----------
     space, replicas, spaces
         As for `TokenOrder`.
-    experts : Experts
+    experts : ExpertOptions
         The options.
     busy : range
         This rank's experts.
@@ -115,7 +115,7 @@ class AssumedOrder(TokenOrder):
     """
 
     def __init__(self, space: Space, replicas: Sequence[Axis], spaces: Sequence[Space] | None,
-                 experts: Experts, busy: range, imbalance: float = 1.0) -> None:
+                 experts: ExpertOptions, busy: range, imbalance: float = 1.0) -> None:
         super().__init__(space, replicas, spaces)
         self.experts, self.pattern = experts, ChoicePattern(experts, busy, imbalance)
 

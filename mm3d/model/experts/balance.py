@@ -5,21 +5,19 @@ part of the sum.  The share of tokens that an expert gets is global and a consta
 so the sum of all ranks' parts and gradients is the loss of the global batch on every mesh.
 """
 
-import math
-
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.model.experts.gates import Choice, softmax_backward
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 
-def shares(experts: Experts, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
+def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
     """Compute the share f of each expert in the balance loss, as the convention defines it.
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     totals : ndarray of int64
         (k, E): how many tokens have each expert as their first, second ... choice, dropped
@@ -42,7 +40,7 @@ def shares(experts: Experts, totals: np.ndarray, tokens: int, layers: int = 1) -
     return totals.sum(0) / (tokens * experts.top * divisor)
 
 
-def balance_loss(choice: Choice, experts: Experts, totals: np.ndarray, tokens: int,
+def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tokens: int,
                  layers: int = 1) -> tuple[Array, Array]:
     """Compute this rank's part of the balance loss, and its gradient by the logits.
 
@@ -103,39 +101,3 @@ def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array
     scale = coefficient / tokens
     value = scale * xp.sum(xp.astype(lse * lse, xp.float64, copy=False), axis=0)
     return value, p * (2 * scale * lse / total)
-
-
-def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarray:
-    """Return the bias of the gate "sigmoid-bias" after a step.
-
-    The bias of an expert that got fewer tokens than the mean grows by `rate`, that of one that
-    got more shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
-
-    Parameters
-    ----------
-    bias : ndarray
-        (E,), before the step.
-    totals : ndarray of int64
-        (k, E), of all tokens of the step.
-    rate : float
-        ``experts.bias_rate``.
-    """
-    got = totals.sum(0)
-    return bias + rate * np.sign(got.sum() - len(got) * got).astype(bias.dtype)
-
-
-def utilisation_entropy(totals: np.ndarray) -> float:
-    """Return the entropy of the experts' shares, divided by that of equal shares.
-
-    It is 1 when all experts get equally many tokens, and 0 when one expert gets them all.
-
-    Parameters
-    ----------
-    totals : ndarray of int64
-        (k, E), or (E,): tokens of each expert.
-    """
-    got = totals.reshape(-1, totals.shape[-1]).sum(0)
-    if len(got) == 1 or not got.any():
-        return 1.0
-    share = got[got > 0] / got.sum()
-    return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0

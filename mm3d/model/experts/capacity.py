@@ -12,15 +12,15 @@ from fractions import Fraction
 import numpy as np
 
 from mm3d.model.experts.gates import Choice
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 
-def capacity_of(experts: Experts, tokens: int) -> int | None:
+def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
     """Return how many (token, choice) pairs an expert takes, as the convention computes it.
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     tokens : int
         Global number of tokens T; T >= 1.

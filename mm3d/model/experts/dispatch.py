@@ -31,8 +31,6 @@ from mm3d.model.experts.grouped_product import DividedRows, RowLine
 from mm3d.model.experts.rows import split_by_pair, sum_by_token, take_pairs
 from mm3d.model.experts.token_order import TokenOrder
 
-WAYS = "fewest", "exchange", "gather"
-
 
 @dataclass(frozen=True)
 class Plan:

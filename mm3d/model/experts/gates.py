@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Choice:
     gate: str
 
 
-def choose(logits: Array, experts: Experts, bias: Array | None = None,
+def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
            assumed: np.ndarray | None = None) -> Choice:
     """Choose the experts with the largest logits; of equal ones that with the lowest number.
 
@@ -50,7 +50,7 @@ def choose(logits: Array, experts: Experts, bias: Array | None = None,
     logits : Array
         (tokens, E), of this rank's tokens.  Numbers of 16 bits are converted to float32; a NaN
         counts as the smallest number.
-    experts : Experts
+    experts : ExpertOptions
         The options.
     bias : Array, optional
         (E,), only with the gate "sigmoid-bias": the experts with the largest sum of sigmoid and

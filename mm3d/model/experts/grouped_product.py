@@ -15,9 +15,8 @@ from mm3d.arrays.grouped_products import (Segment, grouped_matmul, grouped_matmu
                                           grouped_matmul_tn)
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
-from mm3d.grid.face import FaceSplit
 from mm3d.grid.layout import Layout, divided_directions
-from mm3d.grid.split import Split
+from mm3d.grid.split import FaceSplit, Split
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ dropped (token, choice) pair adds nothing to the token.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Sequence
 
 import numpy as np
@@ -19,14 +19,41 @@ from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
 from mm3d.model.experts.dispatch import Dispatch, Plan
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.router import Router
-from mm3d.model.experts.shared import Routing, RoutingTotals, Routings
+from mm3d.model.experts.shared import Routings
 from mm3d.model.experts.token_order import TokenOrder
+from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.functional import add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Hold what a router has decided in one pass, and the gradient of its losses.
+
+    Attributes
+    ----------
+    choice : Choice
+        Experts and gates of this rank's tokens.
+    plan : Plan
+        The ways of their rows.
+    dlogits : Array or None
+        Gradient of the balance loss and the z-loss by the logits; None without them.
+    """
+
+    choice: Choice
+    plan: Plan
+    dlogits: Array | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Return the arrays that are stored."""
+        choice = self.choice
+        held = (choice.gates, choice.probabilities, choice.slope, self.dlogits)
+        return [a for a in held if a is not None]
 
 
 class ExpertLinear:
@@ -66,7 +93,7 @@ class ExpertsLayer:
 
     Parameters
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     space : Space
         Space of x and y, the outer one.
@@ -86,7 +113,7 @@ class ExpertsLayer:
         What the gate "sigmoid-bias" adds to the scores that choose, (experts,).
     """
 
-    def __init__(self, experts: Experts, space: Space, router: Router, up: ExpertLinear,
+    def __init__(self, experts: ExpertOptions, space: Space, router: Router, up: ExpertLinear,
                  down: ExpertLinear, order: TokenOrder, dispatch: Dispatch, routings: Routings,
                  layer_count: int, bias: Parameter | None = None) -> None:
         self.experts, self.space, self.router = experts, space, router

@@ -16,8 +16,8 @@ DEEPSPEED_MIN_CAPACITY = 4    # the default of DeepSpeed's layer
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Hold the options of a model's mixture-of-experts layers.
+class ExpertOptions:
+    """Hold the options of a model's mixture-of-experts layers; see `mm3d.Experts`.
 
     Attributes
     ----------
@@ -151,11 +151,11 @@ def check_experts_given(experts: Any) -> None:
     Raises
     ------
     ValueError
-        Unless it is None, or `Experts` whose options are possible.
+        Unless it is None, or `mm3d.Experts` whose options are possible.
     """
     if experts is None:
         return
-    if not isinstance(experts, Experts):
+    if not isinstance(experts, ExpertOptions):
         raise ValueError(f"experts={experts!r} should be mm3d.Experts(...), such as "
                          f"mm3d.Experts(8), or None")
     experts.check()

@@ -29,7 +29,7 @@ class Router:
     weight : Parameter
         W, of global shape (experts, hidden), in the layout ``vector.layout``.
     jitter : float
-        See `mm3d.model.experts.options.Experts`.
+        See `mm3d.Experts`.
     name : str
         Name of the router in the model; another name has other factors.
     key : MaskKey

@@ -12,19 +12,22 @@ from typing import Any, Iterator
 
 from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.layout import Layout
-from mm3d.model.chain_specs import RecomputedSpec
+from mm3d.model.chain_specs import RecomputedSpec, Repeated
 from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.dispatch import Dispatch
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.layer import ExpertLinear, ExpertsLayer
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.recomputed import RecomputedExperts
 from mm3d.model.experts.router import Router
 from mm3d.model.experts.shared import ExpertRanks
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
-from mm3d.model.specs import Builder, LayerPass, LayerSpec, SavedWords
+from mm3d.model.recomputation import Policy
+from mm3d.model.sizes import ModelSizes
+from mm3d.model.specs import Builder, LayerPass, LayerSpec, SavedWords, Spec
+from mm3d.model.transformer_spec import transformer_layer
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism, collective_along
@@ -38,7 +41,7 @@ class ExpertsSpec(LayerSpec):
 
     Attributes
     ----------
-    experts : Experts
+    experts : ExpertOptions
         The options.
     hidden, wide : int
         Global numbers of features of an expert's input and output, and between its products.
@@ -48,7 +51,7 @@ class ExpertsSpec(LayerSpec):
         Whether a forward is described that recomputes with the routing of an earlier one.
     """
 
-    experts: Experts
+    experts: ExpertOptions
     hidden: int
     wide: int
     layer_count: int
@@ -280,3 +283,27 @@ class RecomputedExpertsSpec(RecomputedSpec):
         layers = builder.build_layers(self.layers)
         return builder.register_layer(RecomputedExperts(builder.routings, *layers), self.name,
                                       "recomputed")
+
+
+class Experts(ExpertOptions):
+    """Hold the options of a model's mixture-of-experts layers, and describe the model with them.
+
+    Attributes are those of `mm3d.model.experts.options.ExpertOptions`.
+    """
+
+    def layer_specs(self, sizes: ModelSizes, causal: bool, policy: Policy, part: range,
+                    dropout: float) -> tuple[Spec, ...]:
+        """Return the specs of the layers of a part of a model in which some have experts.
+
+        With "selective" alone experts are not recomputed.
+        """
+        h = sizes.hidden
+        experts = ExpertsSpec("experts", self, h, sizes.mlp_factor * h, sizes.layers)
+        blocks = [Repeated(transformer_layer(sizes, causal, policy.selective, dropout,
+                                             experts if self.in_layer(layer) else None), "layers")
+                  for layer in part]
+        if not policy.group_size:
+            return tuple(blocks)
+        size = policy.group_size
+        return tuple(RecomputedExpertsSpec(tuple(blocks[start:start + size]), "layers")
+                     for start in range(0, len(blocks), size))

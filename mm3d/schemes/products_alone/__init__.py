@@ -7,7 +7,20 @@ import importlib
 import pkgutil
 
 from mm3d.schemes import registry
-from mm3d.schemes.grid_algorithm import PRODUCTS_ALONE, GridAlgorithm
+from mm3d.schemes.matrix_product import GridAlgorithm
+
+PRODUCTS_ALONE: dict[str, type["ProductAlone"]] = {}    # by name
+
+
+class ProductAlone(GridAlgorithm):
+    """Multiply plain matrices over a grid by an algorithm without layers: the base class.
+
+    Defining a subclass registers it under its `name`; it has a `matrix_product`.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        PRODUCTS_ALONE[cls.name] = cls
 
 
 def algorithms_with_products() -> dict[str, type[GridAlgorithm]]:

@@ -15,7 +15,7 @@ from mm3d.arrays.blocks import block_indices
 from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.cube import Cube, CubeMatrixProduct
-from mm3d.schemes.grid_algorithm import ProductAlone
+from mm3d.schemes.products_alone import ProductAlone
 
 
 class OrderedSums:

@@ -16,8 +16,8 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import Move
-from mm3d.schemes.grid_algorithm import ProductAlone
 from mm3d.schemes.matrix_product import FORMS, element_counts
+from mm3d.schemes.products_alone import ProductAlone
 from mm3d.schemes.products_alone.cannon import CannonMatrixProduct, travel_moves
 
 

@@ -25,6 +25,7 @@ from jobs import scripts, site, standings as books
 from jobs.__main__ import main as jobs_main
 from jobs.scripts import Work
 from mm3d.arrays import backend
+from mm3d.arrays.numpy_backend import NumpyBackend
 from records import made_up, wait_for_work
 from support import run_ranks
 
@@ -225,7 +226,7 @@ def test_tolerances_are_a_few_roundings():
 
 
 def test_bfloat16_is_known_where_a_backend_has_it(monkeypatch):
-    class Device(backend.Backend):
+    class Device(NumpyBackend):
         name, more_dtypes = "device", ("bfloat16",)
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     asked = argparse.Namespace(keep="none", overlap=False, causal=False, dtype="bfloat16")

@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mm3d
 from bench.__main__ import main
 from bench.checks import layer_residuals
+from bench.checks.names import split_checks
 from bench.checks.rounding import rounding_backend
 from bench.records import run_file
 from bench.records.measurements import Check
@@ -247,7 +248,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     assert done.returncode == 0, done.stdout + done.stderr
     path, = tmp_path.glob("*.h5")
     run = run_file.read_run(path)
-    serial, own = layer_residuals.split_checks(run.checks)
+    serial, own = split_checks(run.checks)
     assert len(serial) == 2 + 12 * 2 and len(own) == len(limits(3, "float32"))
     assert run.configuration["verified_by"] == "residuals"
     assert not run.configuration["verified_measured_model"]

@@ -3,7 +3,7 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import main
-from bench.command_line.options import check_memory, check_model_memory
+from bench.command_line.measuring import check_memory, check_model_memory
 from bench.errors import UsageError
 from bench.instruments.available_memory import total_memory
 

@@ -332,6 +332,8 @@ def test_what_may_name_somebody_is_masked(monkeypatch):
     found = host.describe_host("numpy", 1, "MPICH Version: 5", "python -m bench")
     assert "OMPI_MCA_coll_tuned_dynamic_rules_filename=(masked)" in found["tuning_variables"]
     assert "UCX_TLS=rc,sm" in found["tuning_variables"]
+    assert host.mask_variables({"LD_PRELOAD": "/home/one/a.so:/opt/b.so", "MKL_X": "/one"}) == (
+        "LD_PRELOAD=a.so:b.so MKL_X=(masked)")
     assert found["slurm"] == "JOB_ID=77 CPU_BIND=cores" and "someone" not in str(found)
 
 

@@ -20,8 +20,7 @@ from support import ROOT
 
 FOLDER = ROOT / "bench" / "experiments"
 # Other processes, which print their results.
-PROGRAMS = {"startup.py", "experts/torch_experts.py", "layer/torch_layer.py",
-            "pipeline/torch_stages.py", "training/torch_gpt.py", "training/torch_parallel.py"}
+PROGRAMS = {"startup.py", "torch/serve.py"}
 MODULES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 # Tables, files and command lines, which belong to the verbs.
 ABOVE = {"argparse", "bench.prediction.machine_update", "bench.reports.formats",

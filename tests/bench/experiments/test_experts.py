@@ -8,25 +8,30 @@ from mpi4py import MPI
 from bench.errors import UsageError, WrongResult
 from bench.experiments.experts import measured, verification
 from bench.experiments.experts.parts import PARTS
-from bench.experiments.experts.problem import ROUTINGS, ExpertsCase, Subject, make_mesh
+from bench.experiments.experts.plain import PlainExperts
+from bench.experiments.experts.problem import (ROUTINGS, ExpertsCase, Subject, make_mesh,
+                                               routing_settings)
+from bench.experiments.torch import models
 from bench.instruments.timing import Limits
 from bench.records import folder, run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.figures import experts as figures, style
+from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
-from bench.verbs.experts import table
-from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import Experts
+from made_up_torch import make_up
+from mm3d.model.experts.shared import WAYS
+from mm3d.model.experts.spec import Experts
 from records import invented
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
 
 
-def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None, parts=None):
+def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None, parts=None,
+            torch=None):
     mesh = make_mesh(comm, scheme, grid, data, "numpy")
     try:
-        return measured.measure_experts(Subject(mesh, case, parts), None, LIMITS)
+        return measured.measure_experts(Subject(mesh, case, parts), torch, LIMITS)
     finally:
         mesh.free()
 
@@ -49,11 +54,83 @@ def test_a_record_says_how_tokens_were_routed(record, tmp_path):
     assert found["tokens"][2].sum(0).tolist() == [28, 28, 0, 0, 0]
     assert found["dropped"][2].tolist() == [28 - 13, 28 - 13, 0, 0, 0]    # ceil(1.1 * 56 / 5)
     assert np.isclose(found["balance_loss"][2], 0.01 * 5 / 2) and not found["words"].any()
-    text = table(record)
+    text = format_record(record)
     assert "collapsed" in text and "53.6" in text
     assert "50 %" in text    # the confidence that two repetitions give
     with style.figure_style():
         assert len(figures.draw_parts(record).axes) == 2
+
+
+# In the place of PyTorch: the plain computation, and a version without grouped products.
+SUBJECT = """
+from bench.experiments.experts.plain import PlainExperts
+from mm3d.model.experts.spec import Experts
+
+class Subject:
+    def __init__(self, torch, case, arrays):
+        self.arrays = arrays
+
+    def ways(self):
+        return {"loop": "", "padded": "", "grouped": "there is no such product"}
+
+    def step(self, way, routing):
+        return {"begin": 7.0, "end": {"loop": 7.5, "padded": 7.25}[way]}
+
+    def check(self, way, routing):
+        given = {**self.arrays, "router.weight": self.arrays["router.weight " + routing]}
+        x, dy = (given[name].reshape(-1, 12) for name in ("input", "output gradient"))
+        plain = PlainExperts(Experts(5, capacity=1.1, gate="mixtral"), given, x)
+        found = plain.gradients(dy)
+        return {"output": plain.output() * FACTOR.get(way, 1),
+                "input gradient": found.pop("input"),
+                **{"gradient of " + name: a for name, a in found.items()}}
+"""
+
+
+def test_pytorch_is_verified_and_measured_in_each_way_that_it_has(tmp_path):
+    python = make_up(tmp_path, f"FACTOR = {{}}\n{SUBJECT}")
+    record = measure(torch=python)
+    found = {name: variable.values for name, variable in record.variables.items()}
+    assert (found["samples"][:, 3] == 0.5).all() and (found["samples"][:, 4] == 0.25).all()
+    assert np.isnan(found["samples"][:, 5]).all() and (found["samples"][:, :3] > 0).all()
+    assert found["torch_flops"] == 3 * CASE.flops
+    assert record.configuration["left_out"] == "PyTorch grouped: there is no such product"
+    assert sum("PyTorch padded" in check.quantity for check in record.checks) == 3 * 7
+    assert check_file(run_file.write_run(record, tmp_path, "experts"))[0] == []
+    text = " ".join(format_record(record).split())
+    assert "Not measured: PyTorch grouped: there is no such product." in text
+    assert "(PyTorch loop, uniform)" in text and "(PyTorch grouped" not in text
+    with pytest.raises(WrongResult, match="uniform, PyTorch padded: output"):
+        measure(torch=make_up(tmp_path, f"FACTOR = {{'padded': 1.001}}\n{SUBJECT}", "wrong"))
+
+
+@pytest.mark.parametrize("chosen", [
+    {}, {"capacity": 0.6}, {"capacity": 0.6, "order": "choice", "gate": "switch"},
+    {"gate": "sigmoid-bias", "top": 3, "convention": "megablocks"}])
+def test_pytorch_s_ways_compute_the_same(chosen):
+    """Where PyTorch is installed: outputs and gradients in float32, as its grouped products are.
+    """
+    torch = pytest.importorskip("torch")
+    case = replace(CASE, experts=Experts(5, **{"gate": "mixtral", **chosen}), dtype="float32",
+                   hidden=16, wide=32)
+    arrays = {**case.activations(), **case.parameters()}
+    arrays |= {f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}
+    layer = models.ExpertsLayer(torch, {"routing": routing_settings(case.experts, case.tokens)},
+                                arrays)
+    ways = [way for way, problem in layer.ways().items() if not problem]
+    assert ways[:2] == ["loop", "padded"]
+    for routing in ROUTINGS:
+        weights = {**case.parameters(), "router.weight": case.router_weight(routing)}
+        x, dy = (arrays[name].reshape(case.tokens, -1) for name in ("input", "output gradient"))
+        plain = PlainExperts(case.experts, weights, x)
+        slopes = plain.gradients(dy.astype(np.float64))
+        for way in ways:
+            found = layer.check(way, routing)
+            expected = {"output": plain.output(), "input gradient": slopes["input"],
+                        **{f"gradient of {name}": slopes[name] for name in weights}}
+            for name, a in expected.items():
+                error = np.linalg.norm(found[name] - a) / np.linalg.norm(a)
+                assert error < 1e-4, (way, routing, name)
 
 
 def test_a_record_that_contradicts_itself_is_not_valid(record, tmp_path):
@@ -95,7 +172,7 @@ def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared
         assert (words == counts).all() == (parts == 1) and (words >= counts).all()
         assert (record.variables["gathered"].values == (way == "gather" and parts > 1)).all()
         assert record.configuration["expert_parallel"] == parts
-        assert "experts divided among each" in table(record)
+        assert "experts divided among each" in format_record(record)
         assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
 
 

@@ -7,6 +7,7 @@ from mpi4py import MPI
 import mm3d
 from bench.experiments.products.fortran_blas import use_gemm
 from mm3d.arrays import backend
+from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.tracing.events import Gemm, Observer
 from mm3d.tracing.observe import observed
 
@@ -23,7 +24,7 @@ class Products(Observer):
 
 @pytest.fixture
 def library():
-    with backend.use_only(backend.Backend()):
+    with backend.use_only(NumpyBackend()):
         yield backend.get("numpy")
 
 

@@ -1,7 +1,4 @@
 """The benchmark of one layer, at a tiny size, and beside a made-up reference."""
-import stat
-import sys
-
 import numpy as np
 import pytest
 
@@ -11,41 +8,39 @@ from bench.experiments.layer.layer import KINDS
 from bench.records import run_file
 from bench.reports import layer_table
 from bench.verbs import layer
+from made_up_torch import make_up
 from refused import refused
-from support import ROOT, run_ranks
+from support import run_ranks
 
 QUICK = ("--hidden", "32", "--head", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
          "--max-repetitions", "2", "--grid", "1x2x2", "--dtype", "float64")
 
-# In the place of an interpreter with PyTorch: the serial scheme, and FACTOR times its output.
-REFERENCE = """#!{python}
-import sys
-sys.path.insert(0, {root!r})
-import numpy as np
-import mm3d
-from mpi4py import MPI
-folder = sys.argv[2]
-case = dict(np.load(folder + "/case.npz"))
-x = case["input"]
-model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=x.shape[2],
-                         heads=int(case["heads"]), batch=x.shape[0], seq=x.shape[1],
-                         dtype=str(x.dtype))
-model.load({{name: a for name, a in case.items() if name.startswith("layers.")}})
-y, saved = model.forward(x)
-dx = model.backward(case["output gradient"], saved)
-np.savez(folder + "/result.npz", **{{"output": {factor} * y, "input gradient": dx}},
-         **{{"gradient of " + name: a for name, a in model.gradients().items()}})
-print("made up", flush=True)
-for line in sys.stdin:
-    print(0.25, flush=True)
+# In the place of PyTorch: the serial scheme, and FACTOR times its output.
+SUBJECT = """
+class Subject:
+    def __init__(self, torch, case, arrays):
+        self.case, self.arrays = case, arrays
+
+    def step(self):
+        return {"begin": 7.0, "end": 7.25}
+
+    def check(self):
+        import mm3d
+        from mpi4py import MPI
+        x = self.arrays["input"]
+        model = mm3d.Transformer(
+            mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=x.shape[2],
+            heads=self.case["heads"], batch=x.shape[0], seq=x.shape[1], dtype=str(x.dtype))
+        model.load({name: a for name, a in self.arrays.items() if name.startswith("layers.")})
+        y, saved = model.forward(x)
+        dx = model.backward(self.arrays["output gradient"], saved)
+        return {"output": FACTOR * y, "input gradient": dx} | {
+            "gradient of " + name: a for name, a in model.gradients().items()}
 """
 
 
 def reference(folder, factor):
-    path = folder / "python"
-    path.write_text(REFERENCE.format(python=sys.executable, root=str(ROOT), factor=factor))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
+    return make_up(folder, f"FACTOR = {factor}\n{SUBJECT}")
 
 
 def measured(folder, *options, **env):
@@ -55,7 +50,8 @@ def measured(folder, *options, **env):
 
 
 def test_a_layer_is_measured_beside_a_reference(tmp_path):
-    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1), "--overlap")
+    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1), "--overlap",
+                         MALLOC_ARENA_MAX="3", LD_PRELOAD="/nowhere/here/fake.so")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: variable.values for name, variable in run.variables.items()}
     assert run.kind == "layer" and len(run.checks) == 2 * 14
@@ -68,7 +64,15 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert found["ratio"][2, 0] == pytest.approx(np.median(0.25 / makespans))
     assert found["flops"] == 3 * (24 * 32 * 32 ** 2 + 4 * 32 * 8 * 32)
     assert (found["memory"][0] > 0).all()
-    assert run.configuration["reference"] == "made up" and "PyTorch / layer" in done.stdout
+    assert found["product_samples"].shape[0] == 2 and found["product_flops"] < found["flops"]
+    assert found["torch_flops"] == found["flops"] and (found["product_samples"] > 0).all()
+    text = " ".join(done.stdout.split())
+    assert "PyTorch / layer" in text and "one thread multiplies at" in text
+    # What a user sets for PyTorch, without folders, which may name a person.
+    settings = "LD_PRELOAD=fake.so MALLOC_ARENA_MAX=3"
+    assert run.configuration["reference"].startswith("PyTorch made up, ")
+    assert run.configuration["reference"].endswith(settings) and settings in text
+    assert settings in run.environment["tuning_variables"]
     assert layer_table.layer_parts([run])[0].rows[0][0] == 32
 
 

@@ -1,7 +1,4 @@
 """A training step beside PyTorch's own: what is compared and refused, by a made-up library."""
-import stat
-import sys
-
 import numpy as np
 import pytest
 
@@ -13,49 +10,41 @@ from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.reports import training_tables
 from bench.reports.formats import render
+from bench.statistics import elapsed
 from bench.validation.files import check_file
+from made_up_torch import make_up
 from refused import refused
 
 CASE = StepCase(layers=1, hidden=8, heads=2, vocab=12, batch=4, seq=6)
 
-# In the place of an interpreter with PyTorch: the serial model, and FACTOR times its loss.
-REFERENCE = """#!{python}
-import json, sys, time
-sys.path.insert(0, {root!r})
-from pathlib import Path
-import numpy as np
-import mm3d
-from mpi4py import MPI
-_, _, folder, kind, rank, ranks, threads = sys.argv
-case = json.loads(Path(folder, "case.json").read_text())
-arrays = dict(np.load(Path(folder, "case.npz")))
-batch = arrays.pop("tokens"), arrays.pop("targets")
-sizes = [case[name] for name in ("layers", "hidden", "heads", "vocab", "batch", "seq")]
-model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial"), *sizes, seed=7)
-model.load(arrays)
-optimizer = mm3d.AdamW(model, case["lr"], case["betas"], case["eps"], case["weight_decay"])
-print("made up", kind, threads, flush=True)
-for n, line in enumerate(sys.stdin):
-    begin = time.perf_counter()
-    loss = model.step(*batch)
-    norm = sum(float((g * g).sum()) for g in model.gradients().values()) ** 0.5
-    optimizer.step()
-    wrong = {{"loss": n == {at}, "norm": n == 0}}
-    print(json.dumps({{"begin": begin, "end": begin + 0.25,
-                      "loss": loss * (1 + {loss} * wrong["loss"]),
-                      **({{"norm": norm * (1 + {norm})}} if line == "check\\n" else {{}})}}),
-          flush=True)
+# In the place of PyTorch: the serial model, and factors of the loss of one step and of the norm.
+SUBJECT = """
+class Subject:
+    def __init__(self, torch, case, arrays):
+        import mm3d
+        from mpi4py import MPI
+        self.batch, self.steps = [arrays.pop("tokens"), arrays.pop("targets")], 0
+        sizes = [case[name] for name in ("layers", "hidden", "heads", "vocab", "batch", "seq")]
+        self.model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial"), *sizes, seed=7)
+        self.model.load(arrays)
+        self.optimizer = mm3d.AdamW(self.model, case["lr"], case["betas"], case["eps"],
+                                    case["weight_decay"])
+
+    def step(self):
+        loss = self.model.step(*self.batch) * (1 + LOSS * (self.steps == AT))
+        norm = sum(float((g * g).sum()) for g in self.model.gradients().values()) ** 0.5
+        self.optimizer.step()
+        self.steps += 1
+        return {"begin": 7.0, "end": 7.25, "loss": loss, "norm": norm * (1 + NORM)}
+
+    check = step
 """
 
 
 def made_up(folder, at=0, loss=0.0, norm=0.0) -> str:
     """Write a made-up interpreter, whose loss of one step and norm are off by these factors."""
-    from support import ROOT
-    path = folder / f"python-{at}-{loss}-{norm}"
-    path.write_text(REFERENCE.format(python=sys.executable, root=str(ROOT), at=at, loss=loss,
-                                     norm=norm))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
+    return make_up(folder, f"AT, LOSS, NORM = {at}, {loss}, {norm}\n{SUBJECT}",
+                   f"python-{at}-{loss}-{norm}")
 
 
 def measured(comm, python, kinds):
@@ -73,13 +62,13 @@ def test_all_sides_are_measured_in_turns(comm, shared_tmp_path):
     if comm.rank:
         return
     found = {name: variable.values for name, variable in record.variables.items()}
-    assert record.scales["side"] == ("mm3d", "tp", "one")
+    assert list(record.scales["side"]) == ["mm3d", "tp", "one"]
     assert found["times"].shape == (2, 3, comm.size, 2)
     assert found["part_seconds"].shape[::2] == (comm.size, len(PARTS))
     assert np.isnan(found["times"][:, 2, 1:]).all() and (found["part_seconds"] > -1e-3).all()
     assert np.allclose(found["seconds"][2, :3], 0.25)
     assert np.allclose(found["tokens_per_second"][2, :3], 4 * 6 / 0.25)
-    own = beside.makespans(found["times"])[:, 0]
+    own = elapsed(found["times"])[:, 0]
     assert found["ratio"][2, 0] == pytest.approx(np.median(0.25 / own))
     # Beside the model in NumPy: three first steps, the last one, and the first gradient.
     beside_own = [check for check in record.checks if check.quantity.endswith((", tp", ", one"))]
@@ -88,7 +77,8 @@ def test_all_sides_are_measured_in_turns(comm, shared_tmp_path):
     path = run_file.write_run(record, shared_tmp_path, "step")
     assert not check_file(path)[0]
     text = " ".join(render(training_tables.step_parts(run_file.read_run(path))).split())
-    assert "Beside: made up tp" in text and "waiting" in text
+    assert "parallelism): PyTorch made up" in text and "waiting" in text
+    assert "At equal rates" in text and (found["product_samples"] > 0).all()
 
 
 @pytest.mark.parametrize("wrong, named", [

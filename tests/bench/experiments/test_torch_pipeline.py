@@ -1,7 +1,5 @@
 """A pipeline beside PyTorch's own: what is compared, and what is refused; by a made-up library."""
 import json
-import stat
-import sys
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import mm3d
 from bench.errors import UsageError, WrongResult
 from bench.experiments.pipeline import subject
 from bench.experiments.pipeline.measured import measure_pipeline
-from bench.experiments.pipeline.torch_pipeline import TorchPipeline
+from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.reports import pipeline_tables
@@ -22,31 +20,33 @@ from bench.reports.formats import render
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
+from made_up_torch import make_up
 from refused import refused
 
 SIZES = ModelSizes(layers=2, hidden=8, heads=2, batch=2, seq=2)
 SECONDS = 0.004    # of an action of the made-up library
 
-# In the place of an interpreter with PyTorch: what it answers lies beside it.
-REFERENCE = """#!{python}
-import json, sys
+# In the place of PyTorch: what it answers lies beside it.
+SUBJECT = """
+import json
 from pathlib import Path
-import numpy as np
-here, folder, rank = Path(__file__).parent, Path(sys.argv[2]), sys.argv[3]
-case = json.loads((folder / "case.json").read_text())
-assert case["threads"] >= 1 and len(case["layers"]) == sum(map(len, case["stages"]))
-given = dict(np.load(folder / ("rank-" + rank + ".npz")))
-assert ("inputs" in given) == (rank == "0") and ("output gradients" in given) == (rank == "1")
-print("made up", flush=True)
-answer = json.loads((here / "answer.json").read_text())[int(rank)]
-for line in sys.stdin:
-    if line == "check\\n":
-        np.savez(folder / ("result-" + rank + ".npz"), **np.load(here / "answer.npz"))
-    print(json.dumps(answer), flush=True)
+
+class Subject:
+    def __init__(self, torch, case, arrays):
+        assert case["ranks"] == 2 and len(case["layers"]) == sum(map(len, case["stages"]))
+        assert ("inputs" in arrays) == (case["rank"] == 0)
+        assert ("output gradients" in arrays) == (case["rank"] == 1)
+        self.answer = json.loads(Path(HERE, "answer.json").read_text())[case["rank"]]
+
+    def step(self):
+        return self.answer
+
+    def check(self):
+        return {**self.answer, **np.load(Path(HERE, "answer.npz"))}
 """
 
 
-def make_up(folder, case, change=lambda rows, arrays: None):
+def write_answers(folder, case, change=lambda rows, arrays: None):
     """Write a made-up interpreter that has the right answers, after `change`."""
     schedule, slept = case.schedule, dict(zip("FBW", case.chunk_seconds or ()))
     rows = [[(a.kind, schedule.stage_of(rank, a.chunk), a.micro) for a in row]
@@ -58,9 +58,7 @@ def make_up(folder, case, change=lambda rows, arrays: None):
             (*action, SECONDS * n, SECONDS * (n + 1)) for n, action in enumerate(row)]}
         for row in rows]))
     np.savez(folder / "answer.npz", **arrays)
-    path = folder / "python"
-    path.write_text(REFERENCE.format(python=sys.executable))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    make_up(folder, SUBJECT)
 
 
 def gradients(case):
@@ -79,7 +77,7 @@ def measured(comm, folder, change=lambda rows, arrays: None, waits=None):
     mesh = mm3d.Mesh(comm, 2, "serial")
     case = subject.make_case("1f1b", 2, 3, SIZES, waits=waits)
     if comm.rank == 0:
-        make_up(folder, case, change)
+        write_answers(folder, case, change)
     comm.Barrier()
     try:
         return measure_pipeline(mesh, case, Limits(2, 2), str(folder / "python"))
@@ -104,7 +102,10 @@ def test_both_are_measured_in_turns(comm, shared_tmp_path, waits):
     path = run_file.write_run(record, shared_tmp_path, "pipeline")
     assert not check_file(path)[0]
     text = render(pipeline_tables.pipeline_parts([run_file.read_run(path)]))
-    assert "made up; the same actions in the same order" in " ".join(text.split())
+    words = " ".join(text.split())
+    assert "PyTorch made up, gloo, " in words
+    assert "; the same actions in the same order" in words
+    assert ("product_samples" in found) == ("At equal rates" in words) == (not waits)
     assert ("overhead of an action" in text) == bool(waits) == ("tokens a second" not in text)
     assert waits or "each to the bit" in text    # mm3d's own, not PyTorch's
 

@@ -1,8 +1,6 @@
 """A training beside PyTorch's: what it is given, what is recorded; by a made-up interpreter."""
 import contextlib
 import json
-import stat
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,13 +9,15 @@ import pytest
 
 from bench.__main__ import parser
 from bench.errors import UsageError
-from bench.experiments.training import torch_gpt, torch_training, trainer
+from bench.experiments.torch import models
+from bench.experiments.training import torch_training, trainer
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.records import run_file
 from bench.validation.files import check_file
 from bench.verbs import train
-from mm3d.model.experts.options import Experts
+from made_up_torch import make_up
+from mm3d.model.experts.spec import Experts
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
 TEXT = read_text()
@@ -25,42 +25,48 @@ WORDS = ("--layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --lr 0 --s
          "--validate-every 2 --validation-batches 1 --checkpoints none").split()
 LOSS = 5.4963    # of the held-out text, which the rate 0 does not change
 
-# In the place of an interpreter with PyTorch: keeps what it gets, and says what lies beside it.
-MADE_UP = """#!{python}
-import shutil, sys
-from pathlib import Path
-here = Path(__file__).parent
-if sys.argv[1] != "-c":
-    shutil.copytree(sys.argv[2], here / "given")
-    print((here / "answer").read_text(), end="")
-    sys.exit({status})
+# In the place of PyTorch: keeps what it gets, and says what lies beside it.
+SUBJECT = """
+import json, shutil
+
+class Subject:
+    def __init__(self, torch, case, arrays):
+        shutil.copytree(sys.argv[2], os.path.join(HERE, "given"))
+        with open(os.path.join(HERE, "answer")) as file:
+            self.losses, self.validations = json.load(file)
+
+    def step(self, number):
+        if not self.losses:
+            sys.exit(3)
+        return {"loss": self.losses[int(number)], "begin": 7.0, "end": 7.5}
+
+    def validate(self):
+        return {"validation": self.validations.pop(0)}
 """
 
 
-def make_up(folder, losses, validation, status=0):
-    """Write a made-up interpreter that says these losses and validations; return its path."""
-    entries = [{"step": n, "loss": loss, "seconds": 0.5} for n, loss in enumerate(losses)]
-    entries += [{"step": n, "validation": loss} for n, loss in validation.items()]
-    (folder / "answer").write_text("\n".join(["made up", *map(json.dumps, entries), ""]))
-    path = folder / "python"
-    path.write_text(MADE_UP.format(python=sys.executable, status=status))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
+def made_up(folder, losses, validation):
+    """Write a made-up interpreter that says these losses and validations; return its path.
+
+    It ends in the first step for which there is no loss.
+    """
+    (folder / "answer").write_text(json.dumps([losses, [*validation.values()]]))
+    return make_up(folder, SUBJECT)
 
 
 def test_pytorch_gets_the_same_parameters_batches_and_rates(tmp_path):
     state = {"norm.weight": np.arange(8.0), "embedding.weight": np.ones((256, 8))}
-    python = make_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 3: 3.5})
+    python = made_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 3: 3.5})
     steps_done = []
     found = torch_training.train_by_torch(python, PLAN, TEXT, state, 3, [3, 0], 2,
                                           lambda done, history: steps_done.append(done))
-    assert found.about == "made up" and steps_done == [1, 2, 3, 0, 3]
+    assert found.about.startswith("PyTorch made up, ") and steps_done == [0, 1, 2, 3, 3]
     assert found.history.losses == {0: 5.0, 1: 4.5, 2: 4.0}
     assert found.history.validation == {0: 5.5, 3: 3.5}
     case = json.loads((tmp_path / "given" / "case.json").read_text())
-    assert case["rates"] == [PLAN.rate(step) for step in range(3)] and case["validated"] == [0, 3]
+    assert case["rates"] == [PLAN.rate(step) for step in range(3)]
     assert Plan.from_settings(case) == PLAN
-    with np.load(tmp_path / "given" / "case.npz") as arrays:
+    with np.load(tmp_path / "given" / "arrays-0.npz") as arrays:
         given = dict(arrays)
     steps, held_out = given.pop("tokens of steps"), given.pop("tokens of validation")
     assert given.keys() == state.keys() and all(np.array_equal(given[n], state[n]) for n in state)
@@ -82,7 +88,7 @@ def test_pytorch_gets_the_same_parameters_batches_and_rates(tmp_path):
     ({"convention": "huggingface", "capacity": None}, {"share divisor": 1})])
 def test_pytorch_is_told_how_tokens_are_routed(tmp_path, chosen, expected):
     """The 12 tokens of a micro-batch together, by the definitions of each convention."""
-    python = make_up(tmp_path, [], {0: 5.5})
+    python = made_up(tmp_path, [], {0: 5.5})
     plan = replace(PLAN, experts=Experts(4, every=1, **chosen))
     torch_training.train_by_torch(python, plan, TEXT, {}, 0, [0], 1, microbatches=2)
     case = json.loads((tmp_path / "given" / "case.json").read_text())
@@ -107,9 +113,9 @@ def run(comm, folder, python):
 
 def test_both_trainings_are_in_one_record(comm, tmp_path, capsys):
     """The numbers of each, and how far apart the last validations are."""
-    python = make_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 2: 5.3, 3: LOSS + 0.01})
+    python = made_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 2: 5.3, 3: LOSS + 0.01})
     status, (found,) = run(comm, tmp_path, python)
-    assert status == 0 and found.configuration["torch"] == "made up"
+    assert status == 0 and found.configuration["torch"].startswith("PyTorch made up, ")
     values = {name: variable.values for name, variable in found.variables.items()}
     assert values["torch_loss"].tolist() == [5.0, 4.5, 4.0]
     assert values["torch_validation_loss"].tolist() == [5.5, 5.3, LOSS + 0.01]
@@ -118,21 +124,22 @@ def test_both_trainings_are_in_one_record(comm, tmp_path, capsys):
     path, = (tmp_path / "out").glob("*.h5")
     assert check_file(path)[0] == []
     out = capsys.readouterr().out
-    assert "made up, one process, trained afterwards" in " ".join(out.split())
+    assert ", one process, trained afterwards" in " ".join(out.split())
+    assert "At equal rates" in " ".join(out.split())
     assert "48 tokens a second" in " ".join(out.split())
-    with np.load(tmp_path / "given" / "case.npz") as arrays:
+    with np.load(tmp_path / "given" / "arrays-0.npz") as arrays:
         assert arrays["layers.0.mlp.up.weight"].shape == (8, 32)
 
 
 def test_another_curve_is_not_published(comm, tmp_path, capsys):
-    python = make_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 2: 5.3, 3: LOSS - 0.05})
+    python = made_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 2: 5.3, 3: LOSS - 0.05})
     assert run(comm, tmp_path, python) == (1, [])
     assert "failed: train-serial" in (out := capsys.readouterr().out)
     assert "last validation loss beside PyTorch's" in out
 
 
 def test_what_was_trained_is_kept_when_pytorch_fails_later(comm, tmp_path, capsys):
-    python = make_up(tmp_path, [], {}, status=3)
+    python = made_up(tmp_path, [], {0: 5.5})
     status, (found,) = run(comm, tmp_path, python)
     assert status == 1 and "torch_loss" not in found.variables
     assert len(found.scales["step"]) == 3
@@ -186,10 +193,10 @@ def test_momentum_does_not_take_up_the_decay():
     model = SimpleNamespace(p={name: np.ones(shape).view(Parameter) for name, shape in (
         ("weight", (2, 2)), ("bias", (2,)))})
     case = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.2}
-    optimizer = torch_gpt.make_optimizer(torch, model, case)
+    optimizer = models.make_optimizer(torch, model, case)
     matrix, vector, moment = 1.0, 1.0, 0.0
     for rate in (0.1, 0.05):
-        torch_gpt.change(torch, model, optimizer, case, rate)
+        models.change(torch, model, optimizer, case, rate)
         moment = 0.5 * moment + 0.5
         matrix, vector = matrix * (1 - 0.2 * rate) - rate * moment, vector - rate * moment
     assert np.allclose(model.p["weight"], matrix) and np.allclose(model.p["bias"], vector)

@@ -11,6 +11,7 @@ from bench.instruments.spans import Recorder, breakdown
 from bench.records import run_file
 from bench.reports import time_parts
 from mm3d.arrays import backend, cupy_backend
+from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import Collective, Gemm, Layer, PHASES, Phase
 from mm3d.tracing.observe import observed
@@ -158,7 +159,7 @@ def test_a_recorder_restores_after_a_failure():
 
 
 def test_own_time_is_without_what_lies_within():
-    recorder = Recorder(backend.Backend(), Clock())
+    recorder = Recorder(NumpyBackend(), Clock())
 
     def step():
         recorder.enter(Layer("layers.0.mlp.up", "mlp.up"))                     # 2 to 7
@@ -240,7 +241,7 @@ def test_what_fails_is_told_and_what_follows_too(no_backends):
 
 def test_a_product_that_calls_another_is_one(no_backends):
     """As CuPy's gemm is, which calls its gemms; stacks are seen by themselves."""
-    library = backend.Backend()
+    library = NumpyBackend()
     library.gemms = lambda a, b, out: library.xp.matmul(a, b, out=out)
     library.gemm = lambda a, b, out: library.gemms(a[None], b[None], out[None])
     grid = mm3d.Grid(mm3d.grid.grid.MPI.COMM_SELF, library, x=1)

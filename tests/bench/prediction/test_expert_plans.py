@@ -7,7 +7,7 @@ from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.pipeline_seconds import (
     PipelineModel, peak_bytes, predict_pipeline, step_words)
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.spec import Experts
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.command_line.link_rates import show
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import Measurements, Variable
 from bench.reports import link_sweep
-from bench.reports.figures import every_figure, link_sweep as figures
+from bench.reports.figures import link_sweep as figures
 from bench.reports.formats import render
 from bench.reports.page import embed_figures
+from bench.verbs.run import show_sweeps
 
 LINKS = [5e7, 2e8, math.inf]
 PLANS = ["1d 4 x 24", "3d 2x2x1 zyx 24", "3d 2x2x1 zxy 12"]
@@ -104,7 +104,7 @@ def test_pictures_are_of_tables_that_were_measured_alike(record):
     assert list(map(figures.picture_name, groups)) == [
         "where-each-is-fastest-weak-strong-p004-tiny",
         "where-each-is-fastest-weak-p004-tiny-overlap", "where-each-is-fastest-weak-p004-tiny"]
-    names = [one.name for one in every_figure.make_sweep_drawings([record, apart])]
+    names = [one.name for one in figures.make_sweep_drawings([record, apart])]
     assert names == ["where-each-is-fastest-weak-p004-tiny",
                      "where-each-is-fastest-weak-p004-tiny-2"]
 
@@ -123,7 +123,7 @@ def test_plot_draws_the_picture_of_the_run_again(record, tmp_path):
     """From the file, to the byte; and a report has it."""
     run_file.write_run(record, tmp_path, "links-weak")
     (tmp_path / "run").mkdir()
-    show([record], tmp_path / "run")
+    show_sweeps([record], tmp_path / "run")
     assert main(["plot", str(tmp_path)]) == 0
     [picture] = tmp_path.glob("*.png")
     assert picture.name == "where-each-is-fastest-weak-p004-tiny.png"

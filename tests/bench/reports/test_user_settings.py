@@ -7,7 +7,6 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.selection import select_rows
-from bench.command_line import options
 from bench.records import run_file
 from bench.reports import page
 from bench.reports.figures import every_figure, style
@@ -43,9 +42,9 @@ DRAW = """
 import sys
 from bench.__main__ import main
 from bench.records.folder import read_folder
-from bench.reports.figures import every_figure
+from bench.reports.figures import every_figure, style
 figures = [one for one in every_figure.make_drawings(read_folder(".")) if "step" in one.name]
-drawn, left_out = every_figure.save_drawings(figures, every_figure.Path(), ("png", "svg"))
+drawn, left_out = style.save_drawings(figures, style.Path(), ("png", "svg"))
 assert len(drawn) == 2 and not left_out
 sys.exit(main(["cube", "cube.png"]) or main(
     "schedule --name 1f1b --stages 2 --microbatches 4 --picture a.png --curves b.svg".split()))
@@ -161,7 +160,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(where, why, capsys):
 def test_pictures_after_one_that_fails_are_drawn(tmp_path, capsys):
     def fails():
         raise style.LeftOut("for a reason")
-    assert options.draw_pictures([fails, lambda: tmp_path], "csv") == 1
+    assert style.draw_pictures([fails, lambda: tmp_path], "csv") == 1
     said = capsys.readouterr()
     assert said.err == f"not drawn: for a reason\n{tmp_path}\n" and not said.out
 

@@ -14,10 +14,12 @@ from mpi4py import MPI
 import experts
 import mm3d
 from mm3d.arrays import backend, cupy_backend
+from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.model.experts.balance import balance_loss, z_loss
 from mm3d.model.experts.capacity import counts
 from mm3d.model.experts.gates import choose, gates_backward
-from mm3d.model.experts.options import GATES, Experts
+from mm3d.model.experts.options import GATES
+from mm3d.model.experts.spec import Experts
 from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train
 from reference import SHAPES, integers, on_grid
 
@@ -25,7 +27,7 @@ strict = pytest.importorskip("array_api_strict", reason="array-api-strict is not
 HOST, DEVICE = strict.Device("CPU_DEVICE"), strict.Device("device1")
 
 
-class StrictBackend(backend.Backend):
+class StrictBackend(NumpyBackend):
     """array-api-strict on its second device, with blocks of a few rows."""
 
     name = "strict"
@@ -93,8 +95,8 @@ def test_the_library_is_chosen_by_argument_then_environment(monkeypatch):
 @pytest.mark.parametrize("before", [False, True])
 def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
     """Whether or not there was one of its name; a step takes all memory from it."""
-    earlier = backend.get("numpy") if before else backend.Backend()
-    own = backend.Backend()
+    earlier = backend.get("numpy") if before else NumpyBackend()
+    own = NumpyBackend()
     with Parallelism("serial").on(MPI.COMM_SELF, own) as scheme:
         model = mm3d.Transformer(scheme, **SIZES["few"])
         y, saved = model.forward(model.random("x"))

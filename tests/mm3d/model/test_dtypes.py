@@ -5,6 +5,7 @@ import pytest
 
 import mm3d
 from mm3d.arrays import backend
+from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid import axis
 from mm3d.grid.split import Split
 from mm3d.model.saved_arrays import saved_arrays
@@ -21,7 +22,7 @@ class Watched(np.ndarray):
         self.seen.add(str(self.dtype))
 
 
-class WatchedBackend(backend.Backend):
+class WatchedBackend(NumpyBackend):
     """NumPy, with every array watched from its first moment."""
 
     name = "watched"

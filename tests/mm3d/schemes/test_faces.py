@@ -4,7 +4,7 @@ import pytest
 
 import mm3d
 from mm3d import model_spec
-from mm3d.grid.face import FaceSplit
+from mm3d.grid.split import FaceSplit
 from mm3d.model import cost
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.cube import Cube

@@ -8,14 +8,15 @@ import pytest
 import mm3d
 from bench.checks import layer_residuals
 from mirror import InFlight, Mirror, during_products, mirrored
-from mm3d.arrays.backend import Backend, MAX_PANELS
+from mm3d.arrays.backend import MAX_PANELS
+from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
-from mm3d.grid.split import Split
+from mm3d.grid.split import Gathered, Split
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
 from mm3d.model.vectors import Vector
-from mm3d.schemes.overlap import Gathered, Overlap, progress_of
+from mm3d.schemes.overlap import Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
 from mm3d.transport.mpi import MpiTransport
@@ -44,7 +45,7 @@ def passes(model, order: str) -> list[np.ndarray]:
 
 def mirror_axis(size: int) -> Axis:
     mirror = Mirror("y", size, [])
-    return Axis("y", mirror, Backend(), MpiTransport(mirror, Backend()))
+    return Axis("y", mirror, NumpyBackend(), MpiTransport(mirror, NumpyBackend()))
 
 
 def same(found, expected) -> bool:
@@ -390,7 +391,7 @@ def test_a_sum_in_flight_is_the_sum(comm, transport):
 @pytest.mark.parametrize("rows", [0, 1, 95, 97, 500, 768, 769, 5000])
 def test_panels_are_whole_blocks_of_rows(monkeypatch, rows):
     """BLAS rounds in another way in a block of rows that is cut short, some kernels do."""
-    numpy, lengths, multiply = Backend(), [], np.matmul
+    numpy, lengths, multiply = NumpyBackend(), [], np.matmul
 
     def told(a, b, out):
         lengths.append(len(out))

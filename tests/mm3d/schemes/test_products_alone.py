@@ -7,8 +7,7 @@ import pytest
 
 import mm3d
 from bench.experiments.products.problem import Problem, product_grid
-from mm3d.schemes.grid_algorithm import PRODUCTS_ALONE
-from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.silent import DryCommunicator
 from products import FORMS

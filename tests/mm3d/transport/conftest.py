@@ -4,11 +4,10 @@ import pytest
 import fakelibs
 import fakenccl
 from mm3d.arrays import backend, cupy_backend
-from mm3d.transport import choice, device
-from mm3d.transport.nccl import NcclTransport
+from mm3d.transport import choice, nccl
 
 
-class Nccl(NcclTransport):
+class Nccl(nccl.NcclTransport):
     """Tells the fake which ranks make a group."""
 
     def __init__(self, comm, backend) -> None:
@@ -21,6 +20,6 @@ def cupy(monkeypatch, no_backends):
     """The backend "cupy" over host memory, with NCCL."""
     fakelibs.replace_cupy(monkeypatch)
     monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
-    monkeypatch.setitem(device.DEVICE_TRANSPORTS, "nccl", Nccl)
+    monkeypatch.setattr(nccl, "NcclTransport", Nccl)
     monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
     return backend.get("cupy")

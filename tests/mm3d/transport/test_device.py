@@ -14,14 +14,15 @@ from bench.checks import against_serial, rounding
 from bench.instruments import hidden_time, host as machine
 from mm3d import selftest
 from mm3d.arrays import backend, cupy_backend
+from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.split import Split
-from mm3d.transport import choice, cuda_aware, device, exchange
+from mm3d.transport import choice, cuda_aware, exchange
 from mm3d.transport.pending import Pending
 from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
 
-NAMES = tuple(device.DEVICE_TRANSPORTS)
+NAMES = choice.DEVICE_TRANSPORTS
 
 
 @pytest.fixture(params=["staged", "nccl", "device",
@@ -251,7 +252,7 @@ def test_what_lacks_something_is_refused_by_name(monkeypatch, change, message):
 
 # --- Which transport -----------------------------------------------------------------------
 
-class Lent(backend.Backend):
+class Lent(NumpyBackend):
     """Arrays on a device at a given place."""
 
     host_buffers, name = False, "lent"

@@ -1,10 +1,6 @@
 """Start PyTorch's own pipeline, a process beside each rank, to be measured in the same run."""
 
-import json
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,46 +8,51 @@ from mpi4py import MPI
 
 from bench.agreement import agree
 from bench.checks import against_serial
-from bench.errors import UsageError
-from bench.experiments.layer import torch_layer
-from bench.experiments.layer.torch_process import torch_environment
-from bench.experiments.pipeline import torch_stages
 from bench.experiments.pipeline.subject import PipelineCase, squared_error
-from bench.instruments.clock import wait_patiently
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.pipeline import SCHEDULES
+from bench.instruments.sampling import Sample
 from bench.records.measurements import Check
-from mm3d import launcher
-from mm3d.child_process import CHILDREN_PRINT
 from mm3d.training.mesh import Mesh
 
-TIMEOUT = 120.0    # seconds; a rank of PyTorch that waits longer for another ends
 STEPS = ("F", "B", "W")
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """What this rank did in a step.
+class Spent:
+    """What a rank spent in a step.
 
     Attributes
     ----------
-    times : ndarray
-        Seconds, (actions, begin and end).
     processor : float
-        Seconds of the processor that the rank has used.
+        Seconds of the processor that it has used.
     slept : ndarray
         Mean seconds of its waits for F, B and W; NaN with layers.
     """
 
-    times: np.ndarray
     processor: float
     slept: np.ndarray
+
+
+def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: Spent) -> Sample:
+    """Make the sample of a step, of all ranks, from what this rank did.
+
+    Its times, (ranks, actions, begin and end), begin with the first action of all; NaN beyond the
+    actions of a rank.
+    """
+    own = np.full((max(map(len, case.schedule.rows)), 2), np.nan)
+    own[:len(times)] = times
+    every = np.empty((comm.size, *own.shape))
+    comm.Allgather(own, every)
+    return Sample(every - np.nanmin(every), comm.allgather(spent))
 
 
 def refuse_case(mesh: Mesh, case: PipelineCase) -> None:
     """Raise UsageError, on all ranks alike, for what PyTorch's schedules cannot execute beside."""
     kind = case.name.partition(":")[0]
     problem = None
-    if kind not in torch_stages.SCHEDULES:
-        problem = (f"PyTorch has no such schedule: {', '.join(torch_stages.SCHEDULES)} would do")
+    if kind not in SCHEDULES:
+        problem = (f"PyTorch has no such schedule: {', '.join(SCHEDULES)} would do")
     elif kind == "interleaved" and case.schedule.chunks == 1:
         problem = "PyTorch's has two chunks a rank or more: interleaved:2 would do"
     elif mesh.shape["t"] > 1:
@@ -99,51 +100,23 @@ class TorchPipeline:
     def __init__(self, python: str, mesh: Mesh, case: PipelineCase, subject: Any) -> None:
         self.mesh, self.case, self.subject, self.order = mesh, case, subject, ""
         refuse_case(mesh, case)
-        comm = mesh.comm
-        self._made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
-        self._folder = Path(comm.bcast(self._made and self._made.name))
-        if comm.rank == 0:
-            (self._folder / "case.json").write_text(
-                json.dumps(self._describe()), encoding="utf-8")
-        np.savez(self._folder / f"rank-{comm.rank}.npz", **subject.arrays())
-        comm.Barrier()
-        env = torch_environment()
-        env["PYTHONPATH"] = str(Path(torch_layer.__file__).parent)
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        problem = self._process = None
-        try:
-            self._process = subprocess.Popen(
-                [python, torch_stages.__file__, str(self._folder), str(comm.rank)], env=env,
-                encoding=CHILDREN_PRINT, errors="replace",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self.about = self._process.stdout.readline().strip()
-            if not self.about:
-                problem = (f"--torch {python} could not execute the pipeline, as it says above: "
-                           f"an interpreter with torch and numpy would do")
-        except OSError as error:
-            problem = f"--torch {python}: {error.strerror}"
-        wait_patiently(comm)
-        try:
-            agree(problem, comm)
-        except UsageError:
-            self.close()
-            raise
+        sizes, waits, schedule = case.sizes, case.chunk_seconds, case.schedule
+        self.processes = TorchProcesses(python, "Stages", {
+            "schedule": case.name, "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "shape": (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden),
+            "layers": [list(part) for part in case.parts], "heads": sizes.heads,
+            "dtype": case.dtype, "seconds": waits and dict(zip(STEPS, waits))},
+            subject.arrays(), mesh.comm, "execute the pipeline", mesh.comm.size)
+        self.about = self.processes.about
 
-    def _describe(self) -> dict[str, Any]:
-        """Return what every rank of PyTorch's must know."""
-        case, mesh = self.case, self.mesh
-        sizes, waits = case.sizes, case.chunk_seconds
-        return {"schedule": case.name, "stages": case.schedule.stages,
-                "microbatches": case.schedule.microbatches,
-                "shape": (sizes.batch // case.schedule.microbatches, sizes.seq, sizes.hidden),
-                "layers": [list(part) for part in case.parts], "heads": sizes.heads,
-                "dtype": case.dtype, "timeout": TIMEOUT,
-                "threads": max(1, launcher.cores() // mesh.comm.size),
-                "seconds": waits and dict(zip(STEPS, waits))}
-
-    def step(self) -> RankStep:
-        """Execute another step; every rank must call it."""
-        return self._parse(self._ask("step"))
+    def sample(self) -> Sample:
+        """Execute another step; return the times of the actions of all ranks, and their `Spent`.
+        """
+        found = self.processes.take_turn("step")
+        slept = np.array([found["slept"].get(step, np.nan) for step in STEPS])
+        return gather_actions(self.mesh.comm, self.case, np.array(
+            [action[3:] for action in found["actions"]]), Spent(found["processor"], slept))
 
     def check(self) -> list[Check]:
         """Execute a step, and check its results and that its actions are the schedule's.
@@ -153,15 +126,13 @@ class TorchPipeline:
         UsageError
             On all ranks, when it takes other actions.
         """
-        found = self._ask("check")
+        found = self.processes.ask("check")
         self._compare_order([(kind, stage, micro) for kind, stage, micro, *_ in found["actions"]])
-        with np.load(self._folder / f"result-{self.mesh.comm.rank}.npz") as file:
-            results = dict(file)
         if self.case.waits is not None:
-            wrong, arrived = self.mesh.comm.allreduce(results["wrong"])
+            wrong, arrived = self.mesh.comm.allreduce(found["wrong"])
             return [Check("PyTorch's results that arrived", wrong / arrived, 0.0)]
         squares: dict[str, np.ndarray] = {
-            p.name: squared_error(results[p.name],
+            p.name: squared_error(found[p.name],
                                   p.grid.backend.to_host(p.grad).reshape(p.public_shape))
             for p in self.subject.pipeline.parameters}
         tolerance = against_serial.tolerances(self.case.dtype, self.case.sizes.layers)[1]
@@ -180,27 +151,3 @@ class TorchPipeline:
         other = self.mesh.comm.allgather(found != wanted)
         self.order = ("the same actions in the same order" if not any(other) else
                       f"the same actions, in another order on {sum(other)} of {len(other)} ranks")
-
-    def _ask(self, what: str) -> dict[str, Any]:
-        """Have this rank of PyTorch's execute a step; RuntimeError when it has ended."""
-        self._process.stdin.write(f"{what}\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a rank of PyTorch's pipeline has ended, as it says above")
-        return json.loads(line)
-
-    @staticmethod
-    def _parse(found: dict[str, Any]) -> RankStep:
-        slept = found["slept"]
-        return RankStep(np.array([action[3:] for action in found["actions"]]), found["processor"],
-                        np.array([slept.get(step, np.nan) for step in STEPS]))
-
-    def close(self) -> None:
-        """End the process; every rank must call it."""
-        if self._process:
-            self._process.stdin.close()
-            self._process.wait()
-        wait_patiently(self.mesh.comm)
-        if self._made:
-            self._made.cleanup()

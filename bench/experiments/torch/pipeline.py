@@ -1,17 +1,9 @@
-"""Execute a pipeline by torch.distributed.pipelining: one rank, in an interpreter of its own.
+"""Execute a pipeline by torch.distributed.pipelining: one rank of it.
 
-``python torch_stages.py FOLDER RANK`` reads ``case.json`` and ``rank-RANK.npz``, joins the others
-by gloo and prints a line about the library.  For each line on its standard input it executes a
-step, as all ranks must, writes its results to ``result-RANK.npz`` where the line is "check", and
-prints when its actions began and ended.  Between two lines it sleeps.  It does not need mm3d; the
-layer is that of ``torch_layer.py``, whose folder must be on ``PYTHONPATH``.
+Nothing here needs mm3d.
 """
 
-import json
-import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +41,7 @@ class Waits:
 
 def layers_class(torch: Any) -> type:
     """Define the module of the layers of a stage."""
-    from torch_layer import transformer_layer
+    from models import named_below, transformer_layer    # by the process that has PyTorch
 
     class Layers(torch.nn.Module):
         """The layers of a stage."""
@@ -59,11 +51,10 @@ def layers_class(torch: Any) -> type:
             self.heads, self.layers = heads, []
             self.kept = torch.nn.ParameterDict()
             for number in numbers:
-                prefix = f"layers.{number}."
-                own = {name.removeprefix(prefix): torch.nn.Parameter(torch.from_numpy(a))
-                       for name, a in arrays.items() if name.startswith(prefix)}
+                own = {name: torch.nn.Parameter(torch.from_numpy(a))
+                       for name, a in named_below(f"layers.{number}.", arrays).items()}
                 self.layers.append(own)
-                self.kept.update({f"{prefix}{name}".replace(".", "_"): p
+                self.kept.update({f"{number}.{name}".replace(".", "_"): p
                                   for name, p in own.items()})
 
         def forward(self, x):
@@ -121,27 +112,24 @@ def loss_class(torch: Any) -> type:
     return Loss
 
 
-class Rank:
-    """One rank of the pipeline.
+class Stages:
+    """The stages of one rank of a pipeline.
 
     Parameters
     ----------
     torch : module
         The library.
     case : dict
-        The contents of ``case.json``.
-    rank : int
-        The rank.
+        The schedule, its stages and their layers, sizes, waits, and "rank".
     arrays : dict of str to ndarray
         Parameters of its layers; "inputs" in the first stage, "output gradients" in the last.
     """
 
-    def __init__(self, torch: Any, case: dict[str, Any], rank: int,
-                 arrays: dict[str, np.ndarray]) -> None:
+    def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         from torch.distributed import pipelining
         self.torch, self.case, self.actions = torch, case, []
         self.waits = case["seconds"] and Waits(case["seconds"])
-        own = case["stages"][rank]
+        own = case["stages"][case["rank"]]
         if self.waits:
             create = waiting_class(torch)
             self.modules = {stage: create(self.waits, stage) for stage in own}
@@ -204,36 +192,12 @@ class Rank:
                 "slept": {step: sum(each) / max(1, len(each)) for step, each in (
                     self.waits.slept if self.waits else {}).items()}}
 
-    def results(self) -> dict[str, np.ndarray]:
-        """Return the gradients of the last step by name, or how many results were wrong."""
+    def check(self) -> dict[str, Any]:
+        """Take a step; return also its gradients by name, or how many results were wrong."""
+        found = self.step()
         if self.waits:
-            return {"wrong": np.array([self.waits.wrong, self.waits.arrived])}
-        return {f"layers.{number}.{name}": p.grad.numpy()
-                for stage, module in self.modules.items()
-                for number, own in zip(self.case["layers"][stage], module.layers)
-                for name, p in own.items()}
-
-
-def main(folder: str, rank: str) -> None:
-    """Execute a step for each line of standard input, until it ends."""
-    import torch
-    import torch.distributed
-    case = json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))
-    torch.set_num_threads(case["threads"])
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=int(rank),
-        world_size=len(case["stages"]), timeout=timedelta(seconds=case["timeout"]))
-    with np.load(Path(folder) / f"rank-{rank}.npz") as file:
-        own = Rank(torch, case, int(rank), dict(file))
-    print(f"PyTorch {torch.__version__}, gloo, {torch.get_num_threads()} threads a rank, "
-          f"{torch.backends.cpu.get_cpu_capability()}", flush=True)
-    for line in sys.stdin:
-        found = own.step()
-        if line.strip() == "check":
-            np.savez(Path(folder) / f"result-{rank}.npz", **own.results())
-        print(json.dumps(found), flush=True)
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            return found | {"wrong": np.array([self.waits.wrong, self.waits.arrived])}
+        return found | {f"layers.{number}.{name}": p.grad.numpy()
+                        for stage, module in self.modules.items()
+                        for number, own in zip(self.case["layers"][stage], module.layers)
+                        for name, p in own.items()}

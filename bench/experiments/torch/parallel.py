@@ -1,18 +1,10 @@
-"""Train a GPT by PyTorch's own parallelism: one process of it, in an interpreter of its own.
+"""Train a GPT by PyTorch's own parallelism: one process of it.
 
-``python torch_parallel.py FOLDER KIND RANK RANKS THREADS`` reads ``case.json`` (sizes, the
-optimizer) and ``case.npz`` (parameters by name, tokens and targets), joins the others by gloo and
-prints a line about the library.  For each line on its standard input it takes a step on the same
-batch, as all ranks must, and prints loss, begin and end, and the norm of the gradients where the
-line is "check".  Between two lines it sleeps.  It does not need mm3d.
+A step takes the same batch each time, as all ranks must.  Nothing here needs mm3d.
 """
 
 import contextlib
-import json
-import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -22,8 +14,8 @@ KINDS = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard (FSDP2)",
 LINEAR = {"qkv": "attention.qkv", "proj": "attention.proj", "up": "mlp.up", "down": "mlp.down"}
 
 
-def make_modules(torch: Any) -> tuple[Any, Any]:
-    """Define the modules, which need the library's own classes."""
+def model_class(torch: Any) -> type:
+    """Define the module of the model, which needs the library's own classes."""
     from torch import nn
     F = nn.functional
 
@@ -63,7 +55,7 @@ def make_modules(torch: Any) -> tuple[Any, Any]:
             x = self.spread(self.norm(x).flatten(0, 1))
             return F.cross_entropy(F.linear(x, self.embedding.weight), targets.flatten())
 
-    return Model, Layer
+    return Model
 
 
 def load(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int, parts: int) -> None:
@@ -85,29 +77,24 @@ def load(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int, parts
                            for name, a in found.items()})
 
 
-class Rank:
+class ParallelTraining:
     """One rank of a training.
 
     Parameters
     ----------
     torch : module
         The library.
-    kind : str
-        One of `KINDS`.
     case : dict
-        The contents of ``case.json``.
+        Sizes, the optimizer, "kind", one of `KINDS`, and "rank" and "ranks".
     arrays : dict of str to ndarray
         Parameters, "tokens" and "targets" of the whole batch.
-    rank, ranks : int
-        This rank, and how many there are.
     """
 
-    def __init__(self, torch: Any, kind: str, case: dict[str, Any],
-                 arrays: dict[str, np.ndarray], rank: int, ranks: int) -> None:
-        self.torch, self.kind, self.ranks = torch, kind, ranks
-        rows = slice(None)
+    def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        kind, rank, self.ranks = (case[name] for name in ("kind", "rank", "ranks"))
+        self.torch, rows = torch, slice(None)
         if kind in ("ddp", "fsdp2"):
-            share = case["batch"] // ranks
+            share = case["batch"] // self.ranks
             rows = slice(rank * share, (rank + 1) * share)
         self.batch = [torch.from_numpy(arrays.pop(name)[rows].astype(np.int64))
                       for name in ("tokens", "targets")]
@@ -123,8 +110,7 @@ class Rank:
 
     def _make_one(self, case: dict[str, Any], state: dict[str, np.ndarray], parts: int = 1,
                   **options: Any) -> Any:
-        Model, _ = make_modules(self.torch)
-        model = Model(case, **options)
+        model = model_class(self.torch)(case, **options)
         load(self.torch, model, state, case["heads"], parts)
         return model
 
@@ -157,8 +143,8 @@ class Rank:
                 ("down", RowwiseParallel))}
         return parallelize_module(model, mesh, plan)
 
-    def step(self, check: bool) -> dict[str, float]:
-        """Take a step; return its loss, begin and end, and the norm of its gradients on demand."""
+    def step(self, check: bool = False) -> dict[str, float]:
+        """Take a step; return its loss, begin and end, and to check the norm of its gradients."""
         if self.ranks > 1:
             self.torch.distributed.barrier()
         found = {"begin": time.perf_counter()}
@@ -175,6 +161,10 @@ class Rank:
             loss = loss.full_tensor()
         return {**found, "loss": loss.item()}
 
+    def check(self) -> dict[str, float]:
+        """Take a step as `step`, with the norm of its gradients."""
+        return self.step(True)
+
     def _norm(self) -> float:
         """Compute the norm of all gradients; every rank must call it."""
         total = 0.0
@@ -182,30 +172,3 @@ class Rank:
             grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
             total += float(grad.double().square().sum())
         return total ** 0.5
-
-
-def main(folder: str, kind: str, rank: str, ranks: str, threads: str) -> None:
-    """Take a step for each line of standard input, until it ends."""
-    import torch
-    import torch.distributed
-    torch.set_num_threads(int(threads))
-    case = json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))
-    torch.set_default_dtype(getattr(torch, case["dtype"]))
-    with np.load(Path(folder) / "case.npz") as found:
-        arrays = dict(found)
-    if int(ranks) > 1:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store-{kind}", rank=int(rank),
-            world_size=int(ranks), timeout=timedelta(seconds=case["timeout"]))
-    own = Rank(torch, kind, case, arrays, int(rank), int(ranks))
-    print(f"PyTorch {torch.__version__}, {KINDS[kind]}, {'gloo, ' * (int(ranks) > 1)}"
-          f"{torch.get_num_threads()} threads a process, "
-          f"{torch.backends.cpu.get_cpu_capability()}", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(own.step(line.strip() == "check")), flush=True)
-    if int(ranks) > 1:
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,0 +1,135 @@
+"""Define the options of verbs that measure: repetitions, the seed, the backend, the cluster."""
+
+import argparse
+
+from bench.agreement import agree
+from bench.cluster.spec import Cluster
+from bench.command_line.number_types import MOST_SECONDS, SEEDS, number, whole
+from bench.errors import UsageError
+from bench.instruments import host
+from bench.instruments.available_memory import total_memory
+from bench.instruments.stall import unwatched
+from bench.instruments.timing import Limits
+from mm3d import launcher
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Backend
+
+
+def add_stall(parser: argparse.ArgumentParser) -> None:
+    """Add ``--stall`` to a verb of several ranks; see `mm3d.tracing.watchdog`."""
+    parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
+        "end the job when a rank has not reported for this time, and print the layer and the "
+        "collective of each rank; in timed steps also when all ranks wait in collectives "
+        "(default: never)"))
+    parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cluster``, by which a verb is run in an emulated cluster; see `bench.cluster`."""
+    parser.add_argument("--cluster", type=cluster, metavar="NxR:LINK[,LATENCY]", help=(
+        "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
+        "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself"))
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add ``--out``, the folder of results."""
+    parser.add_argument("--out", metavar="DIR", default=host.default_out(),
+                        help="write the .h5 files into this folder (default results/<machine>)")
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Add ``--backend``."""
+    parser.add_argument("--backend", metavar="NAME",
+                        help="array library: numpy or cupy (default MM3D_BACKEND, or numpy)")
+
+
+def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
+    """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
+    parser.add_argument("--repetitions", type=whole(1), default=repetitions, metavar="N",
+                        help=f"repeat at least this often (default {repetitions})")
+    parser.add_argument("--max-repetitions", type=whole(1), metavar="N",
+                        help="repeat at most this often (default 30, or --repetitions if greater)")
+    parser.add_argument("--max-seconds", default=seconds,
+                        type=number(above=True, most=MOST_SECONDS), metavar="SECONDS",
+                        help=f"begin no repetition beyond --repetitions after this time in a "
+                             f"measurement (default {seconds:g})")
+    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
+                        help="repeat until the 95 %% confidence interval is no wider than this "
+                             "fraction of the median (default 0.05)")
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, metavar="N",
+                        help="seed of the numbers in arrays and of the order of measurements "
+                             "(default 0)")
+    add_stall(parser)
+
+
+def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
+    """Add the options of a microbenchmark that writes a file."""
+    add_out(parser)
+    add_backend(parser)
+    add_repetitions(parser, repetitions, seconds)
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """Return when to stop repeating, as the options of `add_repetitions` say.
+
+    Raises
+    ------
+    UsageError
+        When the limits are not valid.
+    """
+    most = arguments.max_repetitions
+    try:
+        return Limits(arguments.repetitions,
+                      max(30, arguments.repetitions) if most is None else most,
+                      arguments.max_seconds, arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
+    """Return the array library of a verb that measures one rank.
+
+    Raises
+    ------
+    UsageError
+        When there are more ranks, or no such library.
+    """
+    if comm.size > 1:
+        raise UsageError(f"{verb} measures one rank: start it without mpirun")
+    try:
+        return backends.get(backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def check_memory(needed: int, backend: str | None, comm) -> None:
+    """Check before any work that arrays of `needed` bytes, over all ranks, fit the nodes' memory.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when those on a node exceed all of its memory, or there is no `backend`.
+    """
+    try:
+        on_host = backends.get(backend).host_buffers
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    here, room = needed * launcher.local_ranks() // comm.size, total_memory()
+    agree(f"these sizes need {here} bytes on a node or more, which has {room}: smaller sizes "
+          f"would do" if on_host and room and here > room else None, comm)
+
+
+def check_model_memory(layers: int, hidden: int, tokens: int, backend: str | None, comm) -> None:
+    """Check before any work that a model fits the memory of the nodes; see `check_memory`.
+
+    Counted are values and gradients of the matrices and the input, in 16 bits.
+    """
+    check_memory(2 * hidden * (24 * layers * hidden + tokens), backend, comm)
+
+
+def cluster(text: str) -> Cluster:
+    """Read ``16x4:200Mbit``."""
+    try:
+        return Cluster.parse(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

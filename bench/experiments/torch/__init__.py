@@ -1,0 +1,1 @@
+"""Compute the same by PyTorch, in processes and an interpreter of its own."""

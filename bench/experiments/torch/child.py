@@ -1,0 +1,174 @@
+"""Start processes in which PyTorch computes a subject, asleep until they are asked."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+
+from bench.agreement import agree
+from bench.errors import UsageError
+from bench.experiments.torch import serve
+from bench.instruments.clock import wait_patiently
+from bench.instruments.host import mask_variables
+from bench.instruments.sampling import SETTLE, Sample
+from mm3d import launcher
+from mm3d.child_process import CHILDREN_PRINT
+
+# What mm3d or its launcher sets for ranks; the child is none, and is told its threads.
+OF_RANKS = ("MPI", "OPENBLAS_")
+
+
+class TorchProcesses:
+    """Processes of PyTorch beside the first ranks, asleep between two questions.
+
+    Parameters
+    ----------
+    python : str
+        An interpreter that has PyTorch.
+    subject : str
+        What it computes: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
+    case : dict
+        What all processes must know, with the "dtype"; needed on rank 0.
+    arrays : mapping of str to ndarray, or None
+        The arrays of this rank's process; None for those of rank 0's.
+    comm : mpi4py.MPI.Intracomm
+        The ranks, all of which create it, on one node.
+    what : str
+        What is done, for the message that it cannot be.
+    ranks : int
+        Number of processes, one beside each of the first ranks, which share the cores.
+
+    Attributes
+    ----------
+    about : str
+        Version, threads, products and settings of the library; on ranks with a process.
+    cores : int
+        How many cores all processes can use.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when the interpreter cannot do it.
+    """
+
+    def __init__(self, python: str, subject: str, case: Mapping[str, Any],
+                 arrays: Mapping[str, np.ndarray] | None, comm: Any, what: str,
+                 ranks: int = 1) -> None:
+        self.comm, self.ranks, self.what, self._process = comm, ranks, what, None
+        self._made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
+        self._folder = Path(comm.bcast(self._made and self._made.name))
+        threads = max(1, launcher.cores() // ranks)
+        self.cores = min(launcher.cores(), threads * ranks)
+        if comm.rank == 0:
+            (self._folder / "case.json").write_text(json.dumps({**case, "subject": subject}),
+                                                    encoding="utf-8")
+        if arrays is not None:
+            np.savez(self._folder / f"arrays-{comm.rank}.npz", **arrays)
+        comm.Barrier()
+        problem = self._start(python, threads) if comm.rank < ranks else None
+        wait_patiently(comm)
+        try:
+            agree(problem, comm)
+        except UsageError:
+            self.close()
+            raise
+
+    def _start(self, python: str, threads: int) -> str | None:
+        """Start this rank's process; return why it cannot do its work, None if it can."""
+        command = [python, serve.__file__, self._folder, self.comm.rank, self.ranks, threads]
+        try:
+            self._process = subprocess.Popen(
+                [str(word) for word in command], env=torch_environment(), encoding=CHILDREN_PRINT,
+                errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            return f"--torch {python}: {error.strerror}"
+        line = self._process.stdout.readline()
+        if not line:
+            return (f"--torch {python} could not {self.what}, as it says above: an interpreter "
+                    f"with torch and numpy would do")
+        self.about = describe(json.loads(line), self.ranks)
+        return None
+
+    def ask(self, *words: str) -> dict[str, Any]:
+        """Have this rank's process do something; return its answer, {} on ranks without one.
+
+        Every rank that has a process must ask the same.
+        """
+        if not self._process:
+            return {}
+        self._process.stdin.write(f"{' '.join(words)}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"PyTorch could not {self.what}: its process has ended, as it says "
+                               f"above")
+        found = json.loads(line)
+        if found.pop("arrays", False):
+            with np.load(self._folder / f"answer-{self.comm.rank}.npz") as arrays:
+                found |= dict(arrays)
+        return found
+
+    def take_turn(self, *words: str) -> dict[str, Any]:
+        """Have all processes do something as `ask`, when the other sides sleep."""
+        wait_patiently(self.comm)
+        found = self.ask(*words)
+        if found:
+            time.sleep(SETTLE)
+        wait_patiently(self.comm)
+        return found
+
+    def sample(self, *words: str) -> Sample:
+        """Have all processes take a step, by default; return their times and answers.
+
+        Both are the same on every rank; the times are NaN on ranks without a process.
+        """
+        every = self.comm.allgather(self.take_turn(*words or ("step",)))[:self.ranks]
+        times = np.full((self.comm.size, 2), np.nan)
+        times[:self.ranks] = [(one["begin"], one["end"]) for one in every]
+        return Sample(times - np.nanmin(times), every)
+
+    def close(self) -> None:
+        """End the processes; every rank must call it."""
+        if self._process:
+            self._process.stdin.close()
+            self._process.wait()
+        wait_patiently(self.comm)
+        if self._made:
+            self._made.cleanup()
+
+
+def check_interpreter(python: str) -> None:
+    """Raise UsageError, with what it says, for an interpreter without torch or numpy."""
+    try:
+        done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
+                              encoding=CHILDREN_PRINT, errors="replace", capture_output=True)
+    except OSError as error:
+        raise UsageError(f"--torch {python}: {error.strerror}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
+        raise UsageError(f"--torch {python}: {said[-1]}; an interpreter with torch and numpy "
+                         f"would do")
+
+
+def torch_environment() -> dict[str, str]:
+    """Return the environment of a process that is no rank: the user's settings stay."""
+    hidden = (*launcher.LAUNCHER_PREFIXES, *OF_RANKS)
+    return {"GLOO_SOCKET_IFNAME": "lo"} | {
+        name: value for name, value in os.environ.items()
+        if not name.startswith(hidden) and name not in launcher.BLAS_THREAD_VARIABLES}
+
+
+def describe(about: Mapping[str, Any], ranks: int) -> str:
+    """Say which PyTorch it is, with which threads, products and settings."""
+    words = [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),
+             f"{about['threads']} threads{' a rank' * (ranks > 1)}"]
+    if about["blas"]:
+        words.append(f"products by {about['blas'].upper()} "
+                     f"({about['instructions'] or 'it does not say by which instructions'})")
+    settings = mask_variables(about["settings"])
+    return ", ".join([*words, *[settings] * bool(settings)])

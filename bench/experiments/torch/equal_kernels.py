@@ -1,0 +1,132 @@
+"""Measure the same local products by one thread of mm3d and of PyTorch, before they are compared.
+
+What remains of a ratio of steps where both multiply equally fast is no matter of kernels.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Sequence
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from bench.experiments.products.problem import OperandShapes
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.serve import Product, product_seconds
+from bench.instruments.clock import wait_patiently
+from bench.instruments.sampling import Sample, compare_in_turns
+from bench.instruments.timing import Limits
+from bench.records.measurements import Measurements, Variable
+from mm3d.arrays.backend import Backend
+from mm3d.grid.grid import Grid
+from mm3d.tracing.observe import observed
+
+LIMITS = Limits(5, 15, 10.0)
+SIDES = ("mm3d", "PyTorch")
+SCALES = ("product_side", "product_round")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How long both sides took for the same products.
+
+    Attributes
+    ----------
+    samples : ndarray
+        Seconds, (`SIDES`, rounds), on rank 0.
+    flops : int
+        Operations of a sample.
+    cores : int
+        How many cores PyTorch's processes can use.
+    """
+
+    samples: np.ndarray
+    flops: int
+    cores: int
+
+
+def add_kernels(record: Measurements, kernels: Kernels | None, torch_flops: float) -> Measurements:
+    """Add what was measured, if anything; the products of PyTorch's step have `torch_flops`."""
+    if kernels:
+        record.scales.update(zip(SCALES, (SIDES, range(kernels.samples.shape[1]))))
+        record.raw.update({
+            "product_samples": Variable(kernels.samples, "s", SCALES),
+            "product_flops": Variable(np.array(kernels.flops), "1", ()),
+            "torch_flops": Variable(np.array(float(torch_flops)), "1", ()),
+            "torch_cores": Variable(np.array(kernels.cores), "1", ())})
+    return record
+
+
+def observe_products(step: Callable[[], Any], grid: Grid) -> list[Product]:
+    """Return this rank's products of two matrices in a step of all ranks."""
+    shapes = OperandShapes()
+    with observed(grid, shapes):
+        step()
+    return count_products((*a, b[1], a_columns, b_columns)
+                          for (a, a_columns), (b, b_columns) in shapes.found)
+
+
+def count_products(found: Iterable[tuple[int, int, int, bool, bool]]) -> list[Product]:
+    """Return each product once, with how often it is found; none without a row."""
+    return [(*each, count) for each, count in Counter(found).items() if min(each[:3])]
+
+
+def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
+                    reference: TorchProcesses, seed: int = 0) -> Kernels | None:
+    """Measure products by one thread of rank 0 and one of PyTorch's, in turns.
+
+    Parameters
+    ----------
+    products : sequence of Product
+        What rank 0 computes in a step; every rank calls this.
+    dtype, backend
+        Of rank 0.
+    reference : TorchProcesses
+        PyTorch.
+    seed : int
+        The seed of the order.
+
+    Returns
+    -------
+    Kernels or None
+        None where the products are a device's, or there are none.
+    """
+    comm = reference.comm
+    if not comm.bcast(bool(products) and backend.host_buffers):
+        return None
+
+    def mine() -> float:
+        with threadpool_limits(1, user_api="blas"):
+            return product_seconds(
+                products, lambda *shape: backend.asarray(np.ones(shape, dtype)),
+                lambda a, b, out: backend.xp.matmul(a, b, out=out))
+
+    def theirs() -> float:
+        text = json.dumps(products, separators=(",", ":"))
+        return reference.ask("products", dtype, text)["seconds"]
+
+    def alone(measure: Callable[[], float]) -> Sample:
+        wait_patiently(comm)
+        times = np.full((comm.size, 2), np.nan)
+        if comm.rank == 0:
+            times[0] = 0, measure()
+        wait_patiently(comm)
+        return Sample(times)
+
+    found, _ = compare_in_turns(dict(zip(SIDES, (lambda: alone(mine), lambda: alone(theirs)))),
+                                LIMITS, seed, comm)
+    return Kernels(np.array([[one.seconds for one in found[side]] for side in SIDES]),
+                   sum(2 * rows * n * columns * count for rows, n, columns, *_, count in products),
+                   reference.cores)
+
+
+def step_flops(tokens: int, layers: int, hidden: int, seq: int, vocab: int = 0,
+               causal: bool = False, wide: float = 4.0) -> float:
+    """Compute the operations of the products of a training step of a GPT, or of its layers.
+
+    `wide` is the width of an MLP over that of a token; of experts that of all that a token has.
+    """
+    scores = seq / 2 if causal else seq
+    layer = (4 + 2 * wide) * hidden ** 2 + 2 * scores * hidden
+    return 6.0 * tokens * (layers * layer + vocab * hidden)

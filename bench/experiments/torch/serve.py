@@ -1,0 +1,182 @@
+"""Answer for a subject that PyTorch computes: one process, in an interpreter of its own.
+
+``python serve.py FOLDER RANK RANKS THREADS`` reads ``case.json`` and the arrays of its rank, or
+those of rank 0, joins the others by gloo, and tells about the library.  For each line on its
+standard input, a method of the subject and what it takes, it answers with a line of JSON, and
+with the arrays of the answer in ``answer-RANK.npz``.  Between two lines it sleeps.  It does not
+need mm3d.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Callable, IO, Sequence
+
+import numpy as np
+
+TIMEOUT = 300.0    # seconds; a rank that waits longer for another ends
+# A product is called until so many operations are done, but at most so often, and timed as one.
+WORK, CALLS = 1e8, 100
+SETTINGS = re.compile(r"(MKL|OMP|KMP|GOMP|MALLOC|DNNL|ONEDNN|TORCH)_\w+|LD_PRELOAD")
+# A product of two matrices, rows x n and n x columns, whether columns of each are contiguous, and
+# how many times it is computed.
+Product = tuple[int, int, int, bool, bool, int]
+
+
+def product_seconds(products: Sequence[Product], make: Callable[[int, int], Any],
+                    multiply: Callable[[Any, Any, Any], object]) -> float:
+    """Return the seconds of all products, each of which is timed alone.
+
+    Parameters
+    ----------
+    products : sequence of Product
+        The products.
+    make : callable
+        Makes a matrix of ones.
+    multiply : callable
+        Writes the product of two matrices into the third.
+    """
+    total = 0.0
+    for rows, n, columns, *transposed, count in products:
+        a, b = (make(*shape[::-1]).T if columns_first else make(*shape) for shape, columns_first
+                in zip(((rows, n), (n, columns)), transposed))
+        out = make(rows, columns)
+        calls = min(CALLS, math.ceil(WORK / (2 * rows * n * columns)))
+        multiply(a, b, out)    # wakes the library and touches the memory
+        begin = time.perf_counter()
+        for _ in range(calls):
+            multiply(a, b, out)
+        total += count * (time.perf_counter() - begin) / calls
+    return total
+
+
+def subject_class(name: str) -> type:
+    """Return the class of a subject, which takes the library, the case, and the arrays."""
+    if name in ("Layer", "ExpertsLayer", "Training"):
+        import models
+        return getattr(models, name)
+    if name == "Stages":
+        import pipeline
+        return pipeline.Stages
+    import parallel
+    return parallel.ParallelTraining
+
+
+def mkl_instructions(torch: Any) -> str:
+    """Return for which instructions MKL says that it works, as "AVX-512"; "" if it does not say.
+
+    What the processor has does not tell it: MKL chooses by the vendor, too.
+    """
+    if not torch.backends.mkl.is_available():
+        return ""
+    out = os.dup(1)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 1)
+        try:
+            with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
+                torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+            ctypes.CDLL(None).fflush(None)
+        finally:
+            os.dup2(out, 1)
+            os.close(out)
+        said.seek(0)
+        found = re.search(r"Advanced Vector Extensions (512|2)\b",
+                          said.read().decode(errors="replace"))
+    return {None: "", "512": "AVX-512", "2": "AVX2"}[found and found[1]]
+
+
+def about(torch: Any) -> dict[str, Any]:
+    """Tell about the library: version, threads and products."""
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return {"version": torch.__version__, "threads": torch.get_num_threads(),
+            "blas": blas[1] if blas else "", "instructions": mkl_instructions(torch)}
+
+
+class Server:
+    """Answer lines: by the subject's methods, and with the seconds of products.
+
+    Parameters
+    ----------
+    torch, subject : module, object
+        PyTorch, and what is asked.
+    folder, rank : Path, int
+        Where arrays of answers are written.
+    """
+
+    def __init__(self, torch: Any, subject: Any, folder: Path, rank: int) -> None:
+        self.torch, self.subject, self.folder, self.rank = torch, subject, folder, rank
+
+    def answer(self, line: str) -> dict[str, Any]:
+        """Return the answer to a line; arrays are written, and named instead."""
+        name, *words = line.split()
+        found = (self.products(*words) if name == "products" else
+                 getattr(self.subject, name)(*words))
+        arrays = {key: a for key, a in found.items() if isinstance(a, np.ndarray)}
+        if arrays:
+            np.savez(self.folder / f"answer-{self.rank}.npz", **arrays)
+        return {key: a for key, a in found.items() if key not in arrays} | (
+            {"arrays": True} if arrays else {})
+
+    def products(self, dtype: str, products: str) -> dict[str, float]:
+        """Return the seconds of products by one thread."""
+        torch, threads = self.torch, self.torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.no_grad():
+                return {"seconds": product_seconds(
+                    json.loads(products), lambda *shape: torch.ones(
+                        *shape, dtype=getattr(torch, dtype)),
+                    lambda a, b, out: torch.mm(a, b, out=out))}
+        finally:
+            torch.set_num_threads(threads)
+
+
+def own_output() -> IO[str]:
+    """Return standard output for answers alone; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    return answers
+
+
+def main(folder: str, rank: str, ranks: str, threads: str) -> None:
+    """Answer each line of standard input, until it ends."""
+    answers = own_output()
+    settings = {name: value for name, value in sorted(os.environ.items())
+                if SETTINGS.fullmatch(name)}
+    import torch    # which sets some itself
+    import torch.distributed
+    torch.set_num_threads(int(threads))
+    case = json.loads(Path(folder, "case.json").read_text(encoding="utf-8"))
+    case |= {"rank": int(rank), "ranks": int(ranks)}
+    torch.set_default_dtype(getattr(torch, case["dtype"]))
+    with np.load(next(path for path in (Path(folder, f"arrays-{rank}.npz"),
+                                        Path(folder, "arrays-0.npz")) if path.exists())) as found:
+        arrays = dict(found)
+    together = contextlib.ExitStack()
+    if int(ranks) > 1:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(ranks),
+            timeout=timedelta(seconds=TIMEOUT))
+        together.callback(torch.distributed.destroy_process_group)
+    subject = subject_class(case["subject"])(torch, case, arrays)
+    server = Server(torch, subject, Path(folder), int(rank))
+
+    def say(found: dict[str, Any]) -> None:
+        print(json.dumps(found), file=answers, flush=True)
+
+    with together:
+        say({**about(torch), "settings": settings})
+        for line in sys.stdin:
+            say(server.answer(line))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

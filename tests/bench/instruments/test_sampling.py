@@ -1,0 +1,51 @@
+"""Sides of a comparison take turns, and end when what is compared is known."""
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench.instruments.sampling import Sample, compare_in_turns
+from bench.instruments.timing import Limits
+
+
+def side(log, name, seconds):
+    """A side whose samples take these seconds, one after the other."""
+    left = iter(seconds)
+
+    def sample():
+        log.append(name)
+        begin = float(len(log))
+        return Sample(np.array([[begin, begin + next(left)], [np.nan, np.nan]]), name)
+    return sample
+
+
+def compare(own, other, limits=Limits(6, 20), **more):
+    log = []
+    found, ended_by = compare_in_turns(
+        {"own": side(log, "own", own), "other": side(log, "other", other)}, limits, 0,
+        MPI.COMM_SELF, **more)
+    return found, ended_by, log
+
+
+def test_rounds_end_when_ratios_are_narrow():
+    """The seconds themselves may differ: a slower machine slows both sides."""
+    own = np.array([9.0, *range(1, 40)])
+    found, ended_by, log = compare(own, 2 * own)
+    assert ended_by == "width" and [one.seconds for one in found["own"]] == [*range(1, 7)]
+    assert [one.seconds for one in found["other"]] == [*range(2, 14, 2)]
+    assert {one.result for one in found["other"]} == {"other"}
+    assert len(log) == 2 * 7    # with the round to warm up
+    rounds = [tuple(log[n:n + 2]) for n in range(0, len(log), 2)]
+    assert set(rounds) == {("own", "other"), ("other", "own")}
+
+
+@pytest.mark.parametrize("ratios, ended_by", [
+    ([("other", "own")], "repetitions"), ([("own", "own")], "width")])
+def test_the_sides_that_count_can_be_named(ratios, ended_by):
+    assert compare(np.ones(30), np.arange(1.0, 31), ratios=ratios)[1] == ended_by
+
+
+def test_one_side_alone_is_repeated_until_its_seconds_are_known():
+    log = []
+    found, ended_by = compare_in_turns({"own": side(log, "own", np.arange(1.0, 40))},
+                                       Limits(6, 20), 0, MPI.COMM_SELF, warmup=0)
+    assert ended_by == "repetitions" and len(found["own"]) == 20

@@ -1,0 +1,33 @@
+"""What remains of a comparison where both sides multiply equally fast."""
+import numpy as np
+import pytest
+
+from bench.records.measurements import Measurements, Variable
+from bench.reports.layer_table import equal_rate_notes
+
+
+def record(own, other, torch_flops=8e9, cores=2):
+    numbers = {"product_flops": 1e9, "torch_flops": torch_flops, "torch_cores": cores}
+    variables = {name: Variable(np.array(value), "1", ()) for name, value in numbers.items()}
+    samples = 1e9 / np.array([[own] * 3, [other] * 3])
+    variables["product_samples"] = Variable(samples, "s", ("product_side", "product_round"))
+    return Measurements("layer", {}, {}, {"product_side": ["mm3d", "PyTorch"],
+                                          "product_round": range(3)}, variables, [])
+
+
+@pytest.mark.parametrize("own, other, busy, remaining", [
+    (4e9, 4e9, 1.0, "1.50 instead of 1.50"),
+    # 8e9 operations on 2 cores: 2 of 3 seconds at 2e9 a core, 1 second at 4e9.
+    (4e9, 2e9, 1.0, "1.00 instead of 1.50"),
+    (1e9, 2e9, 1.0, "2.50 instead of 1.50"),
+    # Where they wait for half of the time, all 3 seconds go by while they multiply.
+    (4e9, 2e9, 0.5, "0.75 instead of 1.50")])
+def test_the_products_take_another_time(own, other, busy, remaining):
+    note, = equal_rate_notes(record(own, other), {"PyTorch": (3.0, 2.0),
+                                                  "absent": (np.nan, 2.0)}, busy)
+    assert f"be {remaining} (PyTorch), with" in note
+    assert f"multiplies at {own / 1e9:.1f} GFLOP/s" in note and "absent" not in note
+
+
+def test_files_without_rates_have_no_note():
+    assert equal_rate_notes(Measurements("layer", {}, {}, {}, {}, []), {"PyTorch": (1, 1)}) == []
