@@ -238,16 +238,16 @@ REACH = {
     **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
     "bench.verbs.merge": (60, 8000),
     "bench.verbs.compare": (60, 8250),    # 60 files, 8,000 lines, and so the next four
-    "bench.verbs.table": (116, 18400),
-    "bench.verbs.plot": (135, 21600),
-    "bench.verbs.report": (136, 21700),
-    "bench.verbs.validate": (207, 31850),
-    "bench.verbs.run": (156, 24650)}    # 120 files, 16,000 lines
+    "bench.verbs.table": (117, 18100),
+    "bench.verbs.plot": (140, 21750),
+    "bench.verbs.report": (141, 21900),
+    "bench.verbs.validate": (113, 17500),
+    "bench.verbs.run": (157, 24700)}    # 120 files, 16,000 lines
 EVENING = 3850    # lines; 3,500 is the goal
 REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
               "mm3d.schemes.__init__", "mm3d.schemes.products_alone.__init__",
               "mm3d.training.schedules.builders.__init__", "bench.verbs.__init__",
-              "bench.reports.micro_tables"}
+              "bench.reports.micro_tables", "bench.records.kinds.__init__"}
 
 
 def handed_on(package: str) -> dict[str, str]:
