@@ -11,11 +11,11 @@ from typing import Any, Callable
 import numpy as np
 from mpi4py import MPI
 
+from bench.statistics import median_interval
 import mm3d
 from bench.agreement import agree, broadcast_from_rank_0
 from bench.errors import UsageError, WrongResult
-from bench.instruments.sampling import BOUNDS, measured_environment
-from bench.instruments.statistics import median_interval
+from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import Limits, Repetitions
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.checkpoints.stored_arrays import stored_arrays
@@ -209,11 +209,8 @@ class _Subject:
 def _record(comm: MPI.Intracomm, backend: str, samples: list[list[float]], total: int,
             checks: list[Check], settings: dict[str, Any]) -> Measurements:
     """Make the record of all samples."""
-    bounds = np.array([median_interval(seconds) for seconds in samples])
     return Measurements(
         "checkpoint", settings, measured_environment(backend, comm),
-        {"operation": list(OPERATIONS), "repetition": range(len(samples[0])), "bound": BOUNDS},
+        {"operation": list(OPERATIONS), "repetition": range(len(samples[0]))},
         {"samples": Variable(np.array(samples), "s", ("operation", "repetition")),
-         "seconds": Variable(bounds, "s", ("operation", "bound")),
-         "bytes": Variable(np.array(total), "byte", ()),
-         "rate": Variable(total / bounds[:, 0], "byte s-1", ("operation",))}, checks)
+         "bytes": Variable(np.array(total), "byte", ())}, checks)

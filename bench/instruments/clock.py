@@ -96,14 +96,6 @@ def time_on_all_ranks(step: Callable[[], Any], comm, synchronize: Callable[[], N
     return times - times[:, 0].min(), result
 
 
-def elapsed(times: np.ndarray) -> np.ndarray:
-    """Compute the last end minus the first begin of (..., rank, begin and end).
-
-    NaN, of ranks without a part, counts not; it is the result where no rank has one.
-    """
-    return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
-
-
 def wait_patiently(comm) -> None:
     """Wait at a barrier without keeping a core busy: a rank may be late by minutes."""
     request = comm.Ibarrier()

@@ -12,7 +12,7 @@ from pathlib import Path
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from bench.cluster.spec import VARIABLE, Cluster
-from bench.records.kinds import UNKNOWN
+from bench.records.schema import UNKNOWN
 from bench.records.measurements import Setting
 from mm3d import control_groups, launcher
 from mm3d.arrays import backend as backends

@@ -9,9 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.instruments import host, timing
-from bench.instruments.clock import Clock, elapsed, time_on_all_ranks, wait_patiently
-from bench.instruments.statistics import Interval, median_interval
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.records.measurements import Setting
+from bench.statistics import Interval, elapsed, median_interval
 from mm3d.transport.nodes import node_numbers
 
 BOUNDS = ("median", "low", "high", "confidence")

@@ -8,8 +8,8 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from bench.instruments.clock import Clock, time_on_this_rank
-from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.step_seconds import slowest
+from bench.statistics import Interval, median_interval
 from mm3d.tracing.events import PHASES
 
 

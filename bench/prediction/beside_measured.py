@@ -48,7 +48,7 @@ class Measured:
         return same and machine.matches_transport(self.transport)
 
 
-def read_measured(run: model_run.Run | Measurements) -> Iterator[Measured]:
+def read_measured(run: Measurements) -> Iterator[Measured]:
     """Read the products and Transformers in a file of results."""
     chosen = run.configuration
     more = {"transport": chosen.get("transport", "")}

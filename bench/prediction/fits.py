@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.instruments.least_squares import solve_nonnegative
+from bench.least_squares import solve_nonnegative
 from bench.prediction import machine_model
 from bench.prediction.seconds import uncopied_collectives, link_level
 

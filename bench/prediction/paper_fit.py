@@ -18,7 +18,7 @@ import numpy as np
 from bench.cases.case import Case, make_case
 from bench.cases.paper import PAPER, Row
 from bench.cases.selection import select_rows
-from bench.instruments.least_squares import solve_bounded
+from bench.least_squares import solve_bounded
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, Terms, achieved_seconds, trace_terms
 from mm3d.tracing import dry_run

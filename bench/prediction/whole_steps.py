@@ -9,6 +9,7 @@ from typing import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
+from bench.least_squares import solve_nonnegative
 import mm3d
 from bench.agreement import agree
 from bench.checks import against_serial
@@ -17,7 +18,6 @@ from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
-from bench.instruments.least_squares import solve_nonnegative
 from bench.instruments.placement import reorder_ranks
 from bench.prediction import machine_model
 from bench.prediction.seconds import barriers, link_level, step_seconds

@@ -146,13 +146,13 @@ def read_folder(folder: str | Path) -> FolderContents:
     if not Path(folder).exists():
         raise StoreError(f"{folder} is no folder of results, and no file")
     runs, problems = read_runs(folder)
-    latest = {run_identity(run): run for run in runs if isinstance(run, Measurements)}
+    latest = {run_identity(run): run for run in runs if not isinstance(run, Run)}
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
     return FolderContents(home, results_by_preset([run for run in runs if isinstance(run, Run)]),
                           sorted(latest.values(), key=lambda run: run.created), problems)
 
 
-def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
+def read_runs(path: str | Path) -> tuple[list[Measurements], list[str]]:
     """Read the runs in a folder or a file, oldest first, and list the files that are unreadable.
 
     Raises
@@ -160,7 +160,7 @@ def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     StoreError
         When there is none.
     """
-    runs: list[Run | Measurements] = []
+    runs: list[Measurements] = []
     problems: list[str] = []
     for file in run_file.list_files(path) if Path(path).is_dir() else [Path(path)]:
         found, unread = merged.runs_in_file(file)
@@ -185,7 +185,7 @@ def run_identity(run: Measurements) -> tuple:
         (name, value) for name, value in run.configuration.items() if name not in aside))
 
 
-def cluster_of(run: Run | Measurements) -> str:
+def cluster_of(run: Measurements) -> str:
     """Return the emulated cluster of a run, as `bench.cluster.spec` writes it; "" if in none."""
     return str(run.environment.get("emulated_cluster", ""))
 
@@ -263,7 +263,7 @@ def natural_key(text: str) -> list[tuple[int, str]]:
             for word in re.split(r"(\d+)", text) if word]
 
 
-def is_crowded(run: Run | Measurements) -> bool:
+def is_crowded(run: Measurements) -> bool:
     """Return whether ranks outnumber cores.
 
     Ranks that wait for their work instead of computing share the cores too, for all else that

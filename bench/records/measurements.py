@@ -1,5 +1,6 @@
-"""The datasets that files of every kind of run have, and the record of a microbenchmark."""
+"""The record of a run of any kind, and how its groups are written and read."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -8,7 +9,7 @@ from typing import Any, Mapping, Sequence
 import h5py
 import numpy as np
 
-from bench.records import kinds, texts
+from bench.records import kinds, schema, texts
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
@@ -83,63 +84,83 @@ class Group:
 
 @dataclass(frozen=True)
 class Measurements:
-    """One run of a microbenchmark.
+    """The record of one run of any kind.
 
     Attributes
     ----------
     kind : str
-        "gemm", "collectives", "matmul", "products", "layer", "sweep", "pipeline", "checkpoint",
-        "experts", "training", "training-meshes", "training-step", "calibration" or "check"; or
-        one that begins with "gpu-".
+        "model" of a row of the tables, "gemm", "layer" and so on of a microbenchmark: one that
+        ``kinds.toml`` describes, or any other.
     configuration, environment : dict of str to str, int, float or bool
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
-        The labels or numbers along each dimension.
-    variables : dict of str to Variable
-        The measured and derived numbers, by name.
+        The labels or numbers along each dimension of the samples.
+    raw : dict of str to Variable
+        What was measured, by name.
     checks : list of Check
         The verification; empty if there is nothing to verify.
     created : str
         UTC, ISO 8601.
-    schema : int
-        The version of the schema of the file that it was read from; 0 if it was not read.
+    groups : dict of str to Group
+        Numbers with dimensions of their own, by the name of their group in the file.
     """
 
     kind: str
     configuration: dict[str, Setting]
     environment: dict[str, Setting]
     scales: dict[str, Sequence]
-    variables: dict[str, Variable]
+    raw: dict[str, Variable]
     checks: list[Check]
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
-    schema: int = 0
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    @functools.cached_property
+    def derived(self) -> dict[str, Variable]:
+        """What follows from the raw variables; see `bench.records.kinds`."""
+        return kinds.derive(self)
+
+    @property
+    def variables(self) -> dict[str, Variable]:
+        """All variables, raw and derived; earlier files hold the latter too, which are not read.
+        """
+        return self.raw | self.derived
 
 
 def fill_measurements(file: h5py.File, run: Measurements) -> None:
-    """Write the scales and variables of `run` into `file`."""
-    fill_group(file, "measurements", Group(run.scales, run.variables))
+    """Write `run` into `file`."""
+    file.attrs.update({"created": run.created, "kind": run.kind})
+    for group in ("configuration", "environment"):
+        file.create_group(group).attrs.update(getattr(run, group))
+    fill_checks(file, run.checks)
+    own = {schema.main_group(run.kind): Group(run.scales, run.raw)}
+    for name, group in (own | run.groups).items():
+        fill_group(file, name, group)
 
 
-def parse_measurements(file: h5py.File, kind: str) -> Measurements:
-    """Read the record of a microbenchmark of this kind from `file`.
+def parse_measurements(file: h5py.Group, kind: str,
+                       record: type[Measurements] = Measurements) -> Measurements:
+    """Read a run of this kind from `file`, as a `record`.
 
     Raises
     ------
     KeyError, ValueError, TypeError, AttributeError
         When something is missing, or is not what ``kinds.toml`` says of this kind.
     """
-    found = parse_group(file, "measurements", kind)
-    settings, environment = (read_settings(file, group, kinds.required(kind, name)) for group, name
-                             in (("configuration", "settings"), ("environment", "environment")))
-    run = Measurements(kind, settings, environment, found.scales, found.variables,
-                       parse_checks(file) if "verification" in file else [],
-                       parse_created(file), read_attribute(file, "schema_version", 0))
-    if kinds.is_verified(kind) and not run.checks:
+    found = parse_group(file, schema.main_group(kind), kind)
+    settings, environment = (
+        read_settings(file, group, schema.required(kind, name))
+        for group, name in (("configuration", "settings"), ("environment", "environment")))
+    run = record(kind, settings, environment, found.scales, found.variables,
+                 parse_checks(file) if "verification" in file else [], parse_created(file),
+                 {name: parse_group(file, name, f"{kind}.{name}")
+                  for name in schema.further_groups(kind, file)})
+    if schema.is_verified(kind) and not run.checks:
         raise ValueError("verification is empty")
     if "grid" in run.configuration:
         grid_shape(run.configuration)
-    kinds.check_needs(kind, {**run.environment, **run.configuration, **run.variables})
+    schema.check_needs(kind, {**run.environment, **run.configuration, **run.raw})
     texts.check_texts(kind, run)
+    schema.check_group(kind, {**run.scales, "bound": kinds.BOUNDS}, run.variables)
     return run
 
 
@@ -163,14 +184,18 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     scales: dict[str, Sequence] = {}
     variables: dict[str, Variable] = {}
     for key in file[name]:
+        if key in schema.derived(kind):    # in an earlier file
+            continue
         found = read_dataset(file, f"{name}/{key}")
         if found.is_scale:
             scales[key] = read_labels(file, f"{name}/{key}")
         else:
+            if not all(found.dims):
+                raise ValueError(f"{name}/{key} has a dimension without a scale")
             dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
             variables[key] = Variable(found[...], read_attribute(found, "units", ""), dims)
     try:
-        kinds.check_group(kind, scales, variables)
+        schema.check_group(kind, scales, variables)
     except ValueError as error:
         raise ValueError(f"{name}/{error}") from error
     return Group(scales, variables)
@@ -189,10 +214,10 @@ def fill_checks(file: h5py.File, checks: list[Check]) -> None:
 
 def parse_checks(file: h5py.File) -> list[Check]:
     """Read the verification in `file`."""
-    errors, tolerances = (read_numbers(file, f"verification/{name}", 1)
-                          for name in ("error", "tolerance"))
+    found = parse_group(file, "verification", "verification")
+    errors, tolerances = (found.variables[name].values for name in ("error", "tolerance"))
     return [Check(str(quantity), float(error), float(tolerance)) for quantity, error, tolerance
-            in zip(read_labels(file, "verification/quantity"), errors, tolerances, strict=True)]
+            in zip(found.scales["quantity"], errors, tolerances, strict=True)]
 
 
 def read_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
@@ -203,24 +228,6 @@ def read_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     if found.size * found.dtype.itemsize > MOST_BYTES:
         raise ValueError(f"{name} has {found.size} elements, more than any run")
     return found
-
-
-def read_numbers(file: h5py.Group, name: str, ndim: int, whole: bool = False) -> np.ndarray:
-    """Read an array of `ndim` dimensions of numbers, whole ones if need be; NaN stands for none.
-
-    Raises
-    ------
-    KeyError, ValueError
-        When it is missing, or something else.
-    """
-    values = read_dataset(file, name)[...]
-    kinds.check_numbers(name, values)
-    if values.ndim != ndim:
-        raise ValueError(f"{name} has the shape {values.shape}, which should have {ndim} "
-                         f"dimensions")
-    if whole and values.dtype.kind not in "iu":
-        raise ValueError(f"{name} holds {values.dtype}, and no whole numbers")
-    return values
 
 
 def read_labels(file: h5py.Group, name: str) -> list:
@@ -283,12 +290,14 @@ def read_settings(file: h5py.File, group: str,
     KeyError, ValueError
         When a required one is missing, or one is not what its name says.
     """
+    # In earlier files "ended_by" of a row is an attribute of its samples.
+    places = [*["samples"] * (group == "configuration" and "samples" in file), group]
     found = {name: value.item() if isinstance(value, np.generic) else value
-             for name, value in file[group].attrs.items()}
+             for place in places for name, value in file[place].attrs.items()}
     for name, value in found.items():
         if not isinstance(value, (str, int, float)):
             raise ValueError(f"{group}/{name} is no text, number or truth value")
-    kinds.check_settings(group, found, required)
+    schema.check_settings(group, found, required)
     return found
 
 
@@ -298,16 +307,5 @@ def grid_settings(shape: GridShape) -> dict[str, Setting]:
 
 
 def grid_shape(configuration: Mapping[str, Setting]) -> GridShape:
-    """Return the grid that a configuration states.
-
-    Its directions are x, y, z where ``grid_axes`` is missing or has not one for each size, as in
-    older files of the microbenchmark ``collectives``, which names those of more than one rank.
-
-    Raises
-    ------
-    ValueError
-        When it states no grid.
-    """
-    text, axes = str(configuration["grid"]), str(configuration.get("grid_axes", ""))
-    complete = len(axes.replace(" ", "")) == len(text.split("x"))
-    return GridShape.parse(text, axes if complete else None)
+    """Return the grid that a configuration states; ValueError when it states none."""
+    return GridShape.parse(str(configuration["grid"]), str(configuration["grid_axes"]))

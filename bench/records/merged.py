@@ -12,21 +12,20 @@ import numpy as np
 from bench.errors import StoreError
 from bench.records import atomic
 from bench.records.measurements import Measurements
-from bench.records.model_run import Run
-from bench.records.run_file import DAMAGE, UNLIKE, open_file, parse_run
+from bench.records.run_file import DAMAGE, SCHEMA, UNLIKE, open_file, parse_run
 
 FORMAT = "mm3d runs"
 
 
-def runs_in_file(path: str | os.PathLike) -> tuple[list[Run | Measurements], list[str]]:
+def runs_in_file(path: str | os.PathLike) -> tuple[list[Measurements], list[str]]:
     """Read the run in a file, or all runs of a merged one.
 
     Returns
     -------
-    list of Run or Measurements, list of str
+    list of Measurements, list of str
         The runs, and a message for each that could not be read: the others are there.
     """
-    runs: list[Run | Measurements] = []
+    runs: list[Measurements] = []
     problems: list[str] = []
     try:
         with open_file(path) as file:
@@ -96,14 +95,13 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
     Raises
     ------
     StoreError
-        When there are no runs, the versions of the schema differ, or `target` exists already and
-        is not to be made `anew`, or cannot be written; no file is changed then.
+        When there are no runs, or `target` exists already and is not to be made `anew`, or cannot
+        be written; no file is changed then.
     """
-    image, versions, written, problems = io.BytesIO(), {}, {}, []
+    image, written, problems = io.BytesIO(), {}, []
 
     def add(path: Path, place: str, group: h5py.Group) -> None:
         run = parse_run(group, place)
-        versions.setdefault(run.schema, place)
         stem = group.name.rpartition("/")[2] or Path(path).stem
         while written.get(stem, run.created) != run.created:
             stem += "-other"
@@ -112,7 +110,8 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
             written[stem] = run.created
 
     with h5py.File(image, "w", libver="v110") as made:
-        made.attrs.update({"format": FORMAT, "created": datetime.now(timezone.utc).isoformat()})
+        made.attrs.update({"format": FORMAT, "schema_version": SCHEMA,
+                           "created": datetime.now(timezone.utc).isoformat()})
         for path in paths:
             try:
                 with open_file(path) as file:
@@ -126,11 +125,6 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
         if not written:
             raise StoreError("\n".join([f"there are no runs to merge in {target}: name files that "
                                         f"have some", *problems]))
-        if len(versions) > 1:
-            found = "; ".join(f"version {version} in {place}"
-                              for version, place in sorted(versions.items()))
-            raise StoreError(f"files of different versions of the schema are not merged: {found}")
-        made.attrs["schema_version"] = max(versions)
         count = len(made["runs"])
     try:
         (atomic.replace if anew else atomic.create)(target, image.getbuffer())

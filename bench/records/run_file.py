@@ -18,17 +18,17 @@ import h5py
 
 from bench.errors import StoreError, Unreadable
 from bench.records import atomic
-from bench.records.measurements import (Measurements, fill_checks, fill_measurements,
-                                        parse_measurements, read_attribute)
-from bench.records.model_run import Run, fill_run, parse_model_run
+from bench.records.measurements import (Measurements, fill_measurements, parse_measurements,
+                                        read_attribute)
+from bench.records.model_run import Run
 
 FORMAT = "mm3d run"
-SCHEMA = 3    # the version that is written; all earlier ones are read
+SCHEMA = 3    # the version that is written, and the only one that is read
 SUFFIX = ".h5"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"    # the first bytes of every file that `write_run` writes
 # Raised by h5py, and by what reads with it, where a file holds something else than it should.
 DAMAGE = (OSError, RuntimeError, MemoryError)
-UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError)
+UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError)
 MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
 
 
@@ -72,12 +72,12 @@ def _remove_empty(folders: list[Path]) -> None:
             return
 
 
-def write_run(run: Run | Measurements, folder: str | os.PathLike, name: str) -> Path:
+def write_run(run: Measurements, folder: str | os.PathLike, name: str) -> Path:
     """Write `run` into `folder` as a file of its own.
 
     Parameters
     ----------
-    run : Run or Measurements
+    run : Measurements
         The record.
     folder : path
         An existing folder.
@@ -97,12 +97,8 @@ def write_run(run: Run | Measurements, folder: str | os.PathLike, name: str) -> 
     """
     image = io.BytesIO()
     with h5py.File(image, "w", libver="v110") as file:
-        file.attrs.update({"format": FORMAT, "schema_version": SCHEMA, "created": run.created,
-                           "kind": "model" if isinstance(run, Run) else run.kind})
-        for group in ("configuration", "environment"):
-            file.create_group(group).attrs.update(getattr(run, group))
-        fill_checks(file, run.checks)
-        (fill_run if isinstance(run, Run) else fill_measurements)(file, run)
+        file.attrs.update({"format": FORMAT, "schema_version": SCHEMA})
+        fill_measurements(file, run)
     stamp = datetime.fromisoformat(run.created).strftime("%Y%m%dT%H%M%SZ")
     try:
         return _publish(image.getbuffer(), Path(folder), f"{name}-{stamp}")
@@ -123,15 +119,15 @@ def _publish(data: memoryview, folder: Path, stem: str) -> Path:
     raise FileExistsError(0, f"{stem}.h5 and {MAX_SAME_NAMES} numbered names are all taken")
 
 
-def read_run(path: str | os.PathLike) -> Run | Measurements:
-    """Read the run in the file `path`: of a model, or of a microbenchmark.
+def read_run(path: str | os.PathLike) -> Measurements:
+    """Read the run in the file `path`: a `Run` of a row of the tables.
 
     Raises
     ------
     Unreadable
         When the file is there but cannot be read.
     StoreError
-        When the file is truncated, damaged, of another kind, or of a newer schema.
+        When the file is truncated, damaged, of another kind, or of another schema.
     """
     with open_file(path) as file:
         return parse_run(file, path)
@@ -199,20 +195,20 @@ def _read_bytes(path: str | os.PathLike) -> bytes:
         raise Unreadable(f"{path} cannot be read: it is larger than the memory") from error
 
 
-def parse_run(file: h5py.Group | None, path: str | os.PathLike) -> Run | Measurements:
+def parse_run(file: h5py.Group | None, path: str | os.PathLike) -> Measurements:
     """Read the run in an open file, or in a group of one (if any); messages name it `path`.
 
     Raises
     ------
     StoreError
-        When it is not a run, of a newer schema, or incomplete.
+        When it is not a run, of another schema, or incomplete.
     """
     try:
         if file is None:
             raise StoreError(f"{path} is damaged: it is no group")
         _check_format(file, path)
         kind = read_attribute(file, "kind", "model")
-        return parse_model_run(file) if kind == "model" else parse_measurements(file, kind)
+        return parse_measurements(file, kind, Run if kind == "model" else Measurements)
     except DAMAGE as error:
         raise StoreError(f"{path} is truncated, damaged, or no HDF5 file: {error}") from error
     except UNLIKE as error:
@@ -223,6 +219,6 @@ def _check_format(file: h5py.Group, path: str | os.PathLike) -> None:
     if read_attribute(file, "format", "") != FORMAT:
         raise StoreError(f"{path} is an HDF5 file, but not an mm3d run")
     schema = read_attribute(file, "schema_version", 0)
-    if schema > SCHEMA:
-        raise StoreError(f"{path} has schema version {schema}; this mm3d reads versions up to "
-                         f"{SCHEMA}: update mm3d to read it")
+    if schema != SCHEMA:
+        raise StoreError(f"{path} has schema version {schema}; this mm3d reads version {SCHEMA}"
+                         + ": update mm3d to read it" * (schema > SCHEMA))

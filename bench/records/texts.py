@@ -5,14 +5,12 @@ Readers of a record parse these again and find what they look for.
 
 from typing import Any, Callable, Sequence
 
-import numpy as np
-
 from bench.cluster.spec import Cluster
+from bench.records import kinds
+from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.products_alone import algorithms_with_products
-from mm3d.training.schedules.check import check
-from mm3d.training.schedules.text import parse_schedule
 
 
 def check_texts(kind: str, run: Any) -> None:
@@ -24,13 +22,14 @@ def check_texts(kind: str, run: Any) -> None:
         When one cannot be read, or does not fit what was measured; the message names it.
     """
     if run.environment.get("emulated_cluster"):
-        _named("environment/emulated_cluster", Cluster.parse,
-               str(run.environment["emulated_cluster"]))
-    if kind in OF_KIND:
-        OF_KIND[kind](run)
+        named("environment/emulated_cluster", Cluster.parse,
+              str(run.environment["emulated_cluster"]))
+    own = OF_KIND.get(kind) or getattr(kinds.module_of(kind), "check_texts", None)
+    if own:
+        own(run)
 
 
-def _named(name: str, parse: Callable[..., Any], *given: Any) -> Any:
+def named(name: str, parse: Callable[..., Any], *given: Any) -> Any:
     """Parse a text; ValueError with its name where it cannot be."""
     try:
         return parse(*given)
@@ -45,30 +44,18 @@ def _require_as_many(name: str, found: Sequence, labels: Sequence, dim: str) -> 
 
 
 def _check_model(run: Any) -> None:
-    """The placement is an order of the grid's directions."""
+    """Traffic is that of the run's ranks, and the placement an order of the grid's directions."""
+    axes, collectives, ranks = (list(run.groups["traffic"].scales[name])
+                                for name in ("axis", "collective", "rank"))
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"traffic/axis has a direction twice: {' '.join(map(str, axes))}")
+    if not set(collectives) <= set(COLLECTIVES):
+        raise ValueError(f"traffic/collective has others than {', '.join(COLLECTIVES)}")
+    _require_as_many("traffic/rank", ranks, run.scales["rank"], "rank of the samples")
     order, directions = str(run.configuration.get("placement", "")), "".join(run.grid)
     if order and sorted(order) != sorted(directions):
         raise ValueError(f"configuration/placement is {order!r:.60}, which should be an order of "
                          f"the directions {directions}")
-
-
-def _check_pipeline(run: Any) -> None:
-    """The schedule can be kept, and has the ranks, actions and stages that were measured."""
-    schedule = _named("configuration/schedule_text", parse_schedule,
-                      str(run.configuration["schedule_text"]))
-    _named("configuration/schedule_text", check, schedule)
-    _, ranks, actions, _ = np.shape(run.variables["times"].values)
-    if (ranks % schedule.ranks or actions != max(map(len, schedule.rows))
-            or len(run.scales["stage"]) != schedule.stage_count):
-        raise ValueError(f"configuration/schedule_text has {schedule.ranks} ranks, "
-                         f"{schedule.stage_count} stages and at most "
-                         f"{max(map(len, schedule.rows))} actions a rank: not those of the "
-                         f"{ranks} ranks, {len(run.scales['stage'])} stages and {actions} actions "
-                         f"that were measured")
-    chosen = run.configuration
-    if (chosen["reference"] != "none" and chosen["work"] == "wait"
-            and "overhead" not in run.variables):
-        raise ValueError("measurements/overhead is missing, of waits beside a reference")
 
 
 def _check_products(run: Any) -> None:
@@ -79,7 +66,7 @@ def _check_products(run: Any) -> None:
     for name, grid in zip(run.scales["scheme"], grids):
         if name not in products:
             raise ValueError(f"measurements/scheme {name!r:.60} is none of {', '.join(products)}")
-        _named("configuration/grids", GridShape.parse, grid, products[name].directions)
+        named("configuration/grids", GridShape.parse, grid, products[name].directions)
 
 
 def _check_sweep(run: Any) -> None:
@@ -91,15 +78,15 @@ def _check_sweep(run: Any) -> None:
                              f"'3d 4x4x4 xyz 384'")
         scheme, grid, order, batch, *overlap = words
         known = find_scheme(scheme)
-        _named("measurements/plan", known.grid_shape,
-               _named("measurements/plan", GridShape.parse, grid, known.directions))
+        named("measurements/plan", known.grid_shape,
+              named("measurements/plan", GridShape.parse, grid, known.directions))
         counts = [batch, *(text.removeprefix("overlap=") for text in overlap)]
         if sorted(order) != sorted(known.directions) or not all(
                 text.isdecimal() and int(text) for text in counts):
             raise ValueError(f"measurements/plan: {label!r:.60} has no order of the directions "
                              f"{known.directions} and batch")
     for link in run.scales["link"]:
-        if not (_named("measurements/link", float, link) > 0):
+        if not (named("measurements/link", float, link) > 0):
             raise ValueError(f"measurements/link: {link!r:.60} is no rate")
 
 
@@ -119,6 +106,5 @@ def _check_collectives(run: Any) -> None:
                          run.scales["axis"], "axis")
 
 
-OF_KIND = {"model": _check_model, "pipeline": _check_pipeline, "products": _check_products,
-           "sweep": _check_sweep, "training-meshes": _check_meshes,
-           "collectives": _check_collectives}
+OF_KIND = {"model": _check_model, "products": _check_products, "sweep": _check_sweep,
+           "training-meshes": _check_meshes, "collectives": _check_collectives}

@@ -6,10 +6,10 @@ import numpy as np
 
 from bench.cases.paper import Row, title
 from bench.instruments import step_seconds
-from bench.instruments.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
 from bench.records.folder import is_crowded
 from bench.records.model_run import Run
 from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
+from bench.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
 from mm3d.tracing.events import PHASES
 
 SIGNIFICANT = 0.05
@@ -78,7 +78,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
             "placement, clocks and neighbours, is in no interval of theirs and no p."]
     ended = {reason: sum(run.ended_by == reason for run in runs) for reason in END_REASONS}
     widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
-                                 for run in runs if run.clock})) or "no width"
+                                 for run in runs}))
     counts = ", ".join(f"{END_REASONS[reason]} in {count}"
                        for reason, count in ended.items() if count)
     reached = sorted(max(median_interval(step_seconds.slowest(run.times[phase])).width
@@ -87,15 +87,12 @@ def notes(runs: Sequence[Run]) -> list[str]:
                 f"{len(runs)} rows: {counts}. Reached: the wider interval of a row is "
                 f"{100 * reached[0]:.2g} to {100 * reached[-1]:.2g} % wide, "
                 f"{100 * float(np.median(reached)):.2g} % in the median.")
-    timed = [run for run in runs if run.clock]
-    if timed:
-        late = np.concatenate([found.max(axis=1) for run in timed for found in run.late.values()])
-        text.append(f"Clock: resolution {max(run.clock['resolution'] for run in timed):.2g} s, "
-                    f"error between nodes {max(run.clock['offset_error'] for run in timed):.2g} "
-                    f"s. After the barrier the last rank began {np.median(late):.2g} s (median; "
-                    f"at most {late.max():.2g} s) after the first.")
-    orders = sorted({run.configuration["order"] for run in timed})
-    if orders:
-        text.append(f"Order: one number of ranks after another, at random, and the rows of each "
-                    f"at random, seed {', '.join(map(str, orders))}.")
+    late = np.concatenate([found.max(axis=1) for run in runs for found in run.late.values()])
+    text.append(f"Clock: resolution {max(run.clock['resolution'] for run in runs):.2g} s, "
+                f"error between nodes {max(run.clock['offset_error'] for run in runs):.2g} "
+                f"s. After the barrier the last rank began {np.median(late):.2g} s (median; "
+                f"at most {late.max():.2g} s) after the first.")
+    orders = sorted({run.configuration["order"] for run in runs})
+    text.append(f"Order: one number of ranks after another, at random, and the rows of each "
+                f"at random, seed {', '.join(map(str, orders))}.")
     return text

@@ -12,12 +12,12 @@ import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.errors import UsageError
-from bench.instruments.statistics import Difference, compare_runs
 from bench.records.folder import EFFORT, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
                                             read_cases)
 from bench.reports.document import Column, Notes, Part, Table, number_cell
+from bench.statistics import Difference, compare_runs
 
 MIN_RUNS = 3    # runs of each side that a verdict needs
 # Settings that differ from run to run without meaning, or are stated elsewhere.

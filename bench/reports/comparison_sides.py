@@ -35,12 +35,12 @@ class Timed:
     ----------
     samples : ndarray
         Seconds of every repetition, each of the slowest rank.
-    run : Run or Measurements
+    run : Measurements
         The run.
     """
 
     samples: np.ndarray
-    run: Run | Measurements
+    run: Measurements
 
     @property
     def median(self) -> float:
@@ -86,7 +86,7 @@ def name_cases(*sides: ByTransport) -> list[Cases]:
              for (name, transport), timed in found.items()} for found in sides]
 
 
-def _cases_of(run: Run | Measurements) -> Iterator[tuple[str, Timed]]:
+def _cases_of(run: Measurements) -> Iterator[tuple[str, Timed]]:
     """Return the cases of a run of any kind."""
     return model_cases(run) if isinstance(run, Run) else benchmark_points(run)
 
@@ -139,13 +139,6 @@ def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[st
     UsageError
         When there are none, or a case is not the same in all of its runs.
     """
-    versions = [sorted({timed.run.schema for runs in side.values() for timed in runs})
-                for side in (first, second)]
-    if versions[0] != versions[1] or len(versions[0]) > 1:
-        said = ", ".join(f"{name} has {' and '.join(map(str, version))}"
-                         for name, version in zip(names, versions))
-        raise UsageError(f"files of different schema versions cannot be compared: {said}; "
-                         f"measure again what is older")
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:
         raise UsageError("nothing in common: " + "; ".join(

@@ -7,8 +7,8 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-from bench.experiments.products import operands
-from bench.experiments.products.problem import copied_operands
+from bench.records.kinds.collectives import left_in_place
+from bench.records.kinds.products import copied_operands
 from bench.records.measurements import Measurements, grid_shape
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
@@ -90,15 +90,13 @@ def collective_parts(record: Measurements) -> list[Part]:
                Column("bus", "(GB/s)", "bandwidth"), Column("algorithm", "(GB/s)", "bandwidth"),
                Column("alpha", "(us)", "fit"),
                Column("1 / beta", "(GB/s)", "fit"), Column("within", "", "fit")]
-    plain = values.get("mpi_seconds")    # not in earlier files, nor of devices
+    plain = values.get("mpi_seconds")    # not of devices
     ends = [record.scales["size"][0], record.scales["size"][-1]]
     columns += [Column(_bytes(size), "(us)", "plain MPI call") for size in ends] * (
         plain is not None)
     rows: Rows = []
     chosen, narrow = record.configuration, values["ended_by_width"]
-    travel = chosen.get("transports") or " ".join(
-        [chosen["transport"].replace(" ", "+")] * len(record.scales["axis"]))
-    placed = operands.left_in_place(travel, record.scales["collective"])
+    placed = left_in_place(record)
     for c, kind in enumerate(record.scales["collective"]):
         for a, axis in enumerate(record.scales["axis"]):
             beta, error = values["beta"][a, c], values["fit_error"][a, c]

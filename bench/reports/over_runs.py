@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.cases.paper import Row
-from bench.instruments.statistics import geometric_mean_interval
 from bench.records.folder import EFFORT, Results
 from bench.records.model_run import Run
+from bench.statistics import geometric_mean_interval
 
 MIN_RUNS = 3    # that an interval of confidence needs
 # What runs of the same code on the same machine have in common.

@@ -52,8 +52,8 @@ def render_page(found: FolderContents) -> str:
     environment.tests |= {"table": lambda part: isinstance(part, Table),
                           "notes": lambda part: isinstance(part, Notes)}
     parts = make_document(found)
-    runs: list[Run | Measurements] = [run for results in found.results
-                                      for run in results.shown_runs()]
+    runs: list[Measurements] = [run for results in found.results
+                                for run in results.shown_runs()]
     runs += found.measurements
     # In the order of the tables; those of each run are folded.
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
@@ -84,7 +84,7 @@ def list_warnings(parts: list[Part]) -> list[str]:
                               for note in part.items if WARNING.match(note)))
 
 
-def summarize_environments(runs: list[Run | Measurements]) -> dict[str, list[str]]:
+def summarize_environments(runs: list[Measurements]) -> dict[str, list[str]]:
     """List the values in the runs' environments by name, each with its number of runs."""
     counts: dict[str, Counter] = {}
     for run in runs:
@@ -97,7 +97,7 @@ def summarize_environments(runs: list[Run | Measurements]) -> dict[str, list[str
             for name, found in sorted(counts.items())}
 
 
-def run_summary(run: Run | Measurements) -> tuple[str, str, str]:
+def run_summary(run: Measurements) -> tuple[str, str, str]:
     """Return the creation time of a run, its name, and its command."""
     chosen = run.configuration
     what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"

@@ -13,7 +13,7 @@ from bench.checks.names import split_checks
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   read_folder, share_cores)
-from bench.records.kinds import UNKNOWN
+from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
                            speed_ups, wire_rows)

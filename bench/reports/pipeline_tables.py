@@ -4,7 +4,7 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.experiments.pipeline import derived
+from bench.records.kinds import pipeline as derived
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.reports.emulated import describe_cluster

@@ -4,42 +4,15 @@ import math
 
 import numpy as np
 
-from bench.experiments.training.comparison import ROUTED
-from bench.experiments.training.history import History
-from bench.experiments.training.record import tokens_per_second
+from bench.records.kinds.training import tokens_per_second
+from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.reports.layer_table import equal_rate_notes
 
 ROWS = 12    # validations in a table
-RECENT = 20    # steps of whose times progress prints the speed
 ROUNDED = (" That is 4 times the difference of one rank to float64 from the same parameters; of "
            "the loss at least 4 times what is usual in one step.")
-COLLAPSED = 0.75    # entropy of utilisation of which progress warns: half of 8 experts have 0.67
-
-
-def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
-    """Format the progress after `done` steps, of `tokens` tokens each, as a line.
-
-    The speed is that of the last steps of this run.
-    """
-    parts = [f"step {done} of {steps}"]
-    if done - 1 in history.losses:
-        parts.append(f"loss {history.losses[done - 1]:.4f}")
-    recent = [history.seconds[n] for n in range(max(history.began, done - RECENT), done)]
-    if recent:
-        speed = tokens_per_second(tokens, np.array(recent))
-        parts.append(f"{speed:,.0f} tokens/s".replace(",", " "))
-    if done in history.validation:
-        parts.append(f"validation loss {history.validation[done]:.4f}")
-    if done - 1 in history.entropy:
-        entropy = history.entropy[done - 1]
-        parts.append(f"experts' entropy {entropy:.3f}")
-        if history.dropped[done - 1]:
-            parts.append(f"{100 * history.dropped[done - 1]:.1f} % dropped")
-        if entropy < COLLAPSED:
-            parts.append("FEW EXPERTS GET MOST TOKENS")
-    return ", ".join(parts)
 
 
 def training_parts(record: Measurements) -> list[Part]:

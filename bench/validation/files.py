@@ -12,8 +12,8 @@ import numpy as np
 
 from bench.errors import StoreError, Unreadable
 from bench.records import merged
-from bench.records.measurements import Measurements
-from bench.records.run_file import DAMAGE, FORMAT, SCHEMA, UNLIKE, open_file, parse_run
+from bench.records.model_run import Run
+from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
 from bench.validation import private_text, rules
 from bench.validation.warnings import list_warnings
 from mm3d import ModelSizes
@@ -45,8 +45,6 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
                 found_errors, found_warnings = check_run(group, place)
                 errors += [where + line for line in found_errors]
                 warnings += [where + line for line in found_warnings]
-            if together:
-                errors += checked(check_versions, file)
     except Unreadable:
         raise
     except StoreError as error:
@@ -59,17 +57,17 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     if not np.array_equal(group.attrs.get("format"), FORMAT):
         return [f"{place} is an HDF5 file, but not an mm3d run"], []
     errors: list[str] = []
-    for look in (check_schema, private_text.find_private_text, check_dimensions):
+    for look in (private_text.find_private_text, check_dimensions):
         errors += checked(look, group)
     if str(group.attrs.get("kind", "model")) in rules.VERIFIED and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
         run = parse_run(group, place)
-        if not isinstance(run, Measurements):
+        if isinstance(run, Run):
             ModelSizes.from_settings(run.configuration).check()
     except (StoreError, ValueError) as error:
         return [*errors, str(error)], []
-    for rule in rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL:
+    for rule in rules.MODEL if isinstance(run, Run) else rules.MEASUREMENTS:
         errors += checked(rule, run)
     return errors, checked(list_warnings, run)
 
@@ -81,23 +79,6 @@ def checked(rule: Callable[[Any], Iterator[str]], what: Any) -> list[str]:
     except (*DAMAGE, *UNLIKE, ArithmeticError) as error:
         about = (rule.__doc__ or rule.__name__).partition("\n")[0].rstrip(".")
         return [f"cannot be judged ({about[:1].lower()}{about[1:]}): {error!r}"]
-
-
-def check_schema(group: h5py.Group) -> Iterator[str]:
-    """Check that the schema version is known."""
-    version = group.attrs.get("schema_version")
-    if not isinstance(version, np.integer) or not 1 <= version <= SCHEMA:
-        yield f"schema version {version}: there are versions 1 to {SCHEMA}"
-
-
-def check_versions(file: h5py.File) -> Iterator[str]:
-    """Check that all runs of a merged file have its schema version."""
-    version = file.attrs.get("schema_version")
-    for place, group in merged.run_groups(file, ""):
-        own = group and group.attrs.get("schema_version")
-        if group is not None and not np.array_equal(own, version):
-            yield (f"{group.name.rpartition('/')[2]} has schema version {own}, the merged file "
-                   f"{version}: versions must not be mixed")
 
 
 def check_dimensions(group: h5py.Group) -> Iterator[str]:

@@ -8,7 +8,7 @@ import numpy as np
 from bench.cases.variants import recorded_variant
 from bench.checks.names import split_checks
 from bench.instruments import step_seconds
-from bench.records.kinds import UNKNOWN
+from bench.records.schema import UNKNOWN
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from mm3d.schemes import registry
@@ -21,7 +21,7 @@ WAITED = {"model": "ranks waited for the modelled seconds of their work: only co
                       "messages and their order were real"}
 
 
-def list_warnings(run: Run | Measurements) -> Iterator[str]:
+def list_warnings(run: Measurements) -> Iterator[str]:
     """List the warnings: facts that break no rule, but must be known to the reader."""
     if run.environment["git_commit"] == UNKNOWN:
         yield "the commit of the source is unknown: nobody can tell what was measured"
@@ -29,14 +29,14 @@ def list_warnings(run: Run | Measurements) -> Iterator[str]:
         yield "the source had changes that were not committed: nobody else can build it"
     waits = recorded_variant(run.configuration).waits
     if waits:
-        yield WAITED.get(run.kind if isinstance(run, Measurements) else "model", WAITED["model"])
+        yield WAITED.get(run.kind, WAITED["model"])
     if run.environment["oversubscribed"]:
         yield ("ranks outnumber cores, which they share for all that is not waited for" if waits
                else "ranks outnumber cores: its times are no scaling results")
     count = count_repetitions(run)
     if count < 6:
         yield f"{count} repetitions give no 95 % interval: at least six do"
-    if isinstance(run, Measurements):
+    if not isinstance(run, Run):
         return
     for phase in PHASES if count > 5 else ():
         found = step_seconds.slowest(run.samples[phase])
@@ -53,11 +53,9 @@ def list_warnings(run: Run | Measurements) -> Iterator[str]:
         yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
 
 
-def count_repetitions(run: Run | Measurements) -> float:
+def count_repetitions(run: Measurements) -> float:
     """Return the number of repetitions; infinite where a microbenchmark has no such dimension.
 
     Where its cases have different numbers it is that of the case with the most.
     """
-    if isinstance(run, Run):
-        return len(run.samples["forward"])
     return len(run.scales["repetition"]) if "repetition" in run.scales else math.inf

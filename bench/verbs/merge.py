@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises
     ------
     StoreError
-        When there are no runs, the file cannot be written, or versions of the schema differ.
+        When there are no runs, or the file cannot be written.
     """
     target = Path(arguments.target)
     files = [path for path in list_files(arguments.sources)

@@ -8,9 +8,9 @@ import numpy as np
 from bench.errors import WrongResult
 from bench.experiments.products.scalapack import (Comparison, Products, compare_products,
                                                   load_libraries)
-from bench.instruments.statistics import median_interval
 from bench.command_line import measuring, options
 from bench.command_line.publish import report_failure
+from bench.statistics import median_interval
 from mm3d.console import say
 
 GROUP = "Measure the parts alone"

@@ -15,7 +15,7 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
-from bench.experiments.training.history import History
+from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import (
     DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
@@ -28,7 +28,6 @@ from bench.instruments.clock import wait_patiently
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.reports import training_tables
 from bench.reports.micro_tables import format_record
 from bench.validation.rules import failed_checks
 from mm3d.console import say
@@ -201,7 +200,7 @@ class Progress:
         """Print the line of `done` steps, if it is time."""
         if done in history.validation or time.monotonic() > self.last + QUIET:
             self.last = time.monotonic()
-            say(self.who + training_tables.progress_line(
+            say(self.who + progress_line(
                 done, history, self.plan.steps, self.plan.batch * self.plan.seq))
 
 

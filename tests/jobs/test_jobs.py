@@ -5,7 +5,6 @@ import re
 import shutil
 import stat
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -410,7 +409,8 @@ def test_how_a_row_stands(tmp_path, monkeypatch):
         "ok      nodes  2\nfailed  gpus        rank 0 sees no GPU\nerror: failed, see the log\n")
     assert standing() == ("failed", "TIMEOUT; the pre-flight checks failed, see the log; failed "
                                     "gpus rank 0 sees no GPU")
-    short = replace(made_up(row, preset="tiny"), ended_by="stopped")
+    short = made_up(row, preset="tiny")
+    short.configuration["ended_by"] = "stopped"
     run_file.write_run(short, mine.runs(ROW), ROW.name)
     assert standing() == ("stopped early", "with 3 repetitions, as its time was over")
     (mine.runs(ROW) / f"{ROW.name}-broken.h5").write_text("no HDF5")

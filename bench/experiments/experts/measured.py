@@ -21,18 +21,15 @@ from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
 from bench.experiments.torch.serve import Product
 from bench.instruments.clock import Clock, wait_patiently
-from bench.instruments.sampling import (BOUNDS, Sample, compare_in_turns, measured_environment,
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
-from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
-from mm3d.model.experts.totals import utilisation_entropy
 from mm3d.tracing.events import PHASES
 
 KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
          "PyTorch grouped")
-NONE = (np.nan,) * 4    # the interval of what was not measured
 
 
 def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Measurements | None:
@@ -232,58 +229,22 @@ class Sampler:
 
 def experts_record(settings: dict, environs: dict, verified: list[Verified],
                    checks: list[Check], times: np.ndarray, parts: np.ndarray) -> Measurements:
-    """Make the record of all samples, with medians, ratios and what follows from the routing."""
+    """Make the record of all samples and of the routing."""
     tokens, dropped, words, expected, inside, gathered = (
         np.array([getattr(one, name) for one in verified])
         for name in ("tokens", "dropped", "words", "expected_words", "inside_words", "gathered"))
-    item = np.dtype(settings["dtype"]).itemsize
-    part_seconds = medians(parts.max(axis=3))
     variables = {
         "samples": Variable(times, "s", ("routing", "kind", "repetition")),
-        "seconds": Variable(medians(times), "s", ("routing", "kind", "bound")),
-        "ratio": Variable(medians(times / times[:, :1]), "1", ("routing", "kind", "bound")),
-        "share_of_one_product": Variable(medians(times[:, 2] / times[:, 1]), "1",
-                                         ("routing", "bound")),
         "part_samples": Variable(parts, "s", ("routing", "phase", "part", "rank", "repetition")),
-        "part_seconds": Variable(part_seconds, "s", ("routing", "phase", "part", "bound")),
         "tokens": Variable(tokens, "1", ("routing", "choice", "expert")),
         "dropped": Variable(dropped, "1", ("routing", "expert")),
-        "dropped_share": Variable(dropped_shares(tokens, dropped), "1", ("routing",)),
-        "entropy": Variable(np.array([utilisation_entropy(one) for one in tokens]), "1",
-                            ("routing",)),
         "balance_loss": Variable(np.array([one.balance_loss for one in verified]), "1",
                                  ("routing",)),
         "words": Variable(words, "1", ("routing", "rank")),
         "expected_words": Variable(expected, "1", ("routing", "rank")),
         "inside_words": Variable(inside, "1", ("routing", "rank")),
-        "gathered": Variable(gathered.astype(np.int8), "1", ("routing",)),
-        "bandwidth": Variable(effective_bandwidth(words, part_seconds, item), "byte s-1",
-                              ("routing",))}
+        "gathered": Variable(gathered.astype(np.int8), "1", ("routing",))}
     scales = {"routing": ROUTINGS, "kind": KINDS, "repetition": range(times.shape[-1]),
               "phase": PHASES, "part": PARTS, "rank": range(words.shape[1]),
-              "choice": range(tokens.shape[1]), "expert": range(tokens.shape[2]),
-              "bound": BOUNDS}
+              "choice": range(tokens.shape[1]), "expert": range(tokens.shape[2])}
     return Measurements("experts", settings, environs, scales, variables, checks)
-
-
-def medians(samples: np.ndarray) -> np.ndarray:
-    """Compute medians and intervals along the last dimension; NaN where there are no samples."""
-    found = [NONE if np.isnan(line).any() else median_interval(line)
-             for line in samples.reshape(-1, samples.shape[-1])]
-    return np.reshape(found, (*samples.shape[:-1], len(BOUNDS)))
-
-
-def dropped_shares(tokens: np.ndarray, dropped: np.ndarray) -> np.ndarray:
-    """Compute the share of (token, choice) pairs that were dropped, (routings,)."""
-    return dropped.sum(1) / tokens.sum((1, 2))
-
-
-def effective_bandwidth(words: np.ndarray, part_seconds: np.ndarray, item: int) -> np.ndarray:
-    """Compute bytes a second between replicas, of the rank that sends most, (routings,).
-
-    The seconds are those of dispatch and combine in both phases, which order rows and add them
-    up, too.  NaN where nothing is sent.
-    """
-    seconds = part_seconds[:, :, [PARTS.index("dispatch"), PARTS.index("combine")], 0].sum((1, 2))
-    most = item * words.max(axis=1) / seconds
-    return np.where(most > 0, most, np.nan)

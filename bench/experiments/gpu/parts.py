@@ -14,14 +14,14 @@ from typing import Any, Callable
 import numpy as np
 from mpi4py import MPI
 
+from bench.records.kinds import medians
 import mm3d
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
 from bench.experiments.products import operands
-from bench.instruments.sampling import BOUNDS, measured_environment, pad_samples, take_samples
-from bench.instruments.statistics import median_interval
+from bench.instruments.sampling import measured_environment, pad_samples, take_samples
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
@@ -210,18 +210,14 @@ class GpuBenchmark:
         """Make the record of samples along `scales`, and of a rate over their medians."""
         shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
         samples = pad_samples(found, shape)
-        bounds = np.array([median_interval(one) if np.isfinite(one).all() else [np.nan] * 4
-                           for one in found]).reshape(*shape, 4)
-        variables = {"samples": Variable(samples, "s", (*dims, "repetition")),
-                     "seconds": Variable(bounds, "s", (*dims, "bound"))}
+        variables = {"samples": Variable(samples, "s", (*dims, "repetition"))}
         if rate:
-            variables[rate.name] = Variable(np.reshape(rate.work, shape) / bounds[..., 0],
-                                            rate.units, dims)
+            variables[rate.name] = Variable(
+                np.reshape(rate.work, shape) / medians(samples)[..., 0], rate.units, dims)
         return Measurements(
             kind, self.settings, measured_environment(self.backend.name, MPI.COMM_SELF)
             | gpu_cases.describe_device(self.backend),
-            {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS}, variables,
-            checks)
+            {**scales, "repetition": range(samples.shape[-1])}, variables, checks)
 
 
 PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {

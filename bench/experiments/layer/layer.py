@@ -22,15 +22,13 @@ from bench.experiments.products.problem import Replay
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, observe_products
 from bench.instruments import hidden_time
-from bench.instruments.clock import Clock, elapsed
+from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import (BOUNDS, Sample, compare_in_turns, measured_environment,
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
-from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
-from mm3d import ModelSizes, model_spec
-from mm3d.model import cost
+from mm3d import ModelSizes
 from mm3d.tracing import dry_run
 
 KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
@@ -216,27 +214,17 @@ def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
 
 def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
                  environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the repetitions, with medians, ratios and closed forms."""
-    described, times = model_spec(subject.sizes), found.times
-    seconds = elapsed(times)
-
-    def interval(values: np.ndarray) -> tuple:
-        return (np.nan, np.nan, np.nan, 0.0) if np.isnan(values).any() else median_interval(values)
-
-    typical = [interval(column) for column in seconds.T]
-    ratios = [interval(column / seconds[:, 0]) for column in seconds.T]
+    """Make the record of the repetitions."""
+    times = found.times
     expected = dry_run.trace_step(
         settings["scheme"], subject.scheme.grid.size, subject.scheme.grid.shape.sizes,
         block=subject.scheme.grid.backend.block, dtype=settings["dtype"],
         **subject.sizes).pool_peak
     variables = {
         "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
-        "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
-        "ratio": Variable(np.array(ratios), "1", ("kind", "bound")),
         "hidden": Variable(np.array(found.hidden), "1", ()),
-        "flops": Variable(np.array(sum(cost.flops(described).values())), "1", ()),
         "memory": Variable(memory, "byte", ("account", "rank")),
         "expected_memory": Variable(np.array(float(expected)), "byte", ())}
     scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "bound": BOUNDS, "account": Footprint.accounts}
+              "edge": ("begin", "end"), "account": Footprint.accounts}
     return Measurements("layer", settings, environs, scales, variables, checks + found.checks)

@@ -4,9 +4,9 @@ from typing import Any, Callable
 
 import numpy as np
 
-from bench.experiments.pipeline import derived
 from bench.instruments import chrome_trace
 from bench.instruments.spans import Span
+from bench.records.kinds import pipeline as derived
 from bench.records.measurements import Measurements
 from mm3d.training.schedules import Schedule, parse_schedule
 

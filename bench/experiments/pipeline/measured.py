@@ -10,7 +10,6 @@ import numpy as np
 import mm3d
 from bench.checks import against_serial
 from bench.errors import reject
-from bench.experiments.pipeline import derived
 from bench.experiments.pipeline.reference import STEPS, Spent, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
@@ -20,9 +19,8 @@ from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_k
                                                    observe_products, step_flops)
 from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import (BOUNDS, Sample, compare_in_turns, measured_environment,
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
-from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
@@ -31,7 +29,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.tracing import dry_run
 from mm3d.training.mesh import Mesh
-from mm3d.training.schedules import Schedule, format_schedule
+from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Event
 
@@ -199,37 +197,26 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
 def pipeline_record(case: PipelineCase, found: dict[str, list[Sample]], hops: np.ndarray,
                     counts: dict[str, np.ndarray], settings: dict, environs: dict,
                     checks: list[Check]) -> Measurements:
-    """Make the record, with what follows from the times."""
+    """Make the record."""
     schedule, every = case.schedule, np.array([[one.times for one in samples]
                                                for samples in found.values()])
     times = every[0]
-    steps, hop = derived.durations(times, schedule), float(np.median(hops))
-    timeline = derived.clock_timeline(schedule, steps, hop)
     variables = {
         "times": Variable(times, "s", ("repetition", "rank", "action", "edge")),
         "hop_samples": Variable(hops, "s", ("round",)),
-        "seconds": Variable(np.array(median_interval(derived.step_seconds(times))), "s",
-                            ("bound",)),
-        "bubble": Variable(np.array(median_interval(derived.bubble_rates(times, schedule))), "1",
-                           ("bound",)),
-        "durations": Variable(steps, "s", ("step", "stage")),
-        "hop": Variable(np.array(hop), "s", ()),
-        "clock_seconds": Variable(np.array(float(timeline.makespan)), "s", ()),
-        "clock_bubble": Variable(np.array(float(timeline.bubble_rate)), "1", ()),
         "memory": Variable(counts["memory"], "byte", ("account", "rank")),
         "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
         "words": Variable(counts["words"], "1", ("rank",)),
         "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ()),
-        **beside_variables(every, found, schedule)}
+        **beside_variables(every, found)}
     scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
-              "action": range(times.shape[2]), "edge": ("begin", "end"), "bound": BOUNDS,
+              "action": range(times.shape[2]), "edge": ("begin", "end"),
               "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
               "account": Footprint.accounts, "side": list(found)}
     return Measurements("pipeline", settings, environs, scales, variables, checks)
 
 
-def beside_variables(times: np.ndarray, found: dict[str, list[Sample]],
-                     schedule: Schedule) -> dict[str, Variable]:
+def beside_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[str, Variable]:
     """Return the variables of both sides; none without a reference."""
     if len(found) == 1:
         return {}
@@ -238,14 +225,9 @@ def beside_variables(times: np.ndarray, found: dict[str, list[Sample]],
                         for name in ("processor", "slept"))
     variables = {
         "reference_times": Variable(times[1], "s", ("repetition", "rank", "action", "edge")),
-        "processor": Variable(processor, "s", ("side", "repetition", "rank")),
-        **{name: Variable(values, unit, ("bound",))
-           for name, (values, unit) in derived.beside(times).items()}}
+        "processor": Variable(processor, "s", ("side", "repetition", "rank"))}
     if not np.isnan(slept).any():
-        variables |= {
-            "slept": Variable(slept, "s", ("side", "repetition", "rank", "step")),
-            "overhead": Variable(derived.overhead_intervals(times, slept, schedule), "s",
-                                 ("side", "bound"))}
+        variables["slept"] = Variable(slept, "s", ("side", "repetition", "rank", "step"))
     return variables
 
 

@@ -11,11 +11,9 @@ import mm3d
 from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands, wire_bytes
-from bench.instruments import least_squares
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_order,
+from bench.instruments.sampling import (makespans, measure_in_random_order,
                                         measured_environment, pad_samples, take_samples_in_turns)
-from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.grid.axis import COLLECTIVES
@@ -224,34 +222,20 @@ def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
 
 def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
                        environs: dict[str, Any]) -> Measurements:
-    """Make the record of the samples `found` along `scales`, with the fits."""
+    """Make the record of the samples `found` along `scales`."""
     dims, shape = tuple(scales), tuple(map(len, scales.values()))
     samples = pad_samples([one.seconds for one in found], shape)
-    bounds = np.array([median_interval(one.seconds) for one in found]).reshape(*shape, 4)
     moved = np.array([one.moved for one in found], np.float64).reshape(shape)
     by_width = np.array([int(one.ended_by == "width") for one in found]).reshape(shape)
-    lines = np.array([least_squares.fit_line(np.array(scales["size"], np.float64), seconds)
-                      for seconds in bounds[..., 0].reshape(-1, shape[-1])])
-    lines = lines.reshape(*shape[:2], 3)
     plain = {}
     if all(len(one.plain) for one in found):
         alone = pad_samples([one.plain for one in found], shape)
-        plain = {"mpi_samples": Variable(alone, "s", (*dims, "mpi_repetition")),
-                 "mpi_seconds": Variable(np.array([
-                     median_interval(one.plain) for one in found]).reshape(*shape, 4), "s",
-                     (*dims, "bound"))}
+        plain = {"mpi_samples": Variable(alone, "s", (*dims, "mpi_repetition"))}
         scales = {**scales, "mpi_repetition": range(alone.shape[-1])}
-    copying = ~operands.left_in_place(settings["transports"], scales["collective"])
     return Measurements(
         "collectives", settings, environs,
-        {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS},
+        {**scales, "repetition": range(samples.shape[-1])},
         {"samples": Variable(samples, "s", (*dims, "repetition")),
-         "seconds": Variable(bounds, "s", (*dims, "bound")),
          "bytes_moved": Variable(moved, "byte", dims),
-         "bandwidth": Variable(np.where(copying[..., None], moved / bounds[..., 0], np.nan),
-                               "byte s-1", dims),
-         "ended_by_width": Variable(by_width, "1", dims),
-         "alpha": Variable(lines[..., 0], "s", dims[:2]),
-         "beta": Variable(lines[..., 1], "s byte-1", dims[:2]),
-         "fit_error": Variable(lines[..., 2], "1", dims[:2]), **plain},
+         "ended_by_width": Variable(by_width, "1", dims), **plain},
         [one.check for one in found])

@@ -12,10 +12,9 @@ from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments.host import granted_threads
-from bench.instruments.sampling import (BOUNDS, calls_needed, measure_in_random_order,
+from bench.instruments.sampling import (calls_needed, measure_in_random_order,
                                         measured_environment, pad_samples, repeat_calls,
                                         take_samples)
-from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import launcher
@@ -118,17 +117,13 @@ def make_sampler(step: Callable[[], object],
 
 def gemm_record(scales: dict[str, list], found: list[tuple[list[float], str]], settings: dict,
                 environs: dict[str, Any], checks: list[Check]) -> Measurements:
-    """Make the record of the samples `found` along `scales`, with the rates."""
+    """Make the record of the samples `found` along `scales`."""
     dims = tuple(scales)
     shape = tuple(map(len, scales.values()))
     samples = pad_samples([seconds for seconds, _ in found], shape)
-    bounds = np.array([median_interval(seconds) for seconds, _ in found]).reshape(*shape, 4)
-    flops = 2 * np.array(scales["size"], np.float64) ** 3
     by_width = np.array([int(end == "width") for _, end in found]).reshape(shape)
     return Measurements(
         "gemm", settings, environs,
-        {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS},
+        {**scales, "repetition": range(samples.shape[-1])},
         {"samples": Variable(samples, "s", (*dims, "repetition")),
-         "seconds": Variable(bounds, "s", (*dims, "bound")),
-         "rate": Variable(flops / bounds[..., 0], "s-1", dims),
          "ended_by_width": Variable(by_width, "1", dims)}, checks)

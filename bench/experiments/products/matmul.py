@@ -18,21 +18,18 @@ from bench.checks import freivalds
 from bench.errors import reject
 from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, Replay, WholeProduct
-from bench.instruments.clock import Clock, elapsed, wait_patiently
+from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.host import granted_threads
-from bench.instruments.sampling import (BOUNDS, SETTLE, Sample, compare_in_turns,
-                                        measured_environment, time_side)
+from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
+                                        time_side)
 from bench.instruments.stall import unwatched
-from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
+from bench.records.kinds.matmul import RATIOS
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
 from mm3d.arrays.backend import Array
-from mm3d.model import cost
 
 KINDS = ("product", "local products", "one process")
-RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
-RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0)}
 # Seconds of the calls of one process in a sample, unless the number of calls is given.
 SAMPLE = 0.1
 LIMITS = Limits(7, 30, 30.0)    # by default
@@ -248,30 +245,11 @@ def time_one_process(step, calls: int, comm, synchronize) -> tuple[float, float]
     return 0.0, end
 
 
-def ratio(seconds: np.ndarray, phase: int, name: str) -> Interval:
-    """Compute the interval of one of `RATIOS`, from seconds (repetitions, phases, kinds)."""
-    above, below = RATIOS[name]
-    return median_interval(seconds[:, phase, above] / seconds[:, phase, below])
-
-
 def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
                    environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the `times` of all phases, with ratios, operations and words."""
-    shape = [settings[name] for name in "MNK"]
-    ranks, repetitions = times.shape[3], times.shape[1]
-    seconds = elapsed(times).swapaxes(0, 1)
-    products = np.array([len(RESULTS[phase]) for phase in phases])
-    spread = {name: [ratio(seconds, p, name) for p in range(len(phases))] for name in RATIOS}
-    typical = [[median_interval(seconds[:, p, kind]) for kind in range(len(KINDS))]
-               for p in range(len(phases))]
-    variables = {
-        "times": Variable(times, "s", ("phase", "repetition", "kind", "rank", "edge")),
-        "seconds": Variable(np.array(typical), "s", ("phase", "kind", "bound")),
-        "flops": Variable(products * 2 * np.prod(shape, dtype=np.int64), "1", ("phase",)),
-        "words": Variable(words, "1", ("phase", "rank")),
-        "least_words": Variable(products * cost.lower_bound(*shape, ranks), "1", ("phase",))}
-    variables |= {name.replace(" ", "_"): Variable(np.array(found), "1", ("phase", "bound"))
-                  for name, found in spread.items()}
-    scales = {"phase": phases, "repetition": range(repetitions), "kind": KINDS,
-              "rank": range(ranks), "edge": ("begin", "end"), "bound": BOUNDS}
+    """Make the record of the `times` of all phases, and of the words of all ranks."""
+    variables = {"times": Variable(times, "s", ("phase", "repetition", "kind", "rank", "edge")),
+                 "words": Variable(words, "1", ("phase", "rank"))}
+    scales = {"phase": phases, "repetition": range(times.shape[1]), "kind": KINDS,
+              "rank": range(times.shape[3]), "edge": ("begin", "end")}
     return Measurements("matmul", settings, environs, scales, variables, checks)

@@ -1,6 +1,6 @@
 """Allocate and fill the operands of microbenchmarks, and name the transports they use."""
 
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
-from mm3d.transport.choice import in_place_collectives
 
 CollectiveCall = Callable[[], Array | None]
 
@@ -99,25 +98,6 @@ def transport_names(grid: Grid) -> str:
 def transports_along(grid: Grid, axes: Iterable[str]) -> str:
     """Return the name of the transport along each direction of `axes`, in their order."""
     return " ".join(grid[name].transport.name for name in axes)
-
-
-def left_in_place(transports: str, kinds: Sequence[str]) -> np.ndarray:
-    """Return a table of the collectives that leave their result in place.
-
-    Parameters
-    ----------
-    transports : str
-        The name of the transport along each direction.
-    kinds : sequence of str
-        Collectives.
-
-    Returns
-    -------
-    ndarray of bool
-        (directions, kinds).
-    """
-    return np.array([[kind in in_place_collectives(name) for kind in kinds]
-                     for name in transports.split()])
 
 
 def default_transport(comm) -> str:

@@ -12,7 +12,7 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.matrix_product import GridAlgorithm
-from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS
+from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
@@ -26,18 +26,6 @@ def schemes_with_products() -> list[str]:
 def find_product(name: str) -> type[GridAlgorithm] | None:
     """Return the algorithm called `name`; None if it has no products of plain matrices."""
     return algorithms_with_products().get(name)
-
-
-def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
-    """List the operands of which an algorithm has copies before a phase, as no bound assumes.
-
-    None of an algorithm or a form that is unknown, as a file may name any.
-    """
-    cls = find_product(name)
-    if not cls or form not in FORMS:
-        return []
-    return [matrix for matrix in ("AB" if phase == "forward" else "ABC")
-            if cls.matrix_product.copied_along(sizes, form, matrix)]
 
 
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,

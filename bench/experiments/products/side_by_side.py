@@ -15,22 +15,18 @@ from bench.experiments.products.matmul import LIMITS, check_results, verify_prod
 from bench.experiments.products.problem import (Problem, find_product, product_grid,
                                                 schemes_with_products)
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_order,
+from bench.instruments.sampling import (makespans, measure_in_random_order,
                                         measured_environment, take_samples_in_turns)
 from bench.instruments.stall import unwatched
-from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.grid.shape import GridShape
-from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Gemm, Observer
 from mm3d.tracing.observe import observed
 from mm3d.transport.silent import DryCommunicator
 
-BALANCE = ("stored", "operations")    # not in the first files
-COUNTS = ("words", "messages", "rounds", *BALANCE)
-NOT_STATED = -1    # the closed form of an algorithm that has none
+COUNTS = ("words", "messages", "rounds", "stored", "operations")
 
 
 @dataclass(frozen=True)
@@ -121,12 +117,6 @@ def count_dry(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int
     return count_forward(Problem(name, form, grid, shape, dtype))
 
 
-def closed_form_words(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int]) -> int:
-    """Return the words of all ranks by the closed form; `NOT_STATED` if there is none."""
-    moves = find_product(name).matrix_product.forward_moves(sizes, form, shape)
-    return NOT_STATED if moves is None else sum(move.words for move in moves)
-
-
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
                          backend: str | None = None, limits: Limits = LIMITS, seed: int = 0,
                          names: Sequence[str] | None = None,
@@ -193,7 +183,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
                                               for word in one.transport.split()})),
                 "left_out": "; ".join(f"{name}: {why}" for name, why in missing.items()),
                 "in_turns": True, **asdict(limits)}
-    scales = {"scheme": list(grids), "rank": range(comm.size), "bound": BOUNDS,
+    scales = {"scheme": list(grids), "rank": range(comm.size),
               "repetition": range(samples.shape[1])}
     return Measurements("products", settings, environs, scales, variables,
                         [check for one in verified for check in one.checks] + again)
@@ -243,36 +233,17 @@ def _variables(form: str, shape: tuple[int, int, int], dtype: str, grids: dict[s
                 for name in (*COUNTS, "memory")}
     variables = {
         "samples": Variable(samples, "s", ("scheme", "repetition")),
-        "seconds": Variable(np.array([median_interval(one) for one in samples]), "s",
-                            ("scheme", "bound")),
-        "memory": Variable(per_rank["memory"], "byte", ("scheme", "rank"))}
-    variables |= {name: Variable(per_rank[name], "1", ("scheme", "rank")) for name in COUNTS}
-    return variables | derived_variables(form, shape, dtype, grids, len(counted))
+        "memory": Variable(per_rank["memory"], "byte", ("scheme", "rank")),
+        "memory_alone": Variable(np.array([
+            max(one.memory for one in counts)
+            for counts in count_all_dry(form, shape, dtype, grids, len(counted))]),
+            "byte", ("scheme",))}
+    return variables | {name: Variable(per_rank[name], "1", ("scheme", "rank"))
+                        for name in COUNTS}
 
 
-def derived_variables(form: str, shape: tuple[int, int, int], dtype: str,
-                      grids: dict[str, GridShape], ranks: int) -> dict[str, Variable]:
-    """Compute what follows from the sizes: closed forms, bounds, and memory by dry runs."""
-    alone = np.array([max(count_dry(name, form, sizes, shape, dtype, rank).memory
-                          for rank in range(ranks)) for name, sizes in grids.items()])
-    words = alone / np.dtype(dtype).itemsize
-    return {
-        "closed_form_words": Variable(np.array(
-            [closed_form_words(name, form, sizes, shape) for name, sizes in grids.items()]),
-            "1", ("scheme",)),
-        "memory_alone": Variable(alone, "byte", ("scheme",)),
-        "least_words": Variable(np.array(cost.lower_bound(*shape, ranks)), "1", ()),
-        "least_words_with_memory": Variable(np.array(
-            [cost.lower_bound_with_memory(*shape, ranks, each) for each in words]),
-            "1", ("scheme",))}
-
-
-def record_grids(names: Sequence[str], grids: str) -> dict[str, GridShape]:
-    """Return the grid of each scheme of a record, from its setting "grids"."""
-    return {name: GridShape.parse(text, find_product(name).directions)
-            for name, text in zip(names, grids.split(), strict=True)}
-
-
-def mean_words(total: float, ranks: int) -> float:
-    """Return the words of a rank in the mean; NaN for `NOT_STATED`."""
-    return math.nan if total == NOT_STATED else total / ranks
+def count_all_dry(form: str, shape: tuple[int, int, int], dtype: str,
+                  grids: dict[str, GridShape], ranks: int) -> list[list[Counted]]:
+    """Count what each rank does in each product, without data: see `count_dry`."""
+    return [[count_dry(name, form, sizes, shape, dtype, rank) for rank in range(ranks)]
+            for name, sizes in grids.items()]

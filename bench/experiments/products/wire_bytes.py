@@ -13,12 +13,9 @@ from bench.experiments.products import operands
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.wire import WireRecorder
 from bench.records.measurements import Check, Measurements, Setting, Variable
-from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES, Axis
-from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.nodes import words_into_nodes
 
 ROUNDS = 5    # of each collective by each transport
 WAYS = ("grid", "mpi")
@@ -78,7 +75,7 @@ def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
     nodes = max(recorder.nodes) + 1
     if Cluster.from_environment() is None or not recorder.available or nodes == 1:
         return None
-    words, item = size // np.dtype(dtype).itemsize, np.dtype(dtype).itemsize
+    words = size // np.dtype(dtype).itemsize
     found, checks, clock = [], [], Clock(grid.comm)
     for axis, kind in itertools.product(axes, COLLECTIVES):
         calls = []
@@ -92,17 +89,13 @@ def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
                       for _ in range(ROUNDS)])
     if grid.comm.rank:
         return None
-    least = [least_words(grid.shape, axis, kind, words, recorder.nodes)
-             for axis, kind in itertools.product(axes, COLLECTIVES)]
     shape, dims = (len(axes), len(COLLECTIVES)), ("axis", "collective", "round", "way")
     taken = np.array(found).reshape(*shape, ROUNDS, len(WAYS), 3, nodes)
     return WireMeasurement(
         {"wire_size": size}, {"round": range(ROUNDS), "way": WAYS, "node": range(nodes)},
         {"wire_received": Variable(taken[..., 0, :], "byte", (*dims, "node")),
          "wire_sent": Variable(taken[..., 1, :], "byte", (*dims, "node")),
-         "wire_seconds": Variable(taken[..., 2, 0], "s", dims),
-         "wire_least": Variable(item * np.array(least, float).reshape(*shape, nodes), "byte",
-                                ("axis", "collective", "node"))}, checks)
+         "wire_seconds": Variable(taken[..., 2, 0], "s", dims)}, checks)
 
 
 def add_wire(record: Measurements, wire: WireMeasurement | None) -> Measurements:
@@ -111,36 +104,8 @@ def add_wire(record: Measurements, wire: WireMeasurement | None) -> Measurements
         return record
     return replace(record, configuration=record.configuration | wire.settings,
                    scales=record.scales | wire.scales,
-                   variables=record.variables | wire.variables,
+                   raw=record.raw | wire.variables,
                    checks=record.checks + wire.checks)
-
-
-def least_words(shape: GridShape, axis: str, kind: str, words: int,
-                nodes: Sequence[int]) -> list[int]:
-    """Count the words that each node has to receive, for all lines of a direction.
-
-    Parameters
-    ----------
-    shape : GridShape
-        The grid.
-    axis, kind : str
-        The direction, and one of `mm3d.grid.axis.COLLECTIVES`, with rank 0 of a line as its root.
-    words : int
-        Elements of the array that the ranks of each line gather or sum.
-    nodes : sequence of int
-        The node of each rank of the grid.
-    """
-    into = [0] * (max(nodes) + 1)
-    blocks = block_lengths(words, shape[axis])
-    for coords in shape.all_coordinates():
-        if coords[axis]:
-            continue
-        line = [nodes[shape.rank({**coords, axis: place})] for place in range(shape[axis])]
-        known = list(dict.fromkeys(line))
-        for node, count in zip(known, words_into_nodes(kind, blocks,
-                                                       [known.index(node) for node in line])):
-            into[node] += count
-    return into
 
 
 def _mpi_axis(grid: mm3d.Grid, axis: str) -> Axis:

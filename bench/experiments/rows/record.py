@@ -67,11 +67,12 @@ def row_configuration(one: Case, scheme, settings: Settings) -> dict[str, Settin
             **one.sizes, **verified_sizes}
 
 
-def published_row(row: Row) -> dict[str, float]:
+def published_row(row: Row) -> Group:
     """Return the row as the paper prints it, by the names that files use."""
-    return {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden,
-            "forward_time": row.forward, "backward_time": row.backward,
-            "average_step_time": row.average, "recomputed_step_time": row.recomputed}
+    return model_run.scalars({
+        "1": {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden},
+        "s": {"forward_time": row.forward, "backward_time": row.backward,
+              "average_step_time": row.average, "recomputed_step_time": row.recomputed}})
 
 
 def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timing.Measured,
@@ -97,15 +98,17 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
         Further groups of the file by name; those that are None are left out.
     """
     grid = scheme.grid
-    return model_run.Run(
-        configuration | {"transport": operands.transport_names(grid)},
+    words = expected_words(scheme.name, grid.shape, one.sizes, one.variant.keep,
+                           configuration["recompute"])
+    own = {"traffic": model_run.traffic_group(dict(zip((*model_run.COUNTS, "moved"), traffic)),
+                                              words, model_run.directions_of(grid.shape)),
+           "clock": model_run.scalars({"s": {"resolution": times.clock_resolution,
+                                             "offset_error": times.clock_offset_error}}),
+           "published": published_row(one.row)}
+    return model_run.row_run(
+        configuration | {"transport": operands.transport_names(grid),
+                         "ended_by": times.ended_by},
         host.describe_host(grid.backend.name, grid.comm.size, MPI.Get_library_version(),
                            host.command_line(sys.argv[1:])),
-        times.samples, dict(zip((*model_run.COUNTS, "moved"), traffic)),
-        expected_words(scheme.name, grid.shape, one.sizes, one.variant.keep,
-                       configuration["recompute"]), checks,
-        published_row(one.row),
-        late=times.late, ended_by=times.ended_by,
-        clock={"resolution": times.clock_resolution, "offset_error": times.clock_offset_error},
-        groups={name: group for name, group in groups.items() if group is not None},
-        directions=model_run.directions_of(grid.shape))
+        times.samples, times.late, checks,
+        own | {name: group for name, group in groups.items() if group is not None})

@@ -50,7 +50,7 @@ def add_kernels(record: Measurements, kernels: Kernels | None, torch_flops: floa
     """Add what was measured, if anything; the products of PyTorch's step have `torch_flops`."""
     if kernels:
         record.scales.update(zip(SCALES, (SIDES, range(kernels.samples.shape[1]))))
-        record.variables.update({
+        record.raw.update({
             "product_samples": Variable(kernels.samples, "s", SCALES),
             "product_flops": Variable(np.array(kernels.flops), "1", ()),
             "torch_flops": Variable(np.array(float(torch_flops)), "1", ()),

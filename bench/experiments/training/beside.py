@@ -15,9 +15,8 @@ from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, 
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
 from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining, StepCase
-from bench.instruments.clock import Clock, elapsed, wait_patiently
-from bench.instruments.sampling import (BOUNDS, compare_in_turns, measured_environment, time_side)
-from bench.instruments.statistics import median_interval
+from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 
@@ -113,7 +112,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
     times = np.array([[one.times for one in samples] for samples in found.values()])
     settings = {**settings_of(subject), "ended_by": ended_by, **asdict(limits),
                 "torch": "; ".join(about) or "none"}
-    record = step_record(case, list(found), times.swapaxes(0, 1), losses, np.array(parts),
+    record = step_record(list(found), times.swapaxes(0, 1), losses, np.array(parts),
                          settings, environs, checks)
     return add_kernels(record, kernels, step_flops(
         case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
@@ -172,33 +171,15 @@ def compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
             for side, number in zip(sides[1:], numbers[1:], strict=True)]
 
 
-def derived(times: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
-    """Compute what follows from the times, (repetition, side, rank, edge).
-
-    Returns
-    -------
-    dict of str to ndarray
-        "seconds" and "tokens_per_second" of each side, and "ratio", how many times as fast as
-        each side the own one is: medians with bounds.
-    """
-    seconds = elapsed(times)
-    return {"seconds": np.array([median_interval(one) for one in seconds.T]),
-            "tokens_per_second": np.array([median_interval(tokens / one) for one in seconds.T]),
-            "ratio": np.array([median_interval(one / seconds[:, 0]) for one in seconds.T])}
-
-
-def step_record(case: StepCase, sides: Sequence[str], times: np.ndarray, losses: np.ndarray,
+def step_record(sides: Sequence[str], times: np.ndarray, losses: np.ndarray,
                 parts: np.ndarray, settings: dict, environs: dict,
                 checks: list[Check]) -> Measurements:
-    """Make the record, with what follows from the times."""
-    units = {"seconds": "s", "tokens_per_second": "s-1", "ratio": "1"}
+    """Make the record."""
     variables = {
         "times": Variable(times, "s", ("repetition", "side", "rank", "edge")),
         "loss": Variable(losses, "1", ("repetition", "side")),
-        "part_seconds": Variable(parts, "s", ("rank", "traced", "part")),
-        **{name: Variable(found, units[name], ("side", "bound"))
-           for name, found in derived(times, case.batch * case.seq).items()}}
+        "part_seconds": Variable(parts, "s", ("rank", "traced", "part"))}
     scales = {"repetition": range(len(times)), "side": sides, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "bound": BOUNDS, "traced": range(parts.shape[1]),
+              "edge": ("begin", "end"), "traced": range(parts.shape[1]),
               "part": PARTS}
     return Measurements(KIND, settings, environs, scales, variables, checks)

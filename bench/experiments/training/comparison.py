@@ -13,12 +13,12 @@ from bench.experiments.training.text import Text
 from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
 from bench.instruments.stall import unwatched
+from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 
 KIND = "training-meshes"
 COMPARED = ("loss", "gradients", "weights")    # losses of all steps; the others after the last
-ROUTED = ("chosen", "dropped")    # with experts, of all steps
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Cas
         "bitwise": Variable(bitwise, "1", ("mesh",)),
         **{f"{name}_difference": Variable(
             np.array([differences[case][name] for case in cases]), "1", ("mesh",))
-           for name in COMPARED}}
+           for name in COMPARED[1:]}}
     scales = {"mesh": [case.name for case in cases], "step": range(plan.steps)}
     settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,
                 "equal_to": "; ".join(reference(case).name for case in cases),
@@ -240,11 +240,3 @@ def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Cas
             found[case].dropped.sum() / found[case].chosen.sum() for case in cases]), "1",
             ("mesh",))
     return Measurements(KIND, settings, environs, scales, variables, checks)
-
-
-def loss_differences(record: Measurements) -> np.ndarray:
-    """Compute the relative difference of each mesh's loss to one rank's, (mesh, step)."""
-    losses, meshes = record.variables["loss"].values, list(record.scales["mesh"])
-    names = str(record.configuration.get("one_rank", "; ".join(meshes[:1] * len(meshes))))
-    expected = losses[[meshes.index(name) for name in names.split("; ")]]
-    return np.abs(losses - expected) / expected

@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.errors import StoreError, UsageError
 from bench.records import atomic
 from bench.records.journal import UNSUPPORTED, append_entry, read_entries
+from bench.records.kinds.training import tokens_per_second
 from bench.records.measurements import Setting
 
 NAME = "history.jsonl"
+RECENT = 20    # steps of whose times progress prints the speed
+COLLAPSED = 0.75    # entropy of utilisation of which progress warns: half of 8 experts have 0.67
 
 
 @dataclass(frozen=True)
@@ -134,3 +139,27 @@ class HistoryFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
+    """Format the progress after `done` steps, of `tokens` tokens each, as a line.
+
+    The speed is that of the last steps of this run.
+    """
+    parts = [f"step {done} of {steps}"]
+    if done - 1 in history.losses:
+        parts.append(f"loss {history.losses[done - 1]:.4f}")
+    recent = [history.seconds[n] for n in range(max(history.began, done - RECENT), done)]
+    if recent:
+        speed = tokens_per_second(tokens, np.array(recent))
+        parts.append(f"{speed:,.0f} tokens/s".replace(",", " "))
+    if done in history.validation:
+        parts.append(f"validation loss {history.validation[done]:.4f}")
+    if done - 1 in history.entropy:
+        entropy = history.entropy[done - 1]
+        parts.append(f"experts' entropy {entropy:.3f}")
+        if history.dropped[done - 1]:
+            parts.append(f"{100 * history.dropped[done - 1]:.1f} % dropped")
+        if entropy < COLLAPSED:
+            parts.append("FEW EXPERTS GET MOST TOKENS")
+    return ", ".join(parts)

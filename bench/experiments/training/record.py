@@ -1,7 +1,5 @@
 """Make the record of a training."""
 
-from typing import Iterable
-
 import numpy as np
 
 from bench.experiments.products import operands
@@ -37,15 +35,12 @@ def training_record(training: Training, course: Course, outcome: Outcome,
     history, steps = outcome.history, sorted(outcome.history.losses)
     validated = sorted(history.validation)
     seconds = np.array([history.seconds[n] for n in steps])
-    own = seconds_of_run(steps, seconds, outcome.began)
     variables = {
         "loss": Variable(np.array([history.losses[n] for n in steps]), "1", ("step",)),
         "learning_rate": Variable(np.array([plan.rate(n) for n in steps]), "1", ("step",)),
         "step_seconds": Variable(seconds, "s", ("step",)),
         "validation_loss": Variable(
             np.array([history.validation[n] for n in validated]), "1", ("validated",)),
-        "tokens_per_second": Variable(np.array(tokens_per_second(plan.batch * plan.seq, own)),
-                                      "s-1", ()),
         **{name: Variable(np.array(values, float), "byte", ("rank",)) for name, values in zip(
             ("peak_bytes", "expected_peak_bytes"), zip(*memory))}}
     if history.entropy:
@@ -80,20 +75,6 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
             "validation_batches": course.validation_batches,
             "began": outcome.began, "ended_by": outcome.ended_by,
             "skipped_steps": scaling.skipped if scaling else 0}
-
-
-def seconds_of_run(steps: Iterable[int], seconds: np.ndarray, began: int) -> np.ndarray:
-    """Return the seconds of the steps from `began`; those before may be another machine's."""
-    return seconds[np.fromiter(steps, int) >= began]
-
-
-def tokens_per_second(tokens: int, seconds: np.ndarray) -> float:
-    """Compute the tokens of a step over its median seconds, without the first of several.
-
-    NaN without any step.
-    """
-    counted = seconds[1:] if len(seconds) > 1 else seconds
-    return tokens / float(np.median(counted)) if len(counted) else np.nan
 
 
 def beside_variables(beside: History, steps: list[int],

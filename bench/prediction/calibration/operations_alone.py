@@ -12,6 +12,7 @@ from typing import Callable, Sequence
 
 import numpy as np
 
+from bench.least_squares import fit_line
 import mm3d
 from bench.agreement import agree
 from bench.checks import operation
@@ -22,7 +23,6 @@ from bench.experiments.products.collectives import measure_collective
 from bench.instruments import sampling, timing
 from bench.instruments.available_memory import total_memory
 from bench.instruments.clock import Clock
-from bench.instruments.least_squares import fit_line
 from bench.prediction import machine_model
 from bench.prediction.fits import Shape
 from bench.prediction.seconds import link_level

@@ -82,8 +82,8 @@ def read_calibration(path: str | Path) -> Measurements:
         When the file cannot be read, or is no such record.
     """
     record = read_run(path)
-    if not isinstance(record, Measurements) or record.kind != KIND:
-        kind = record.kind if isinstance(record, Measurements) else "a row of the tables"
+    if record.kind != KIND:
+        kind = "a row of the tables" if record.kind == "model" else record.kind
         raise StoreError(f"{path} is of {kind}: the samples that calibrate wrote would do")
     return record
 

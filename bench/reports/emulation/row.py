@@ -12,11 +12,11 @@ from bench.cases.paper import Row, load_tables
 from bench.cases.variants import Variant, recorded_variant
 from bench.cluster.spec import Cluster
 from bench.instruments import placement, step_seconds
-from bench.instruments.statistics import median_interval
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.similarity import emulating_machine, predict_phases
 from bench.records.folder import policy_of
 from bench.records.model_run import Run
+from bench.statistics import median_interval
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme

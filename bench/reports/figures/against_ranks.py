@@ -6,7 +6,6 @@ from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
-from bench.instruments.statistics import Interval, median_interval
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit
@@ -15,6 +14,7 @@ from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, dra
                                              write_caption)
 from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
 from bench.reports.paper_tables import measured_average
+from bench.statistics import Interval, median_interval
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost

@@ -6,8 +6,8 @@ from typing import Iterator
 import numpy as np
 
 from bench.experiments.products.problem import find_product, schemes_with_products
-from bench.experiments.products.side_by_side import (NOT_STATED, closed_form_words, count_dry,
-                                                     record_grids)
+from bench.experiments.products.side_by_side import count_dry
+from bench.records.kinds.products import NOT_STATED, closed_form_words, record_grids
 from bench.records.measurements import Measurements
 from bench.reports.figures import by_scheme, style
 from mm3d.grid.shape import GridShape

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.experiments.training.comparison import loss_differences
+from bench.records.kinds.training_meshes import loss_differences
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
 from bench.reports.training_tables import allowed_differences

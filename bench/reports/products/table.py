@@ -4,12 +4,11 @@ import math
 
 import numpy as np
 
-from bench.experiments.products.problem import copied_operands
-from bench.experiments.products.side_by_side import mean_words, record_grids
-from bench.instruments.statistics import median_interval
+from bench.records.kinds.products import copied_operands, mean_words, record_grids
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.reports.emulated import describe_cluster
+from bench.statistics import median_interval
 from mm3d.grid.shape import GridShape
 
 COLUMNS = [
@@ -48,9 +47,8 @@ def products_parts(record: Measurements) -> list[Part]:
             *(number_cell(1e3 * value, "#.4g") for value in found["seconds"][s, :3])])
     title = (f"Products {chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} "
              f"{chosen['dtype']} on {ranks} ranks")
-    more = balance_table(found, grids) if set(BALANCED) <= found.keys() else None
-    turns = turns_table(record) if chosen.get("in_turns") and len(names) > 1 else None
-    return [Table(title, COLUMNS, rows), *filter(None, (more, turns)),
+    turns = [turns_table(record)] if chosen["in_turns"] and len(names) > 1 else []
+    return [Table(title, COLUMNS, rows), balance_table(found, grids), *turns,
             Notes("About these products:", _notes(record, least))]
 
 

@@ -16,11 +16,12 @@ from bench.instruments.timing import Limits
 from bench.records import folder, run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.figures import experts as figures, style
+from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
-from bench.verbs.experts import table
 from made_up_torch import make_up
 from mm3d.model.experts.shared import WAYS
 from mm3d.model.experts.spec import Experts
+from records import invented
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
@@ -53,7 +54,7 @@ def test_a_record_says_how_tokens_were_routed(record, tmp_path):
     assert found["tokens"][2].sum(0).tolist() == [28, 28, 0, 0, 0]
     assert found["dropped"][2].tolist() == [28 - 13, 28 - 13, 0, 0, 0]    # ceil(1.1 * 56 / 5)
     assert np.isclose(found["balance_loss"][2], 0.01 * 5 / 2) and not found["words"].any()
-    text = table(record)
+    text = format_record(record)
     assert "collapsed" in text and "53.6" in text
     assert "50 %" in text    # the confidence that two repetitions give
     with style.figure_style():
@@ -63,7 +64,7 @@ def test_a_record_says_how_tokens_were_routed(record, tmp_path):
 # In the place of PyTorch: the plain computation, and a version without grouped products.
 SUBJECT = """
 from bench.experiments.experts.plain import PlainExperts
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.spec import Experts
 
 class Subject:
     def __init__(self, torch, case, arrays):
@@ -96,7 +97,7 @@ def test_pytorch_is_verified_and_measured_in_each_way_that_it_has(tmp_path):
     assert record.configuration["left_out"] == "PyTorch grouped: there is no such product"
     assert sum("PyTorch padded" in check.quantity for check in record.checks) == 3 * 7
     assert check_file(run_file.write_run(record, tmp_path, "experts"))[0] == []
-    text = " ".join(table(record).split())
+    text = " ".join(format_record(record).split())
     assert "Not measured: PyTorch grouped: there is no such product." in text
     assert "(PyTorch loop, uniform)" in text and "(PyTorch grouped" not in text
     with pytest.raises(WrongResult, match="uniform, PyTorch padded: output"):
@@ -133,7 +134,7 @@ def test_pytorch_s_ways_compute_the_same(chosen):
 
 
 def test_a_record_that_contradicts_itself_is_not_valid(record, tmp_path):
-    for name in ("entropy", "dropped_share", "part_seconds", "words", "tokens"):
+    for name in ("words", "tokens"):
         values = record.variables[name].values
         values[...] += values.dtype.type(1)
         errors, _ = check_file(run_file.write_run(record, tmp_path, name))
@@ -171,7 +172,7 @@ def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared
         assert (words == counts).all() == (parts == 1) and (words >= counts).all()
         assert (record.variables["gathered"].values == (way == "gather" and parts > 1)).all()
         assert record.configuration["expert_parallel"] == parts
-        assert "experts divided among each" in table(record)
+        assert "experts divided among each" in format_record(record)
         assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
 
 
@@ -223,8 +224,8 @@ def made_up_training(balance: float, created: str, seed: int = 0, last: float = 
     chosen = {"layers": 2, "hidden": 8, "seed": seed, "experts_count": 4, "experts_every": 2,
               "heads": 2, "batch": 4, "seq": 6, "steps": 3, "lr": 0.1, "experts_z": 0.0,
               "experts_top": 2, "experts_gate": "mixtral", "experts_balance": balance}
-    return Measurements("training", chosen, {}, {"step": range(done), "validated": [0, done]},
-                        variables, [], created)
+    return invented("training", chosen, {}, {"step": range(done), "validated": [0, done]},
+                    variables, [], created)
 
 
 def test_trainings_that_differ_in_balance_and_seed_are_drawn_together():

@@ -5,9 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from bench.records.kinds import pipeline as derived
 import mm3d
 from bench.errors import WrongResult
-from bench.experiments.pipeline import derived, subject
+from bench.experiments.pipeline import subject
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.instruments.timing import Limits
@@ -87,8 +88,8 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
         f"{kind}{stage}.{micro}" for kind in "FBW" for stage in (0, 1) for micro in range(3)}
     if waits:    # an action takes at least its time
         assert (found["durations"] >= 1e-3).all()
-    record.variables["bubble"].values[0] += 0.01
-    assert any("bubble" in line for line in check_file(
+    record.raw["words"].values[0] += 1
+    assert any("words" in line for line in check_file(
         run_file.write_run(record, shared_tmp_path, "changed"))[0])
     assert_tolerances_and_clusters_are_named(record)
 

@@ -4,9 +4,10 @@ import pytest
 
 from bench.experiments.products import side_by_side
 from bench.experiments.products.matmul import Limits, check_results
-from bench.experiments.products.problem import Problem, copied_operands, product_grid
+from bench.experiments.products.problem import Problem, product_grid
 from bench.errors import UsageError, WrongResult
 from bench.records import run_file
+from bench.records.kinds.products import copied_operands, record_grids
 from bench.reports.products import table
 from bench.reports.figures import every_figure
 from bench.reports.formats import render
@@ -124,7 +125,7 @@ def test_the_bound_with_memory():
 
 
 def test_grids_of_a_record():
-    grids = side_by_side.record_grids(["cannon", "2.5d-sd"], "2x2 2x2x1")
+    grids = record_grids(["cannon", "2.5d-sd"], "2x2 2x2x1")
     assert grids == {"cannon": GridShape("xy", (2, 2)), "2.5d-sd": GridShape("xyz", (2, 2, 1))}
 
 

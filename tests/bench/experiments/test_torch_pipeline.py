@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from bench.records.kinds import pipeline as derived
 import mm3d
 from bench.errors import UsageError, WrongResult
-from bench.experiments.pipeline import derived, subject
+from bench.experiments.pipeline import subject
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
@@ -107,10 +108,6 @@ def test_both_are_measured_in_turns(comm, shared_tmp_path, waits):
     assert ("product_samples" in found) == ("At equal rates" in words) == (not waits)
     assert ("overhead of an action" in text) == bool(waits) == ("tokens a second" not in text)
     assert waits or "each to the bit" in text    # mm3d's own, not PyTorch's
-    name = "overhead" if waits else "ratio"
-    record.variables[name].values[..., 0] += 0.01
-    assert any(name in line for line in check_file(
-        run_file.write_run(record, shared_tmp_path, "changed"))[0])
 
 
 @pytest.mark.ranks(2)

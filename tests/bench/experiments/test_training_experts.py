@@ -8,7 +8,7 @@ from mpi4py import MPI
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, record, trainer
-from bench.experiments.training.history import History
+from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.meshes import list_cases
 from bench.experiments.training.plan import Placement, Plan
 from bench.experiments.training.text import read_text
@@ -49,7 +49,7 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
         assert Plan.from_settings(found.configuration) == plan
         entropy, dropped = (found.variables[name].values for name in ("entropy", "dropped_share"))
         assert (0 < entropy).all() and (entropy <= 1).all() and (dropped > 0).all()
-        assert "experts' entropy 0." in training_tables.progress_line(2, outcome.history, 2, 1)
+        assert "experts' entropy 0." in progress_line(2, outcome.history, 2, 1)
         assert "4 experts, top 2" in render(training_tables.training_parts(found))
         assert check_file(run_file.write_run(found, shared_tmp_path, gate))[0] == []
 
@@ -150,7 +150,7 @@ def test_a_plan_that_drops_nothing_is_read_back():
 
 
 def test_progress_warns_of_experts_that_get_nothing():
-    line = training_tables.progress_line(1, History(
+    line = progress_line(1, History(
         {0: 2.0}, {0: 0.1}, {}, {0: 0.4}, {0: 0.25}), 9, 10)
     assert line.endswith("experts' entropy 0.400, 25.0 % dropped, FEW EXPERTS GET MOST TOKENS")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bench.cases.selection import select_rows
-from bench.experiments.products import wire_bytes
 from bench.records import run_file
-from bench.records.measurements import Group, Measurements, Variable
+from bench.records.kinds.collectives import least_words
+from bench.records.measurements import Group, Variable
 from bench.reports import merit, micro_tables, wire_rows
 from bench.reports.formats import render
 from bench.validation import rules
@@ -16,7 +16,7 @@ from bench.validation.files import check_file
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
-from records import made_up
+from records import invented, made_up
 from support import run_python
 
 OVERHEAD = .05    # of headers, acknowledgements and barriers, over what has to be received
@@ -64,17 +64,17 @@ def test_least_words():
     """A direction inside nodes brings nothing; lines of another share the links."""
     shape, nodes = GridShape("xy", (2, 2)), [0, 0, 1, 1]
     for kind in COLLECTIVES:
-        assert wire_bytes.least_words(shape, "y", kind, 10, nodes) == [0, 0]
-    assert [wire_bytes.least_words(shape, "x", kind, 10, nodes) for kind in COLLECTIVES] == [
+        assert least_words(shape, "y", kind, 10, nodes) == [0, 0]
+    assert [least_words(shape, "x", kind, 10, nodes) for kind in COLLECTIVES] == [
         [10, 10], [10, 10], [20, 20], [0, 20], [20, 0], [10, 10]]
-    assert wire_bytes.least_words(GridShape("x", (3,)), "x", "all_gather", 7, [0, 0, 1]) == [2, 5]
+    assert least_words(GridShape("x", (3,)), "x", "all_gather", 7, [0, 0, 1]) == [2, 5]
 
 
 def test_the_table_of_the_wire():
     """The busiest node's medians beside what it has to receive; no row inside nodes."""
     dims = ("axis", "collective", "round", "way")
     received = np.array([[[[[11e6, 9e6], [20e6, 3e6]]]], [[[[1., 1.], [1., 1.]]]]])
-    record = Measurements(
+    record = invented(
         "collectives", {"wire_size": 2 ** 23}, {"emulated_cluster": "2x1:200Mbit"},
         {"axis": ["x", "y"], "collective": ["all_gather"], "round": [0], "way": ["grid", "mpi"],
          "node": [0, 1]},

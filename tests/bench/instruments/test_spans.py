@@ -309,7 +309,7 @@ def test_what_a_step_is_made_of(tmp_path):
     again.configuration["transport"] = "shared"
     assert time_parts.collective_bandwidth(again) == {}
     reduced = list(COLLECTIVES).index("reduce")
-    again.traffic["bytes"][0, :, 0, reduced] = 100
+    again.groups["traffic"].variables["bytes"].values[0, :, 0, reduced] = 100
     assert time_parts.collective_bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
     # Of several transports, along the directions that lie within nodes.
     again.configuration.update(transport="mpi shared", within_nodes="y")

@@ -6,7 +6,7 @@ import pytest
 
 from bench.instruments import clock as clock_module, step_seconds, timing
 from bench.instruments.clock import Clock, time_on_all_ranks
-from bench.instruments.statistics import median_interval
+from bench.statistics import median_interval
 
 
 @pytest.mark.ranks(1, 4)

@@ -20,6 +20,7 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
+from records import invented
 from refused import refused
 from support import run_ranks
 
@@ -218,13 +219,13 @@ def test_of_several_runs_of_a_plan_the_median_counts():
 def test_layers_and_products_of_other_verbs_are_read():
     """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
     sizes = dict(zip(NAMES["layer"], (64, 4, 8, 16, 1)))
-    both = dict(scheme="3d", grid="2 x 1 x 3", dtype="float64")
-    layer = Measurements("layer", both | sizes, {}, {}, {"seconds": Variable(
+    both = dict(scheme="3d", grid="2 x 1 x 3", grid_axes="x y z", dtype="float64")
+    layer = invented("layer", both | sizes, {}, {}, {"seconds": Variable(
         np.array([[0.5, 0, 0, 0], [0.1, 0, 0, 0]]), "s", ("kind", "bound"))}, [])
-    product = Measurements("matmul", both | dict(M=4, N=5, K=6, form="abt"), {},
-                           {"phase": ["forward"]}, {"seconds": Variable(
-                               np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
-                               ("phase", "kind", "bound"))}, [])
+    product = invented("matmul", both | dict(M=4, N=5, K=6, form="abt"), {},
+                       {"phase": ["forward"]}, {"seconds": Variable(
+                           np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
+                           ("phase", "kind", "bound"))}, [])
     (one,), (other,) = map(list, map(beside_measured.read_measured, (layer, product)))
     assert one == Measured(Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 1)), "float64",
                            {"step": 0.5})

@@ -14,6 +14,7 @@ from bench.records.measurements import Measurements, Variable
 from bench.verbs import gemm
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import Collective
+from records import invented
 from refused import refused
 from support import run_python, run_ranks
 
@@ -30,10 +31,9 @@ def invented_products() -> Measurements:
     edges = np.array(SIZES, float)
     one = np.array([2e-6 + 2 * edges ** 3 / rate * (1 + 48 / edges) for rate in (1e11, 5e10)])
     seconds = np.stack([one / 3, one], axis=1)[..., None]    # of 2 threads, and of 1
-    return Measurements("gemm", {}, ENVIRONMENT,
-                        {"dtype": ["float32", "float64"], "threads": [2, 1], "size": SIZES},
-                        {"seconds": Variable(seconds, "s", ("dtype", "threads", "size", "bound"))},
-                        [])
+    return invented("gemm", {}, ENVIRONMENT,
+                    {"dtype": ["float32", "float64"], "threads": [2, 1], "size": SIZES},
+                    {"seconds": Variable(seconds, "s", ("dtype", "threads", "size", "bound"))}, [])
 
 
 def invented_collectives(transport="shared") -> Measurements:
@@ -42,8 +42,9 @@ def invented_collectives(transport="shared") -> Measurements:
     alpha, beta = (np.outer([1, 0.1], np.full(6, one)) for one in (3e-3, 1e-9))
     seconds = (alpha[..., None] + beta[..., None] * sizes)[..., None]
     dims = ("axis", "collective")
-    return Measurements(
-        "collectives", {"grid": "4 x 1 x 2", "transport": transport}, {**ENVIRONMENT},
+    return invented(
+        "collectives", {"grid": "4 x 1 x 2", "grid_axes": "x y z", "transport": transport},
+        {**ENVIRONMENT},
         {"axis": ["x", "z"], "collective": COLLECTIVES, "size": sizes.tolist()},
         {"alpha": Variable(alpha, "s", dims), "beta": Variable(beta, "s byte-1", dims),
          "seconds": Variable(seconds, "s", (*dims, "size", "bound"))}, [])

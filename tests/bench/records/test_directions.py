@@ -13,13 +13,13 @@ from bench.instruments import spans
 from bench.instruments.step_tracing import parts_group
 from bench.records import model_run, run_file
 from bench.records.folder import read_folder
-from bench.records.measurements import grid_settings, grid_shape
+from bench.records.measurements import Group, grid_settings, grid_shape
 from bench.reports import merit, time_parts
 from bench.reports.figures import time_shares
 from bench.reports.formats import render
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
-from records import made_up
+from records import made_up, traffic_of
 from support import ROOT, run_python, run_ranks
 
 # Two replicas of the paper's scheme: the gradients of the weights are averaged along d.
@@ -111,8 +111,8 @@ def with_directions(directions: str = "dxyz", row=ROW):
     for n, direction in zip(along, directions):
         seconds[..., names.index(f"all_gather {direction}")] = n / 4
     run.groups["parts"] = parts_group(seconds, counts, names)
-    return replace(run, directions=tuple(directions), expected_words=moved.sum(axis=1), traffic={
-        name: moved * (4 if name == "bytes" else 1) for name in model_run.COUNTS})
+    run.groups["traffic"] = traffic_of(moved, tuple(directions))
+    return run
 
 
 def test_a_record_keeps_its_directions(tmp_path):
@@ -168,23 +168,12 @@ def test_directions_of_records():
         assert model_run.directions_of(shape) == tuple(expected)
 
 
-def test_a_file_that_does_not_state_its_directions_has_x_y_z(tmp_path):
-    path = run_file.write_run(made_up(ROW), tmp_path, "a")
-    with h5py.File(path, "r+") as file:
-        del file["traffic/axis"]
-    assert run_file.read_run(path).directions == ("x", "y", "z")
-
-
 def test_a_file_that_knows_fewer_collectives_counts_none_of_the_others(tmp_path):
-    run, path = made_up(ROW), run_file.write_run(made_up(ROW), tmp_path, "a")
-    with h5py.File(path, "r+") as file:
-        traffic = file["traffic"]
-        for name in list(traffic):
-            if name == "collective" or traffic[name].ndim > 2:
-                values = traffic[name][..., 1:]
-                del traffic[name]
-                traffic.create_dataset(name, data=values)
-    found = run_file.read_run(path)
+    run, fewer = made_up(ROW), made_up(ROW)
+    traffic = fewer.groups["traffic"]
+    fewer.groups["traffic"] = Group(traffic.scales | {"collective": COLLECTIVES[1:]}, {
+        name: replace(one, values=one.values[..., 1:]) for name, one in traffic.variables.items()})
+    found = run_file.read_run(run_file.write_run(fewer, tmp_path, "a"))
     for name, values in found.traffic.items():
         assert not values[..., 0].any()
         assert np.array_equal(values[..., 1:], run.traffic[name][..., 1:])
@@ -193,21 +182,17 @@ def test_a_file_that_knows_fewer_collectives_counts_none_of_the_others(tmp_path)
 
 @pytest.mark.parametrize("labels, match", [
     (list("xyy"), "traffic/axis has a direction twice: x y y"),
-    (list("dxyz"), r"traffic/calls has the shape \(2, 8, 3, 6\), which should be \(2, 8, 4, 6\)")])
+    (list("dxyz"), r"traffic/bytes has the shape \(2, 8, 3, 6\), which should be \(2, 8, 4, 6\)")])
 def test_directions_that_cannot_be_are_refused(tmp_path, labels, match):
-    path = run_file.write_run(made_up(ROW), tmp_path, "a")
-    with h5py.File(path, "r+") as file:
-        del file["traffic/axis"]
-        file["traffic"].create_dataset("axis", data=labels)
+    run = made_up(ROW)
+    run.groups["traffic"].scales["axis"] = labels
     with pytest.raises(StoreError, match=match):
-        run_file.read_run(path)
+        run_file.read_run(run_file.write_run(run, tmp_path, "a"))
 
 
 @pytest.mark.parametrize("settings, names, sizes", [
     ({"grid": "2 x 4", "grid_axes": "x y"}, "xy", (2, 4)),
-    ({"grid": "2 x 1 x 2 x 2", "grid_axes": "d x y z"}, "dxyz", (2, 1, 2, 2)),
-    ({"grid": "4 x 1 x 2", "grid_axes": "xz"}, "xyz", (4, 1, 2)),    # of older collectives
-    ({"grid": "4 x 1 x 2"}, "xyz", (4, 1, 2))])
+    ({"grid": "2 x 1 x 2 x 2", "grid_axes": "d x y z"}, "dxyz", (2, 1, 2, 2))])
 def test_the_grid_that_a_configuration_states(settings, names, sizes):
     shape = grid_shape(settings)
     assert shape == GridShape(names, sizes)

@@ -76,7 +76,7 @@ def test_markers_are_the_medians_whose_intervals_are_drawn(tmp_path):
     for row in select_rows("strong", "1d"):
         run = made_up(row, repetitions=9)
         for phase, times in (("forward", [*fast, 0.1, *slow]), ("backward", [*slow, 0.1, *fast])):
-            run.samples[phase] = np.repeat(np.array(times)[:, None], row.gpus, 1)
+            run.samples[phase][:] = np.repeat(np.array(times)[:, None], row.gpus, 1)
         run_file.write_run(run, tmp_path, make_case(row, "laptop").name)
     results = read_folder(tmp_path).results[0]
     for draw, place in ((against_ranks.draw_step_times, 3), (against_ranks.draw_scaling, 1)):

@@ -71,8 +71,8 @@ def test_what_overlap_hides(record):
     values[1], values[2] = 2, 1.25
     found = replace(
         record, scales=record.scales | {"plan": [PLANS[0], PLANS[1], PLANS[1] + " overlap=4"]},
-        variables={"samples": replace(record.variables["samples"], values=values),
-                   "work": Variable(np.full((3, 2), 1.0), "s", ("plan", "phase"))})
+        raw={"samples": replace(record.variables["samples"], values=values),
+             "work": Variable(np.full((3, 2), 1.0), "s", ("plan", "phase"))})
     [table] = link_sweep.hidden_parts(found, link_sweep.read_curves(found))
     assert [cell if isinstance(cell, str) else cell.text for cell in table.rows[0]] == [
         "3-D 2 x 2 x 1, x inside, overlap 4, batch 24", "50 Mbit/s", "50%", "75%", "1.60"]
@@ -82,7 +82,7 @@ def test_what_overlap_hides(record):
 
 def test_sweeps_without_predictions_show_none(record):
     """Nothing is computed afterwards that was not stored before."""
-    old = replace(record, variables={name: record.variables[name] for name in ("samples", "work")})
+    old = replace(record, raw={name: record.variables[name] for name in ("samples", "work")})
     assert all(np.isnan(one.predicted).all() for one in link_sweep.read_curves(old))
     assert "nan" not in render(link_sweep.sweep_parts([old]))
 
@@ -114,7 +114,7 @@ def test_crossings_at_one_place_share_a_mark(record):
     values = record.variables["samples"].values.copy()
     values[0], values[1:] = np.array([4, 3, 0.5])[:, None, None], 1
     three = record.scales | {"plan": [PLANS[0], PLANS[1], "3d 2x2x1 zxy 24"]}
-    figure = figures.draw_sweeps([replace(record, scales=three, variables=record.variables | {
+    figure = figures.draw_sweeps([replace(record, scales=three, raw=record.raw | {
         "samples": replace(record.variables["samples"], values=values)})])
     assert [text.get_text() for text in figure.axes[0].texts] == ["1, 2"]
 

@@ -1,6 +1,5 @@
 """What each transport states that it moved, held against the calls and copies that it makes."""
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -256,7 +255,8 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
     traffic = dict(zip((*model_run.COUNTS, "moved"), everyone))
-    run = replace(run, traffic=traffic, expected_words=traffic["words"].sum(axis=1))
+    run.groups["traffic"] = model_run.traffic_group(traffic, traffic["words"].sum(axis=1),
+                                                    model_run.AXES)
     read = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)
                for name in run.traffic)

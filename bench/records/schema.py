@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Container, Mapping, Sequence
 
 import numpy as np
 
@@ -79,6 +79,18 @@ def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[s
         raise ValueError(f"{group}/layers is {settings['layers']}: at most {MOST_LAYERS} would do")
 
 
+def main_group(kind: str) -> str:
+    """Return the group that holds the samples of this kind."""
+    return load().get(kind, {}).get("group", "measurements")
+
+
+def further_groups(kind: str, found: Container[str]) -> list[str]:
+    """List the further groups of this kind: those that are `found`, and all that must be there."""
+    names = {name.partition(".")[2]: about for name, about in load().items()
+             if name.startswith(f"{kind}.")}
+    return [name for name, about in names.items() if name in found or about.get("required")]
+
+
 def required(kind: str, group: str) -> list[str]:
     """Return what readers of this kind need of a group: its "settings", or "environment"."""
     return load().get(kind, {}).get(group, "").split()
@@ -87,6 +99,11 @@ def required(kind: str, group: str) -> list[str]:
 def is_verified(kind: str) -> bool:
     """Return whether every record of this kind holds what was verified."""
     return load().get(kind, {}).get("verified", False)
+
+
+def derived(kind: str) -> dict[str, str]:
+    """Return the dimensions of the variables that follow from others, by name."""
+    return load().get(kind, {}).get("derived", {})
 
 
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
@@ -128,7 +145,8 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
     for name in wanted:
         if name not in variables:
             raise ValueError(f"{name} is missing")
-    for name, dims in {**common["optional"], **wanted, **known.get("optional", {})}.items():
+    for name, dims in {**common["optional"], **wanted, **known.get("optional", {}),
+                       **derived(kind)}.items():
         if name in variables and " ".join(variables[name].dims) != dims:
             raise ValueError(f"{name} has the dimensions "
                              f"{' '.join(variables[name].dims) or 'none'}, which should be "
@@ -153,6 +171,10 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
                 variable.values)
             if (numbers <= 0).any():
                 raise ValueError(f"{name} has numbers that are not greater than 0")
+        if name in known.get("complete", "").split() and np.isnan(variable.values).any():
+            raise ValueError(f"{name} has no number for some")
+        if name in known.get("whole", "").split() and variable.values.dtype.kind not in "iu":
+            raise ValueError(f"{name} holds {variable.values.dtype}, and no whole numbers")
         if name in known.get("spent", "").split() and not (variable.values.sum(axis=-1) > 0).all():
             raise ValueError(f"{name} has some whose parts take no time")
 

@@ -101,6 +101,14 @@ def median_interval(samples: Sequence[float] | np.ndarray,
                     max(0.0, 1 - 2 * below / 2 ** n))
 
 
+def elapsed(times: np.ndarray) -> np.ndarray:
+    """Compute the last end minus the first begin of (..., rank, begin and end).
+
+    NaN, of ranks without a part, counts not; it is the result where no rank has one.
+    """
+    return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
+
+
 def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
     """Compute the two-sided p value of Wilcoxon's rank-sum test, that both groups are alike.
 

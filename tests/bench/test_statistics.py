@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import scipy    # its parts are imported by what uses them first
 
-from bench.instruments import statistics
-from bench.instruments.statistics import (Interval, adjust_by_holm, compare_runs, median_interval,
-                                          rank_sum_p, student_tails)
+from bench import statistics
+from bench.statistics import (Interval, adjust_by_holm, compare_runs, median_interval,
+                              rank_sum_p, student_tails)
 
 
 @pytest.mark.parametrize("n, low, confidence", [

@@ -8,10 +8,61 @@ from fractions import Fraction
 
 import numpy as np
 
-from bench.instruments.clock import elapsed
-from bench.instruments.statistics import median_interval
-from mm3d.training.schedules import Schedule, Times, clock
+from bench.records.kinds import BOUND, medians
+from bench.records.measurements import Measurements, Variable
+from bench.records.texts import named
+from bench.statistics import elapsed
+from mm3d.training.schedules import Schedule, Times, check, clock, parse_schedule
 from mm3d.training.schedules.clock import Timeline
+
+
+def derive(record: Measurements) -> dict[str, Variable]:
+    """Return seconds and bubble of a step, those of the clock, and those of a reference."""
+    schedule = parse_schedule(str(record.configuration["schedule_text"]))
+    raw = {name: variable.values for name, variable in record.raw.items()}
+    times = raw["times"]
+    steps, hop = durations(times, schedule), float(np.median(raw["hop_samples"]))
+    timeline = clock_timeline(schedule, steps, hop)
+    found = {"seconds": Variable(medians(step_seconds(times)), "s", BOUND),
+             "bubble": Variable(medians(bubble_rates(times, schedule)), "1", BOUND),
+             "durations": Variable(steps, "s", ("step", "stage")),
+             "hop": Variable(np.array(hop), "s", ()),
+             "clock_seconds": Variable(np.array(float(timeline.makespan)), "s", ()),
+             "clock_bubble": Variable(np.array(float(timeline.bubble_rate)), "1", ())}
+    if "reference_times" in raw:
+        sides = [times, raw["reference_times"]]
+        own, reference = map(step_seconds, sides)
+        found |= {"reference_seconds": Variable(medians(reference), "s", BOUND),
+                  "ratio": Variable(medians(reference / own), "1", BOUND)}
+        if "slept" in raw:
+            found["overhead"] = Variable(np.array([
+                medians(overheads(*side, schedule)) for side in zip(sides, raw["slept"])]),
+                "s", ("side", *BOUND))
+    return found
+
+
+def check_texts(run: Measurements) -> None:
+    """Check that the schedule can be kept, and has the ranks, actions and stages measured.
+
+    Raises
+    ------
+    ValueError
+        When it cannot, or has others.
+    """
+    schedule = named("configuration/schedule_text", parse_schedule,
+                     str(run.configuration["schedule_text"]))
+    named("configuration/schedule_text", check, schedule)
+    _, ranks, actions, _ = np.shape(run.raw["times"].values)
+    if (ranks % schedule.ranks or actions != max(map(len, schedule.rows))
+            or len(run.scales["stage"]) != schedule.stage_count):
+        raise ValueError(f"configuration/schedule_text has {schedule.ranks} ranks, "
+                         f"{schedule.stage_count} stages and at most "
+                         f"{max(map(len, schedule.rows))} actions a rank: not those of the "
+                         f"{ranks} ranks, {len(run.scales['stage'])} stages and {actions} actions "
+                         f"that were measured")
+    chosen = run.configuration
+    if chosen["reference"] != "none" and chosen["work"] == "wait" and "slept" not in run.raw:
+        raise ValueError("measurements/slept is missing, of waits beside a reference")
 
 
 def stage_times(times: np.ndarray, stages: int) -> np.ndarray:
@@ -68,19 +119,6 @@ def clock_timeline(schedule: Schedule, steps: np.ndarray, hop: float) -> Timelin
     return clock(schedule, Times.by_stage(*(map(float, row) for row in steps), hop=float(hop)))
 
 
-def beside(times: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
-    """Compute the seconds of the reference, and its ratio to the first side by repetition.
-
-    Parameters
-    ----------
-    times : ndarray
-        As of `bubble_rates`, by side: (side, repetition, rank, action, edge).
-    """
-    own, reference = (step_seconds(side) for side in times)
-    return {"reference_seconds": (np.array(median_interval(reference)), "s"),
-            "ratio": (np.array(median_interval(reference / own)), "1")}
-
-
 def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Compute by how much each repetition of waits exceeds the clock, for each action.
 
@@ -105,11 +143,6 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
         timeline = clock_timeline(schedule, steps, 0.0)
         found.append((seconds - float(timeline.makespan)) / len(timeline.critical_path()))
     return np.array(found)
-
-
-def overhead_intervals(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """Return the medians of `overheads` with their intervals, (side, bound)."""
-    return np.array([median_interval(overheads(*side, schedule)) for side in zip(times, slept)])
 
 
 @dataclass(frozen=True)

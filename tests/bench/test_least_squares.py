@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy    # its parts are imported by what uses them first
 
-from bench.instruments.least_squares import solve_bounded, fit_line, solve_nonnegative
+from bench.least_squares import solve_bounded, fit_line, solve_nonnegative
 from bench.prediction.paper_fit import refine_fit
 
 
