@@ -80,7 +80,7 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
     busy : float
         The share of the time in which PyTorch's processes compute.
     """
-    found = {name: variable.values for name, variable in record.variables.items()}
+    found = {name: variable.values for name, variable in record.raw.items()}
     if "product_samples" not in found:
         return []
     own, other = found["product_flops"] / np.median(found["product_samples"], axis=1)

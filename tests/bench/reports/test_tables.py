@@ -267,7 +267,7 @@ def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
 def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
     run = made_up(select_rows("weak", "2d")[0])
     assert words_agree(run)
-    run.expected_words[0, 0, 0] += 1
+    run.groups["traffic"].variables["expected_words"].values[0, 0, 0] += 1
     run_file.write_run(run, tmp_path, "weak")
     text = " ".join(format_tables(tmp_path).split())
     assert "differ from the closed form in: weak 2-D 16" in text
