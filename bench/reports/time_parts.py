@@ -65,7 +65,7 @@ def tracing_overhead(run: Run) -> dict[str, float] | None:
     if seconds is None:
         return None
     own = seconds.sum(axis=-1)
-    return {phase: step_seconds.typical(own[:, p]) / step_seconds.typical(run.samples[phase])
+    return {phase: step_seconds.typical(own[:, p]) / step_seconds.typical(run.times[phase])
             for p, phase in enumerate(PHASES)}
 
 
@@ -127,6 +127,9 @@ def machine_rate(run: Run, name: str) -> float:
 
 
 def _seconds(run: Run) -> np.ndarray | None:
-    """Return the seconds of traced repetitions, (repetition, phase, rank, part)."""
+    """Return the seconds of traced repetitions over `Run.dilation`, as `Run.times` are.
+
+    Their dimensions are (repetition, phase, rank, part).
+    """
     found = find_variable(run, "parts", "seconds")
-    return None if found is None else found.values
+    return None if found is None else found.values / run.dilation

@@ -316,3 +316,7 @@ def test_what_a_step_is_made_of(tmp_path):
     assert time_parts.collective_bandwidth(again) == {"x": (2 * 4 * 28 + 800) / (2 * 8 * 0.75)}
     again.configuration["within_nodes"] = "xy"
     assert time_parts.collective_bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
+    # Where links and waits were slowed, seconds are those as if they were not, as in tables.
+    again.configuration["dilation"] = 4.0
+    assert time_parts.mean_parts(again)["forward"]["gemm"] == 0.25
+    assert time_parts.tracing_overhead(again)["forward"] == pytest.approx(1.875 / 4)
