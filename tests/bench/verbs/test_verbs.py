@@ -17,6 +17,7 @@ FILES = sorted((ROOT / "bench" / "verbs").glob("*.py"))
 NAMES = [path.stem for path in FILES if path.stem != "__init__"]
 SHARED = sorted((ROOT / "bench" / "command_line").glob("*.py"))
 PROGRAMS = [*(ROOT / name / "__main__.py" for name in ("bench", "jobs")),
+            *(ROOT / "mm3d" / "examples").glob("*.py"),
             ROOT / "jobs" / "own_options.py"]    # whose subject is what options programs take
 NEW = '''"""Count to a number."""
 
