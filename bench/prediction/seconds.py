@@ -26,7 +26,7 @@ Terms = dict[str, float]    # seconds by term
 SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
 PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
 ROOTED = ("broadcast", "reduce")
-MOST_UNEVEN = 1 << 16    # ranks after which lines and nodes begin together again, to be looked at
+MOST_UNEVEN = 1 << 10    # ranks after which lines and nodes begin together again, to be looked at
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
