@@ -74,10 +74,10 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
 
     Rings of g ranks move (g-1)/g of the whole through each rank, an all-reduce twice that, and a
     pipelined broadcast or reduction the whole, and longer in a chain of nodes (`chain_delay`); in
-    shared memory a gather moves nothing.  A line
-    that leaves a node crosses the link of the node once for all of its ranks there, and all lines
-    through the node share the link.  In an all-to-all each rank sends equal blocks to all, those
-    for other nodes through the link of its own.
+    shared memory a gather moves nothing.  A line that leaves a node crosses the link of the node
+    once for all of its ranks there, and all lines through the node share the link.  In an
+    all-to-all each rank sends equal blocks to all, those for other nodes through the link of its
+    own.
     """
     measured = {line.key: line.curve for line in machine.collectives}
     for pieces in (event.pieces, False):    # columns that were not measured count as rows
