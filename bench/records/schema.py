@@ -16,8 +16,7 @@ import numpy as np
 MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float's exact integer
 MOST_LAYERS = 10 ** 4    # each of which is looked at alone
 UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
-# What no number is but these: differences that are below 0, losses that have diverged.
-SIGNED = re.compile(r"resident_growth|overhead|\w*difference")
+# What no number is but these: losses that have diverged.
 POLICY = re.compile(r"none|selective|(full|uniform:[1-9][0-9]{0,9})([+]selective)?")
 INFINITE = re.compile(r"(\w+_)?loss|\w*difference")
 
@@ -156,6 +155,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
             raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
                              f"which should be {' or '.join(map(', '.join, choices))}")
     positive = f"{common['positive']} {known.get('positive', '')}".split()
+    signed = known.get("signed", "").split()
     may_be_empty = known.get("empty", "").split()    # of a run that was stopped before its first
     for name, variable in variables.items():
         shape = tuple(len(scales[dim]) for dim in variable.dims)
@@ -164,7 +164,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
                              f"{shape}")
         if 0 in (shape[n] for n, dim in enumerate(variable.dims) if dim not in may_be_empty):
             raise ValueError(f"{name} is empty")
-        check_numbers(name, variable.values)
+        check_numbers(name, variable.values, name in signed)
         if name in positive:
             # A bound's last number is its confidence, 0 where there are too few repetitions.
             numbers = variable.values[..., :-1] if variable.dims[-1:] == ("bound",) else (
@@ -179,8 +179,8 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
             raise ValueError(f"{name} has some whose parts take no time")
 
 
-def check_numbers(name: str, values: np.ndarray) -> None:
-    """Check that no number is below 0 or infinite where none can be; NaN stands for none.
+def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
+    """Check that no number is infinite, or below 0 unless `signed`; NaN stands for none.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def check_numbers(name: str, values: np.ndarray) -> None:
     if np.asarray(values).dtype.kind not in "biuf":
         raise ValueError(f"{name} holds no numbers, but {np.asarray(values).dtype}")
     last = name.rpartition("/")[2]
-    if not SIGNED.fullmatch(last) and (values < 0).any():
+    if not signed and (values < 0).any():
         raise ValueError(f"{name} has numbers below 0")
     if not INFINITE.fullmatch(last) and np.isinf(values).any():
         raise ValueError(f"{name} has infinite numbers")

@@ -1,5 +1,6 @@
 """One bad file leaves itself out with its reason, however it is spoiled; the others are shown."""
 import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
-from bench.records import merged, run_file
+from bench.records import merged, run_file, schema
 from bench.records.folder import read_runs
 from bench.records.measurements import Check
 from bench.reports.comparison import compare_sides
@@ -17,6 +18,7 @@ from bench.validation.files import check_file
 from mutations import mutate, mutations, places
 from records import limited, matmul_record
 
+RESULTS = Path(__file__).parents[3] / "results"
 ROW = select_rows("weak", "3d")[0]
 SPOILED = 24    # of all mutations of a file, evenly
 
@@ -103,6 +105,37 @@ def test_what_reports_divide_by_is_a_number_to_divide_by(tmp_path, record, chang
         change(file)
     with pytest.raises(StoreError, match=reason):
         run_file.read_run(path)
+
+
+@pytest.mark.parametrize("name, place", [
+    ("layer-*", "measurements/memory"),
+    ("pipeline-*", "measurements/memory"), ("*-p008-*", "parts/seconds"),
+    ("*-p008-emulated-*", "memory/resident_growth")])
+def test_a_difference_of_two_measurements_may_be_below_0(tmp_path, name, place):
+    """A rest that rounding took below 0, memory that was freed meanwhile: nothing is lost."""
+    path = shutil.copy(min(RESULTS.rglob(f"{name}.h5")), tmp_path)
+    with h5py.File(path, "r+") as file:
+        values = np.asarray(file[place][...])
+        values[..., -1:] = -1e-18
+        file[place][...] = values
+    assert run_file.read_run(path).created
+    assert not any("below 0" in line for line in check_file(path)[0])
+
+
+def test_a_share_of_time_that_is_hidden_may_be_below_0(tmp_path):
+    path = shutil.copy(min(RESULTS.rglob("layer-*.h5")), tmp_path)
+    with h5py.File(path, "r+") as file:
+        mutate(file, "measurements/hidden", "", "all negative")
+    assert run_file.read_run(path).created
+
+
+def test_what_may_be_below_0_is_measured():
+    """A name in a list that no variable has would allow nothing."""
+    kinds = schema.load()
+    for kind, known in kinds.items():
+        if isinstance(known, dict) and "signed" in known:
+            names = {*known.get("variables", {}), *known.get("optional", {})}
+            assert {*known["signed"].split()} <= names, kind
 
 
 def test_a_tolerance_of_zero_is_kept_or_not():
