@@ -90,18 +90,20 @@ def row_blocks(library: Any, *arrays: Array,
 def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[tuple[Array, ...]]:
     """Iterate over matching views of about `block` elements of arrays of the same shape.
 
-    Contiguous arrays are passed as one-dimensional views, whatever their shape.  Parameters as in
-    `row_blocks`.
+    Contiguous arrays are passed as one-dimensional views, whatever their shape; of others a view
+    has as many dimensions as it spans.  Parameters as in `row_blocks`.
     """
     xp, block = library.xp, block or library.block
     if all(library.is_contiguous(a) for a in arrays):
         arrays = tuple(xp.reshape(a, (-1,)) for a in arrays)
-    elif len(arrays[0].shape) > 1:
-        for index in library.alike(arrays[0].shape[0]):
+    first = arrays[0]
+    row = math.prod(first.shape[1:])
+    if row > block:
+        for index in library.alike(first.shape[0]):
             yield from pieces(library, *(a[index, ...] for a in arrays), block=block)
         return
-    for some in _spans(library, arrays[0].shape[0], block):
-        yield tuple(a[some] for a in arrays)
+    for some in _spans(library, first.shape[0], block // max(1, row)):
+        yield tuple(a[some, ...] for a in arrays)
 
 
 def head_blocks(library: Any, q: Array, k: Array,

@@ -116,7 +116,7 @@ def _sum_squares(a: Array, scale: float, again: bool) -> int:
     square, rounded = (library.empty((min(block, a.size),), xp.float64) for _ in range(2))
     for (piece,) in pieces(library, a, block=block):
         s, r = square[:piece.size], rounded[:piece.size]
-        xp.multiply(piece, scale, out=s, dtype=xp.float64)
+        xp.multiply(piece, scale, out=xp.reshape(s, piece.shape), dtype=xp.float64)
         xp.multiply(s, s, out=s)
         if again:
             xp.add(s, FIRST, out=r)

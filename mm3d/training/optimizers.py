@@ -128,7 +128,8 @@ class Optimizer(PlainNumbers, ABC):
             for w, *others in pieces(library, t.master, t.grad, *moments, block=block):
                 if rate:
                     library.xp.multiply(w, 1 - rate, out=w)
-                self._update(library.xp, factor, scratch[:w.size], w, *others)
+                free = library.xp.reshape(scratch[:w.size], w.shape)
+                self._update(library.xp, factor, free, w, *others)
         if hasattr(self.model, "update_biases"):
             self.model.update_biases()
         self.model.refresh()

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.arrays import backend
+from mm3d.arrays.blocks import pieces
 from mm3d.training.norms import reproducible_norm
 from pipelines import M, SIZES, run_one_stage, run_pipeline
 
@@ -137,6 +138,18 @@ def test_pieces_and_strides_change_no_bit():
             optimizer.step()
     for n, t in enumerate(parts.trained):
         assert np.array_equal(t.master, whole.trained[0].master[:, n::2])
+
+
+@pytest.mark.parametrize("dims, block, views", [
+    ((64, 8), 512, [64]), ((64, 16), 512, [32, 32]), ((5, 300), 700, [2, 2, 1]),
+    ((5, 300), 200, [200, 100] * 5), ((3, 5, 300), 700, [2, 2, 1] * 3), ((2, 4, 16), 128, [2]),
+    ((0, 4), 8, [])])
+def test_pieces_of_what_is_not_contiguous_are_as_large_as_others(dims, block, views):
+    """Guards against a pass a row over weights that lie in a node's shared matrix."""
+    a = np.arange(2 * math.prod(dims)).reshape(*dims[:-1], 2 * dims[-1])[..., :dims[-1]]
+    found = [piece for piece, _ in pieces(backend.backend_of(a), a, np.zeros(dims), block=block)]
+    assert [len(piece) for piece in found] == views
+    assert sum((piece.ravel().tolist() for piece in found), []) == a.ravel().tolist()
 
 
 # --- The norm --------------------------------------------------------------------------------
