@@ -42,6 +42,7 @@ SCHEMES = registry()
 # Files of the public names that are imported when they are asked for: no program needs all.
 _FILES = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
           "Pipeline": "mm3d.training.pipeline",
+          "Config": "mm3d.config", "Model": "mm3d.config", "Division": "mm3d.config",
           "SGD": "mm3d.training.optimizers", "AdamW": "mm3d.training.optimizers",
           "LossScaling": "mm3d.training.loss_scaling",
           "warmup_cosine": "mm3d.training.learning_rates",

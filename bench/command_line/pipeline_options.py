@@ -3,14 +3,15 @@
 import argparse
 
 from bench.command_line import options
+from bench.command_line.config_options import add_fields
 from bench.command_line.number_types import MOST_RANKS
 from bench.errors import UsageError
 from bench.prediction.pipeline_seconds import PipelineModel
 from mm3d import ModelSizes
+from mm3d.config import Division
 from mm3d.grid.shape import GridShape
-from mm3d.training.data_parallel import STAGES
 from mm3d.training.mesh import check_data
-from mm3d.training.schedules import Schedule, build, registry
+from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.builders import check_size
 
 
@@ -27,16 +28,11 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     parser.add_argument("--stages", type=options.whole(1), metavar="P", help=(
         f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
         f"grid of its own; the batch is that of all micro-batches{batch}"))
-    parser.add_argument("--schedule", metavar="NAME", help=(
-        f"with --stages: the schedule, of {', '.join(registry())} (default 1f1b)"))
-    parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
-                        help="with --stages: micro-batches of a step (default 2 for each stage)")
-    parser.add_argument("--zero", type=int, choices=STAGES, help=(
-        "with --stages and --data: divide among the replicas 1, moments and masters; 2, gradients "
-        "too; 3, parameters too (default 0: nothing)"))
-    parser.add_argument("--shards", type=options.whole(1), metavar="N", help=(
-        "with --stages and --data: replicas that divide one copy of the model by --zero, the "
-        "others having copies of their own (default: all)"))
+    given = dict.fromkeys(("schedule", "microbatches", "zero", "shards"))
+    said = {"schedule": "1f1b", "microbatches": "2 for each stage", "zero": "0", "shards": "all"}
+    for names, before in ((("schedule", "microbatches"), "with --stages: "),
+                          (("zero", "shards"), "with --stages and --data: ")):
+        add_fields(parser, Division, names, given, lambda name: f"default {said[name]}", before)
 
 
 def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:

@@ -16,12 +16,11 @@ from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line
-from bench.experiments.training.plan import (
-    DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
+from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.reports.figures import style
-from bench.command_line import expert_options, measuring, mesh_options, options
+from bench.command_line import config_options, expert_options, measuring, options
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import publish, report_failure
 from bench.instruments.clock import wait_patiently
@@ -30,6 +29,7 @@ from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.micro_tables import format_record
 from bench.validation.rules import failed_checks
+from mm3d.config import Config, Division
 from mm3d.console import say
 
 GROUP = "Train a model"
@@ -41,36 +41,18 @@ COMPARED = Plan(layers=4, hidden=24, heads=6, batch=24, seq=10, steps=50, dtype=
 CHECKPOINTS = "checkpoints"
 COURSE = tuple(Course.__dataclass_fields__)
 QUIET = 10.0    # seconds without a line of progress, at most
-NUMBERS = (("layers", 1, "Transformer layers"), ("hidden", 1, "features of a token"),
-           ("heads", 1, "attention heads"), ("batch", 1, "sequences of a step, of all replicas"),
-           ("seq", 1, "bytes in a sequence"), ("steps", 1, "steps of the whole training"),
-           ("seed", 0, "seed of parameters, of the order of the text and of dropout"),
-           ("warmup", 0, "steps in which the learning rate of AdamW rises; then it falls to a "
-                         "tenth, by half a cosine"))
-RATES = (("lr", "peak of the learning rate"), ("weight-decay", "decay of matrices"),
-         ("clip", "largest norm of the gradient; 0 for no clipping"),
-         ("momentum", "momentum of SGD"),
-         ("dropout", "probability that an element of a residual branch or embedding is dropped"))
+FIELDS = ("layers", "hidden", "heads", "batch", "seq", "steps", "seed", "dropout", "optimizer",
+          "lr", "warmup", "weight_decay", "clip", "momentum", "dtype")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train``."""
     parser.add_argument("--text", metavar="FILE", help=(
         "learn the bytes of this file (default: the English text of Python's own help)"))
-    mesh_options.add_mesh(parser)
+    config_options.add_mesh(parser)
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
-    for name, least, about in NUMBERS:
-        parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
-                            help=f"{about} ({default_of(name)})")
-    for name, about in RATES:
-        parser.add_argument(f"--{name}", type=number(), metavar="X",
-                            help=f"{about} ({default_of(name)})")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS,
-                        help=f"the optimizer ({default_of('optimizer')})")
-    parser.add_argument("--dtype", choices=DTYPES, help=(
-        f"dtype of all arrays ({default_of('dtype')}; 16 bits have masters of float32; bfloat16 "
-        f"needs the package ml_dtypes)"))
+    config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of)
     parser.add_argument("--untied", action="store_true", help=(
         "give the head a matrix of its own, instead of the embedding's table"))
     add_course(parser)
@@ -111,7 +93,7 @@ def add_course(parser: argparse.ArgumentParser) -> None:
 
 def default_of(name: str) -> str:
     """Say what an option is by default, and with ``--compare``."""
-    first, second = (getattr(plan, name.replace("-", "_")) for plan in (TRAINED, COMPARED))
+    first, second = (getattr(plan, name) for plan in (TRAINED, COMPARED))
     return f"default {first}" + (f"; {second} with --compare" if second != first else "")
 
 
@@ -132,7 +114,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     out = claim_folder(arguments.out, comm)
     if arguments.compare:
         return compare(arguments, plan, text, out, comm)
-    training = Training(comm, plan, mesh_options.make_placement(arguments), text)
+    training = Training(comm, plan, config_options.read(Division, arguments), text)
     course = make_course(arguments, training)
     name = f"train-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{plan.hidden}"
     try:
@@ -152,16 +134,16 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         refuse_unused(arguments)
     plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied,
                    "experts": expert_options.experts_of(arguments)})
-    refuse_without_effect(plan, mesh_options.make_placement(arguments))
+    refuse_without_effect(plan, config_options.read(Division, arguments))
     return plan
 
 
-def refuse_without_effect(plan: Plan, placement: Placement) -> None:
+def refuse_without_effect(plan: Plan, division: Division) -> None:
     """Refuse options that the others leave without an effect: UsageError names the first."""
     for nothing, option, value, remedy in (
-            (placement.data == 1, "zero", placement.zero, "--data 2 or more"),
-            (plan.experts is None, "expert-parallel", placement.expert_parallel - 1 and
-             placement.expert_parallel, "--experts 8"),
+            (division.data == 1, "zero", division.zero, "--data 2 or more"),
+            (plan.experts is None, "expert-parallel", division.expert_parallel - 1 and
+             division.expert_parallel, "--experts 8"),
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
             (plan.optimizer == "sgd", "warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
@@ -175,7 +157,7 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name, None) is not None:
             raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
                              f"for a few steps; leave one of them out")
-    for name in mesh_options.make_placement(arguments).given():
+    for name in config_options.read(Division, arguments).given():
         raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains on a list of "
                          f"meshes of its own; leave one of them out")
 
@@ -245,9 +227,8 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
     training.model.zero_gradients()
 
     def work() -> torch_training.TorchTraining:
-        mesh = make_mesh(Placement(scheme="serial", backend="numpy"), MPI.COMM_SELF)
-        model = make_model(plan, Placement(scheme="serial"), mesh)
-        state = model.state()
+        alone = Division(scheme="serial", backend="numpy")
+        state = Config(plan, alone).build(MPI.COMM_SELF).state()
         return torch_training.train_by_torch(
             arguments.torch, plan, training.text, state, outcome.steps,
             outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "),

@@ -18,7 +18,7 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "tracing training", "checkpoints", "selftest", "__init__", "examples"],
+             "tracing training", "config checkpoints", "selftest", "__init__", "examples"],
     "bench": ["errors mpi statistics least_squares", "text_files", "agreement", "cases cluster",
               "records", "instruments", "checks", "experiments",
               "prediction validation doctor", "reports command_line", "verbs",

@@ -14,11 +14,12 @@ from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
-from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining, StepCase
+from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining
 from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from mm3d.config import Model
 
 KIND = "training-step"
 OWN = "mm3d"
@@ -28,7 +29,7 @@ LOSS, LAST_LOSS, NORM = 1e-4, 1e-2, 1e-4
 LIMITS = Limits(5, 30, 120.0)    # by default
 
 
-def refuse_case(case: StepCase, kinds: Sequence[str], ranks: int) -> None:
+def refuse_case(case: Model, kinds: Sequence[str], ranks: int) -> None:
     """Raise UsageError for what PyTorch's parallelism cannot divide evenly."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UsageError(f"--torch-parallel {','.join(unknown)}: {', '.join(KINDS)} would do")
@@ -82,7 +83,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
             arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
             for kind in kinds:
                 references[kind] = TorchProcesses(
-                    python, "ParallelTraining", {**asdict(case), **OPTIMIZER, "kind": kind},
+                    python, "ParallelTraining", {**case.settings(), **OPTIMIZER, "kind": kind},
                     None if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
                     1 if kind == "one" else comm.size)
             del state, arrays
@@ -120,15 +121,15 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
 
 def settings_of(subject: MeasuredTraining) -> dict:
     """Return the settings of a record: what was trained, and where."""
-    mesh, placement = subject.mesh, subject.placement
-    return {**asdict(subject.case), "optimizer": "adamw",
+    mesh, division = subject.mesh, subject.division
+    return {**subject.case.settings(), "optimizer": "adamw",
             **{name: value for name, value in OPTIMIZER.items() if name != "betas"},
             "beta1": OPTIMIZER["betas"][0], "beta2": OPTIMIZER["betas"][1],
             "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
-            "stage_grids": "; ".join(map(str, mesh.grids)), "mesh": str(placement),
-            "data": placement.data, "stages": placement.stages, "zero": placement.zero,
-            "schedule": placement.schedule, "microbatches": placement.microbatches,
-            "recompute": placement.recompute,
+            "stage_grids": "; ".join(map(str, mesh.grids)), "mesh": str(division),
+            "data": division.data, "stages": division.stages, "zero": division.zero,
+            "schedule": division.schedule, "microbatches": division.microbatches,
+            "recompute": division.recompute,
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.errors import UsageError
 from bench.experiments.training.meshes import Case, list_cases, one_rank_of, reference_of
-from bench.experiments.training.plan import Plan, make_mesh, make_model, make_optimizer
+from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
 from bench.instruments.clock import wait_patiently
@@ -16,6 +16,7 @@ from bench.instruments.stall import unwatched
 from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
+from mm3d.config import Config
 
 KIND = "training-meshes"
 COMPARED = ("loss", "gradients", "weights")    # losses of all steps; the others after the last
@@ -134,22 +135,16 @@ def check_cases(comm: Any, cases: list[Case], plan: Plan) -> None:
         part = comm.Split(comm.rank >= case.ranks, comm.rank)
         if comm.rank < case.ranks:
             try:
-                mesh, model, _ = make_training(part, case, plan)
+                model = Config(plan, case.division).build(part)
+                make_optimizer(plan, model)
                 model.free()
-                mesh.free()
+                model.mesh.free()
             except ValueError as error:
                 problem = problem or f"{case.name}: {error}"
         part.Free()
     problem = comm.bcast(problem)    # rank 0 is part of every mesh
     if problem:
         raise UsageError(problem)
-
-
-def make_training(comm: Any, case: Case, plan: Plan) -> tuple[Any, Any, Any]:
-    """Make the mesh, the model and its optimizer on all ranks of `comm`; ValueError if not."""
-    mesh = make_mesh(case.placement, comm)
-    model = make_model(plan, case.placement, mesh)
-    return mesh, model, make_optimizer(plan, model)
 
 
 def train_case(comm: Any, case: Case, plan: Plan, text: Text,
@@ -178,11 +173,12 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
 
     With `begin` the first parameters are rounded to this type.
     """
-    mesh, model, optimizer = make_training(comm, case, plan)
+    model = Config(plan, case.division).build(comm)
+    optimizer = make_optimizer(plan, model)
     if begin is not None:
         model.load({name: a.astype(begin) for name, a in model.state().items()})
     losses, gradients, chosen, dropped = [], {}, [], []
-    with watched(mesh.scheme.grid):
+    with watched(model.mesh.scheme.grid):
         for step in range(plan.steps):
             model.dropout_step = step
             losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))
@@ -195,7 +191,7 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
     result = Trained(np.array(losses), gradients, model.state(), np.array(chosen, np.int64),
                      np.array(dropped, np.int64))
     model.free()
-    mesh.free()
+    model.mesh.free()
     return result
 
 

@@ -1,24 +1,21 @@
 """Run a training dry, to know what a rank holds at the peak of a step."""
 
-from dataclasses import replace
 from typing import Any
 
-from bench.experiments.training.plan import (Placement, Plan, make_mesh, make_model,
-                                             make_optimizer)
+from bench.experiments.training.plan import Plan, make_optimizer
 from mm3d.arrays.backend import Backend
+from mm3d.config import Config, Division
 from mm3d.tracing import dry_run
 
 
-def expected_peak_bytes(plan: Plan, placement: Placement, ranks: int, rank: int) -> int:
+def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -> int:
     """Return the bytes of a rank's arrays at the peak of a step, where no memory is shared.
 
     Experts get equally many tokens, which those of a real training do not.
     """
-    def build(comm: Any, backend: Any) -> Any:
-        return make_model(plan, placement, make_mesh(replace(placement, backend=backend), comm))
-
     def step(model: Any, trace: dry_run.Trace) -> None:
         optimizer = make_optimizer(plan, model)
         model.rehearse()
         optimizer.step()
-    return dry_run.trace(build, ranks, rank, Backend.block, step).pool_peak
+    return dry_run.trace(lambda comm, backend: Config(plan, division).on(backend).build(comm),
+                         ranks, rank, Backend.block, step).pool_peak

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
-from bench.experiments.training.plan import Placement
+from mm3d.config import Division
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.training.schedules import registry
 
-SERIAL = Placement(scheme="serial")
+SERIAL = Division(scheme="serial")
 SCHEDULES = tuple(name for name in registry() if name != "auto")
 RANKS = (1, 2, 4, 6, 8)
 
@@ -20,17 +20,17 @@ class Case:
     ----------
     ranks : int
         Its number of ranks.
-    placement : Placement
+    division : Division
         The mesh.
     """
 
     ranks: int
-    placement: Placement
+    division: Division
 
     @property
     def name(self) -> str:
         """Return a name that says what is different from one rank."""
-        return str(self.placement)
+        return str(self.division)
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ class Case:
         ranks in every stage of ZeRO.  But ZeRO 2 and 3 sum over replicas before they sum over
         micro-batches.  Replicas that divide experts sum gradients of these over others.
         """
-        one = self.placement
+        one = self.division
         return (one.scheme, one.grid, one.data, one.shards, one.microbatches, one.expert_parallel,
                 one.zero > 1 and one.data > 1 and one.microbatches > 1)
 
@@ -55,7 +55,7 @@ def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
     three = replace(SERIAL, scheme="3d")
     found = [Case(1, SERIAL)]
 
-    def add(needed: int, start: Placement, **changes: Any) -> None:
+    def add(needed: int, start: Division, **changes: Any) -> None:
         found.append(Case(needed, replace(start, **changes)))
     for scheme, grid, needed in (("1d", (4,), 4), ("1d-sp", (4,), 4), ("2d", (2, 2), 4),
                                  ("2d-pipelined", (2, 2), 4), ("2.5d", (2, 2, 2), 8),
@@ -90,7 +90,7 @@ def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
     else:
         add(1, SERIAL, microbatches=2)
         found += [case for case in cases_of_experts()
-                  if case.placement.expert_parallel <= experts.count]
+                  if case.division.expert_parallel <= experts.count]
     return [case for case in found if case.ranks <= ranks]
 
 
@@ -98,7 +98,7 @@ def cases_of_experts() -> list[Case]:
     """List the cases in which replicas divide experts, evenly and unevenly."""
     three, found = replace(SERIAL, scheme="3d"), []
 
-    def add(needed: int, start: Placement, parts: int, **changes: Any) -> None:
+    def add(needed: int, start: Division, parts: int, **changes: Any) -> None:
         found.append(Case(needed, replace(start, expert_parallel=parts, **changes)))
     for zero in range(4):
         add(2, SERIAL, 2, data=2, zero=zero)
@@ -131,6 +131,6 @@ def one_rank_of(cases: list[Case], experts: ExpertOptions | None) -> Callable[[C
 
     With experts it has as many micro-batches, and else any number of them.
     """
-    serial = {case.placement.microbatches: case for case in reversed(cases)
-              if case.placement.given().keys() <= {"scheme", "microbatches"} and case.ranks == 1}
-    return lambda case: serial[case.placement.microbatches if experts else 1]
+    serial = {case.division.microbatches: case for case in reversed(cases)
+              if case.division.given().keys() <= {"scheme", "microbatches"} and case.ranks == 1}
+    return lambda case: serial[case.division.microbatches if experts else 1]

@@ -29,7 +29,7 @@ def training_record(training: Training, course: Course, outcome: Outcome,
     mesh, plan = training.mesh, training.plan
     environs = measured_environment(mesh.scheme.grid.backend.name, training.comm)
     memory = training.comm.gather((training.peak_bytes, expected_peak_bytes(
-        plan, training.placement, training.comm.size, training.comm.rank)))
+        plan, training.division, training.comm.size, training.comm.rank)))
     if training.comm.rank:
         return None
     history, steps = outcome.history, sorted(outcome.history.losses)
@@ -61,15 +61,15 @@ def training_record(training: Training, course: Course, outcome: Outcome,
 
 def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[str, Setting]:
     """Return the settings of a record: what was trained, where, and how it ended."""
-    mesh, placement = training.mesh, training.placement
+    mesh, division = training.mesh, training.division
     scaling = training.optimizer.loss_scaling
     return {**training.settings(), "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
             "stage_grids": "; ".join(map(str, mesh.grids)),
-            "data": placement.data, "shards": placement.shards or placement.data,
-            "stages": placement.stages, "zero": placement.zero,
-            "schedule": placement.schedule, "microbatches": placement.microbatches,
-            "recompute": placement.recompute, "rate_falls_to": "last step",
-            **({"expert_parallel": placement.expert_parallel} if training.plan.experts else {}),
+            "data": division.data, "shards": division.shards or division.data,
+            "stages": division.stages, "zero": division.zero,
+            "schedule": division.schedule, "microbatches": division.microbatches,
+            "recompute": division.recompute, "rate_falls_to": "last step",
+            **({"expert_parallel": division.expert_parallel} if training.plan.experts else {}),
             "transport": operands.transport_names(mesh.scheme.grid),
             "validate_every": course.validate_every,
             "validation_batches": course.validation_batches,

@@ -1,7 +1,6 @@
-"""A training step to be measured: a GPT and AdamW, on a batch of random tokens."""
+"""A training step to be measured: a GPT with tied weights and AdamW, on random tokens."""
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ import mm3d
 from bench.errors import UsageError
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.torch.serve import Product
-from bench.experiments.training.plan import Placement, make_mesh
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Recorder
+from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective, Gemm
 from mm3d.tracing.observe import observed
 
@@ -22,30 +21,11 @@ TRACED = 3    # steps whose parts are timed
 OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-@dataclass(frozen=True)
-class StepCase:
-    """State what is trained: a GPT with tied weights by AdamW, on random tokens.
-
-    Attributes
-    ----------
-    layers, hidden, heads, vocab, batch, seq, seed, dtype
-        See `mm3d.GPT`.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    batch: int
-    seq: int
-    seed: int = 0
-    dtype: str = "float32"
-
-    def draw_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw tokens and targets, the same on every rank; each step has this batch."""
-        drawn = np.random.default_rng(self.seed).integers(self.vocab,
-                                                          size=(self.batch, self.seq + 1))
-        return drawn[:, :-1], drawn[:, 1:]
+def draw_batch(model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Draw tokens and targets, the same on every rank; each step has this batch."""
+    drawn = np.random.default_rng(model.seed).integers(model.vocab,
+                                                       size=(model.batch, model.seq + 1))
+    return drawn[:, :-1], drawn[:, 1:]
 
 
 class MeasuredTraining:
@@ -55,7 +35,7 @@ class MeasuredTraining:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks, all of which create it.
-    case, placement : StepCase, Placement
+    case, division : Model, Division
         What is trained, and where.
 
     Raises
@@ -64,19 +44,15 @@ class MeasuredTraining:
         On every rank alike, for what cannot be trained so.
     """
 
-    def __init__(self, comm: Any, case: StepCase, placement: Placement) -> None:
-        self.comm, self.case, self.placement = comm, case, placement
+    def __init__(self, comm: Any, case: Model, division: Division) -> None:
+        self.comm, self.case, self.division = comm, case, division
         try:
-            self.mesh = make_mesh(placement, comm)
-            self.model = mm3d.GPT(
-                self.mesh, case.layers, case.hidden, case.heads, case.vocab, case.batch, case.seq,
-                seed=case.seed, dtype=case.dtype, schedule=placement.schedule,
-                microbatches=placement.microbatches, zero=placement.zero,
-                recompute=placement.recompute)
+            self.model = Config(case, division).build(comm)
+            self.mesh = self.model.mesh
             self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        self.batch = case.draw_batch()
+        self.batch = draw_batch(case)
         self.optimizer_seconds = 0.0    # of the last step
 
     def step(self) -> float:

@@ -9,11 +9,13 @@ from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.keeping import clipping_remedy, open_history, restore, save
-from bench.experiments.training.plan import Placement, Plan, make_mesh, make_model, make_optimizer
+from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.stopping import Stop, stop_on_request
 from bench.experiments.training.text import Text
 from bench.experiments.training.verification import verify
 from bench.records.measurements import Check
+from mm3d.arrays import backend as backends
+from mm3d.config import Config, Division
 
 ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
 VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow
@@ -76,7 +78,7 @@ class Training:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks, all of which create it.
-    plan, placement : Plan, Placement
+    plan, division : Plan, Division
         What is trained, and where.
     text : Text
         The same on every rank.
@@ -87,14 +89,14 @@ class Training:
         On every rank alike, for what cannot be trained so.
     """
 
-    def __init__(self, comm: Any, plan: Plan, placement: Placement, text: Text) -> None:
-        self.comm, self.plan, self.placement, self.text = comm, plan, placement, text
+    def __init__(self, comm: Any, plan: Plan, division: Division, text: Text) -> None:
+        self.comm, self.plan, self.division, self.text = comm, plan, division, text
         self.peak_bytes = 0
         try:
-            self.mesh = make_mesh(placement, comm)
-            self.backend = self.mesh.scheme.grid.backend
+            self.backend = backends.get(division.backend)
             self._others_bytes = self.backend.memory()["in_use"]
-            self.model = make_model(plan, placement, self.mesh)
+            self.model = Config(plan, division).build(comm)
+            self.mesh = self.model.mesh
             self.optimizer = make_optimizer(plan, self.model)
             plan.rate(0)    # refuses a rise that is longer than the training
         except ValueError as error:

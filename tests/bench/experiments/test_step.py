@@ -4,18 +4,18 @@ import pytest
 
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import beside
-from bench.experiments.training.plan import Placement
-from bench.experiments.training.timed_step import PARTS, MeasuredTraining, StepCase
+from bench.experiments.training.timed_step import PARTS, MeasuredTraining
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.reports import training_tables
 from bench.reports.formats import render
 from bench.statistics import elapsed
 from bench.validation.files import check_file
+from mm3d.config import Division, Model
 from made_up_torch import make_up
 from refused import refused
 
-CASE = StepCase(layers=1, hidden=8, heads=2, vocab=12, batch=4, seq=6)
+CASE = Model(layers=1, hidden=8, heads=2, vocab=12, batch=4, seq=6)
 
 # In the place of PyTorch: the serial model, and factors of the loss of one step and of the norm.
 SUBJECT = """
@@ -48,7 +48,7 @@ def made_up(folder, at=0, loss=0.0, norm=0.0) -> str:
 
 
 def measured(comm, python, kinds):
-    subject = MeasuredTraining(comm, CASE, Placement(data=comm.size))
+    subject = MeasuredTraining(comm, CASE, Division(data=comm.size))
     try:
         return beside.measure_beside(subject, python, kinds, Limits(2, 2))
     finally:
@@ -96,7 +96,7 @@ def test_what_cannot_be_divided_is_refused(comm, shared_tmp_path):
                                ("tp", {"heads": 1}, "--heads 1"),
                                ("tp", {"vocab": 13}, "--vocab 13"), ("dp", {}, "ddp, fsdp2")):
         with pytest.raises(UsageError, match=named):
-            beside.refuse_case(StepCase(**{**vars(CASE), **sizes}), (kind,), comm.size)
+            beside.refuse_case(Model(**{**vars(CASE), **sizes}), (kind,), comm.size)
     assert "without --torch" in refused(comm, "step", "--torch-parallel", "ddp")
     assert "/nowhere" in refused(comm, "step", "--torch", "/nowhere", "--torch-parallel", "tp",
                                  "--hidden", "8", "--heads", "2", "--vocab", "8", "--layers", "1",

@@ -16,7 +16,7 @@ from bench.experiments.training import comparison, history, plain_gpt, record, t
 from bench.experiments.training.history import History
 from bench.experiments.training.memory import expected_peak_bytes
 from bench.experiments.training.meshes import list_cases, reference_of
-from bench.experiments.training.plan import Placement, Plan
+from bench.experiments.training.plan import Plan
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Outcome, Training
@@ -27,6 +27,7 @@ from bench.reports.figures import training as figures
 from bench.reports.formats import render
 from bench.validation.files import check_file
 from bench.verbs import train
+from mm3d.config import Division
 from mm3d import schemes
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
@@ -36,8 +37,8 @@ COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer
                    weight_decay=0.0)
 COURSE = Course(validate_every=3, validation_batches=1, save_every=4)
 TEXT = read_text()
-PLACEMENTS = {1: Placement(), 2: Placement(grid=(1, 2, 1)),
-              4: Placement(stages=2, scheme="1d", microbatches=2)}
+DIVISIONS = {1: Division(), 2: Division(grid=(1, 2, 1)),
+             4: Division(stages=2, scheme="1d", microbatches=2)}
 
 
 def run(comm, course: Course, plan: Plan = PLAN, stop_after: int | None = None):
@@ -45,9 +46,9 @@ def run(comm, course: Course, plan: Plan = PLAN, stop_after: int | None = None):
     def report(done, history):
         if done == stop_after and done - 1 in history.losses:
             os.kill(os.getpid(), signal.SIGINT)
-    placement = PLACEMENTS[comm.size]
-    plan = replace(plan, layers=max(plan.layers, placement.stages))
-    training = Training(comm, plan, placement, TEXT)
+    division = DIVISIONS[comm.size]
+    plan = replace(plan, layers=max(plan.layers, division.stages))
+    training = Training(comm, plan, division, TEXT)
     return training, trainer.train(training, course, report)
 
 
@@ -177,7 +178,7 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
     """Steps before may have been of another mesh, or on another machine."""
     times = [9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 1.0]
     past = History({n: 5.0 for n in range(7)}, dict(enumerate(times)), {7: 5.0})
-    training = Training(comm, PLAN, Placement(), TEXT)
+    training = Training(comm, PLAN, Division(), TEXT)
     checks = [Check("loss", 0.0, 1e-5), Check("gradient", 0.0, 1e-3)]
     for began, speed, said in ((4, 24.0, "24 tokens a second from step 4, where this run began"),
                                (7, np.nan, "No step was trained in this run")):
@@ -226,7 +227,7 @@ def test_a_training_goes_on_without_its_history(comm, tmp_path):
     for one in run(comm, course, stop_after=2):
         assert getattr(one, "steps", 3) == 3
     (tmp_path / "saved" / "history.jsonl").unlink()
-    training = Training(comm, PLAN, PLACEMENTS[1], TEXT)
+    training = Training(comm, PLAN, DIVISIONS[1], TEXT)
     outcome = trainer.train(training, course, lambda done, past: said.append(
         history.progress_line(done, past, 7, 24)))
     assert (outcome.began, sorted(outcome.history.losses)) == (3, [3, 4, 5, 6])
@@ -291,7 +292,7 @@ def test_a_wrong_gradient_is_refused(comm, monkeypatch, broken, factor):
 
 
 def test_float64_agrees_with_the_plain_model_closely(comm):
-    training = Training(comm, replace(PLAN, dtype="float64", tied=False), Placement(), TEXT)
+    training = Training(comm, replace(PLAN, dtype="float64", tied=False), Division(), TEXT)
     loss, *gradient = training.verify()
     assert loss.error < 1e-14 and all(check.error < 1e-6 for check in gradient)
     training.free()
@@ -318,7 +319,7 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     """
     cases = list_cases(comm.size)
     if comm.size > 2:
-        cases = [case for case in cases if case.ranks > 2 or case.placement.given().keys() <= {
+        cases = [case for case in cases if case.ranks > 2 or case.division.given().keys() <= {
             "scheme", "microbatches"}]
     found = check_meshes(comm, shared_tmp_path, monkeypatch, "float64", cases)
     assert comm.rank or sum("bits of" in check.quantity for check in found.checks) > 8
@@ -393,12 +394,12 @@ def test_families_are_what_must_be_equal_to_the_bit():
     cases = list_cases(8)
     reference = reference_of(cases)
     assert len({case.name for case in cases}) == len(cases) > 40
-    assert {case.placement.scheme for case in cases} == set(schemes.registry())
+    assert {case.division.scheme for case in cases} == set(schemes.registry())
     for case in cases:
-        one, first = case.placement, reference(case).placement
+        one, first = case.division, reference(case).division
         assert (one.data, one.shards, one.microbatches, one.scheme, one.grid) == (
             first.data, first.shards, first.microbatches, first.scheme, first.grid)
-    assert {case.placement.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
+    assert {case.division.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
     for wrong in (PLAN, replace(COMPARED, dtype="float16")):
         with pytest.raises(UsageError, match="sgd in float64 or float32 would do"):
             comparison.compare_meshes(None, wrong, TEXT)
@@ -443,17 +444,17 @@ def test_memory_is_that_of_a_dry_run(comm, monkeypatch):
     """With AdamW and clipping, in every stage of ZeRO, and on stages of a pipeline."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # shared memory is not Python's to count
     sizes = dict(layers=3, hidden=48, heads=4, batch=2 * comm.size, seq=16, steps=2)
-    meshes = [Placement(scheme="serial", data=comm.size, zero=zero, microbatches=2)
+    meshes = [Division(scheme="serial", data=comm.size, zero=zero, microbatches=2)
               for zero in range(4 if comm.size > 1 else 1)]
     if comm.size > 1:
-        meshes += [Placement(scheme="1d", grid=(comm.size,)), Placement(
+        meshes += [Division(scheme="1d", grid=(comm.size,)), Division(
             scheme="serial", stages=2, data=comm.size // 2, microbatches=2)]
-    for placement in meshes:
+    for division in meshes:
         plan = replace(PLAN, dropout=0.0, **sizes)
         gc.collect()    # the memory of one training is none of the next
-        training = Training(comm, plan, placement, TEXT)
+        training = Training(comm, plan, division, TEXT)
         trainer.train(training, COURSE)
         assert training.peak_bytes == expected_peak_bytes(
-            plan, placement, comm.size, comm.rank), placement
+            plan, division, comm.size, comm.rank), division
         training.free()
         del training

@@ -10,7 +10,7 @@ from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, record, trainer
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.meshes import list_cases
-from bench.experiments.training.plan import Placement, Plan
+from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
 from bench.records import run_file
@@ -19,6 +19,7 @@ from bench.reports.figures.training import meshes_picture
 from bench.reports.formats import render
 from bench.validation.files import check_file
 from bench.verbs import train
+from mm3d.config import Division
 from mm3d.model.experts import layer
 from mm3d.model.experts.spec import Experts
 
@@ -34,9 +35,9 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
     """Also divided among replicas, with dropped tokens; the verification leaves no trace."""
     experts = Experts(4, capacity=1.0, gate=gate, jitter=0.01, balance=0.1)
     plan = replace(PLAN, experts=experts)
-    placement = (Placement(data=2, grid=(2, 1, 1), expert_parallel=2) if comm.size > 1 else
-                 Placement(microbatches=2))
-    training = Training(comm, plan, placement, TEXT)
+    division = (Division(data=2, grid=(2, 1, 1), expert_parallel=2) if comm.size > 1 else
+                Division(microbatches=2))
+    training = Training(comm, plan, division, TEXT)
     before = training.model.state()
     checks = training.verify()
     assert len(checks) > 1
@@ -84,9 +85,9 @@ def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, monkeypatch
     gate that drops nothing, where replicas that divide experts exchange another number of rows in
     each step, these alone."""
     cases = [case for case in list_cases(8, experts)
-             if case.placement.expert_parallel > 1 and (divided or case.ranks > 2)
-             or case.placement.zero in (0, 3) and case.ranks > 2 and not divided
-             or case.placement.given().keys() <= {"scheme", "microbatches"}]
+             if case.division.expert_parallel > 1 and (divided or case.ranks > 2)
+             or case.division.zero in (0, 3) and case.ranks > 2 and not divided
+             or case.division.given().keys() <= {"scheme", "microbatches"}]
     assert len(cases) > (20 if divided else 35)
     monkeypatch.setattr(comparison, "list_cases", lambda *given: cases)
     found = compare_meshes(comm, shared_tmp_path, monkeypatch, experts)
@@ -109,7 +110,7 @@ def compare_meshes(comm, shared_tmp_path, monkeypatch, experts):
 
 
 def test_meshes_with_experts_have_equal_micro_batches():
-    assert {COMPARED.batch % case.placement.microbatches
+    assert {COMPARED.batch % case.division.microbatches
             for case in list_cases(8, Experts(4))} == {0}
 
 
@@ -134,7 +135,7 @@ def test_a_comparison_that_proves_nothing_is_refused():
 
 def test_a_wrong_balance_loss_is_not_trained(monkeypatch):
     plan = replace(PLAN, experts=Experts(4, balance=1.0))
-    training = Training(MPI.COMM_SELF, plan, Placement(), TEXT)
+    training = Training(MPI.COMM_SELF, plan, Division(), TEXT)
     right = layer.balance_loss
     monkeypatch.setattr(layer, "balance_loss",
                         lambda *given: (right(*given)[0], 1.01 * right(*given)[1]))
@@ -175,7 +176,7 @@ def test_every_option_of_experts_can_be_given(options, expected):
 def test_every_convention_is_verified(chosen):
     """Their balance losses, some with the number of layers; and what experts take."""
     experts = Experts(4, **{"capacity": 0.5, "balance": 0.5, **chosen})
-    training = Training(MPI.COMM_SELF, replace(PLAN, experts=experts), Placement(), TEXT)
+    training = Training(MPI.COMM_SELF, replace(PLAN, experts=experts), Division(), TEXT)
     assert all(check.passed for check in training.verify())
     training.free()
 

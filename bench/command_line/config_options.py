@@ -1,0 +1,72 @@
+"""Define options from the fields of `mm3d.config`, which say what they are, and read them."""
+
+import argparse
+from dataclasses import Field, fields
+from typing import Any, Callable, Iterable, Mapping
+
+from bench.command_line import options
+from bench.command_line.number_types import number, whole
+from mm3d.config import Division
+from mm3d.training.schedules import registry
+
+MESH = ("data", "shards", "zero", "stages", "schedule", "microbatches", "scheme", "grid",
+        "recompute", "backend")
+# What is read from text, and what a help adds.
+TYPES: dict[str, Callable[[str], Any]] = {
+    "grid": options.grid_sizes, "recompute": options.recompute}
+MORE = {"recompute": options.RECOMPUTE.partition(": ")[2], "schedule": ", ".join(registry())}
+LETTERS = {"stages": "P", "microbatches": "M", "grid": "XxYxZ", "recompute": "POLICY"}
+
+
+def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str],
+               defaults: Mapping[str, Any] = {}, said: Callable[[str], str] | None = None,
+               before: str = "") -> None:
+    """Add an option for each of some fields.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        The parser of a verb.
+    kind : type
+        The dataclass, one of `mm3d.config` or derived from one.
+    names : iterable of str
+        The fields.
+    defaults : mapping
+        Default values of options, where they are not those of the fields.
+    said : callable, optional
+        Returns for a name what the help says of its default.
+    before : str
+        What comes first in each help, such as when the options have an effect.
+    """
+    found = {one.name: one for one in fields(kind)}
+    for one in map(found.__getitem__, names):
+        default = defaults.get(one.name, one.default)
+        nothing = one.metadata.get("nothing", default)
+        ending = said(one.name) if said else f"default {nothing}"
+        about = ": ".join(filter(None, [one.metadata["about"], MORE.get(one.name)]))
+        parser.add_argument(f"--{one.name.replace('_', '-')}", default=default,
+                            help=f"{before}{about} ({ending})", **_values(one))
+
+
+def _values(one: Field) -> dict[str, Any]:
+    """Return how the values of an option are read, as arguments of ``add_argument``."""
+    if "choices" in one.metadata:
+        choices = one.metadata["choices"]
+        return {"choices": choices, "type": type(choices[0])}
+    letter = {"metavar": LETTERS.get(one.name, "NAME")}
+    if one.name in TYPES:
+        return letter | {"type": TYPES[one.name]}
+    if "least" in one.metadata:
+        return {"type": whole(one.metadata["least"]), "metavar": LETTERS.get(one.name, "N")}
+    return {"type": number(), "metavar": "X"} if isinstance(one.default, float) else letter
+
+
+def read(kind: type, arguments: argparse.Namespace, **more: Any) -> Any:
+    """Make a dataclass from the options that a verb has, and defaults for other fields."""
+    return kind(**{one.name: getattr(arguments, one.name) for one in fields(kind)
+                   if hasattr(arguments, one.name)} | more)
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say on which mesh a GPT is trained, and how ranks divide it."""
+    add_fields(parser, Division, MESH)

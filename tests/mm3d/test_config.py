@@ -1,0 +1,77 @@
+"""A configuration says what it is, builds the same model as keywords do, and survives a record."""
+from dataclasses import MISSING, fields, replace
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.config import Config, Division, Model
+from mm3d.tracing import dry_run
+
+MODEL = Model(layers=2, hidden=8, heads=2, batch=4, seq=6, vocab=16, seed=3, dtype="float64",
+              dropout=0.1)
+DIVISIONS = {1: Division(microbatches=2), 4: Division(data=2, stages=2, zero=1, microbatches=2),
+             8: Division(data=2, grid=(2, 2, 1), zero=3, recompute="full")}
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_a_config_builds_what_keywords_build(comm):
+    how = DIVISIONS[comm.size]
+    mesh = mm3d.Mesh(comm, data=how.data, stages=how.stages, grid=how.grid)
+    models = [Config(MODEL, how).build(comm),
+              mm3d.GPT(mesh, layers=2, hidden=8, heads=2, vocab=16, batch=4, seq=6, seed=3,
+                       dtype="float64", dropout=0.1, microbatches=how.microbatches,
+                       zero=how.zero, recompute=how.recompute)]
+    tokens = np.arange(24).reshape(4, 6) % 16
+    losses = []
+    for model in models:
+        model.dropout_step = 0
+        losses.append(model.step(tokens, tokens))
+    assert losses[0] == losses[1] > 0
+    first, second = (model.gradients() for model in models)
+    assert all(np.array_equal(a, second[name]) for name, a in first.items())
+    assert first and models[0].definition == models[1].definition
+    for model in models:
+        model.free()
+        model.mesh.free()
+
+
+def test_a_config_runs_dry():
+    config = Config(replace(MODEL, dropout=0.0), Division(data=4, stages=2, grid=(2, 2, 2)))
+    found = dry_run.trace(lambda comm, backend: config.on(backend).build(comm), 64, 63)
+    assert found.peak > 0
+
+
+def test_16_bits_have_masters():
+    assert [replace(MODEL, dtype=name).master for name in (
+        "float64", "float32", "float16", "bfloat16")] == [None, None, "float32", "float32"]
+
+
+@pytest.mark.parametrize("model", [
+    MODEL, replace(MODEL, tied=False), replace(MODEL, experts=mm3d.Experts(4, top=2)),
+    replace(MODEL, experts=mm3d.Experts(4, capacity=None, gate="mixtral"))])
+def test_a_model_is_read_from_its_settings(model):
+    settings = model.settings()
+    assert None not in settings.values()
+    assert Model.from_settings(settings) == model
+    assert Model.from_settings({name: np.asarray(value)[()] for name, value in settings.items()}
+                               ) == model    # as a file gives them
+
+
+def test_settings_that_are_missing_are_named():
+    settings = MODEL.settings()
+    del settings["hidden"]
+    with pytest.raises(KeyError, match="hidden"):
+        Model.from_settings(settings)
+
+
+@pytest.mark.parametrize("kind", [Model, Division])
+def test_each_field_says_what_it_is(kind):
+    for one in fields(kind):
+        assert one.metadata["about"].strip(". ") == one.metadata["about"], one.name
+        assert one.default is not MISSING or one.metadata["least"] == 1, one.name
+
+
+def test_a_division_is_named_by_what_it_divides():
+    assert str(DIVISIONS[4]) == "data 2, ZeRO 1, 2 stages 1f1b, 3d, 2 micro-batches"
+    assert DIVISIONS[8].given() == {"data": 2, "zero": 3, "grid": (2, 2, 1), "recompute": "full"}
