@@ -18,7 +18,7 @@ def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -
     problem : str or None
         This rank's problem; empty or None without one.
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which call this.
+        The ranks; each calls this.
     error : type of exception
         Its message is the problem of the first rank that has one.
     """
@@ -57,7 +57,7 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] 
     make : callable
         Its result stays on rank 0.
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which call this.
+        The ranks; each calls this.
     caught : type of exception
         Raised by `make` for problems to report; any other error ends the job.
     error : type of exception

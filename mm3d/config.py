@@ -142,7 +142,7 @@ class Config:
         Parameters
         ----------
         comm : mpi4py.MPI.Intracomm
-            All ranks, each of which calls this.
+            All ranks; each calls this.
         **more
             Further parameters of `mm3d.GPT`.
 

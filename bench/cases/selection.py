@@ -89,7 +89,7 @@ def _ranks_with_grid(table: str, scheme: str) -> list[int]:
 
 
 def _has_grid(scheme: str, ranks: int) -> bool:
-    """Return whether `scheme` has a grid of its own choice for so many ranks."""
+    """Return whether `scheme` chooses a grid for `ranks` ranks."""
     try:
         find_scheme(scheme).default_grid(ranks)
     except ValueError:

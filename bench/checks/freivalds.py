@@ -23,7 +23,7 @@ EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float1
 
 @dataclass(frozen=True)
 class DistributedMatrix:
-    """A matrix of which every element lies on exactly one rank.
+    """A matrix whose every element lies on exactly one rank.
 
     Attributes
     ----------

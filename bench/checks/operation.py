@@ -85,11 +85,11 @@ def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int
     name : str
         Name of the product in messages and in the record.
     matrices : tuple of Array
-        A, B and C, each of which lies whole on this rank.
+        A, B and C, each whole on this rank.
     seed : int
         Seed of the random vector and of the choice of rows.
     comm : mpi4py.MPI.Intracomm
-        The ranks, each of which checks a product of its own.
+        The ranks; each checks a product of its own.
     eps : float, optional
         Relative rounding error of the factors; that of C's dtype unless given.
 

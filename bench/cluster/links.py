@@ -32,12 +32,12 @@ class Refused(Exception):
 
 
 def burst_frames(link: float) -> int:
-    """Return the whole frames that pass at once after a pause, of a link of so many bit/s."""
+    """Return the whole frames that pass at once after a pause, of a link of `link` bit/s."""
     return min(max(int(link / 8 * BURST_SECONDS / FRAME), LEAST_FRAMES), MOST_FRAMES)
 
 
 def bucket_bytes(link: float) -> int:
-    """Return the bytes of a bucket that takes the largest packet, of a link of so many bit/s."""
+    """Return the bytes of a bucket that takes the largest packet, of a link of `link` bit/s."""
     return burst_frames(link) * FRAME + SPARE + round(link / 8 * ROUNDING)
 
 

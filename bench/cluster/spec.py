@@ -147,7 +147,7 @@ def parse_unit(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def format_unit(value: float, units: Mapping[str, float], space: str = "") -> str:
-    """Return a number in the largest unit of which it has at least one: "200Mbit"."""
+    """Return a number in its largest whole unit: "200Mbit"."""
     fitting = [unit for unit, size in units.items() if value >= size * (1 - 1e-9)]
     unit = fitting[-1] if fitting else next(iter(units))
     return f"{value / units[unit]:.6g}{space}{unit}"

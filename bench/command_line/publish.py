@@ -23,7 +23,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     name : str
         The beginning of the file's name.
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which call this.
+        The ranks; each calls this.
     table : callable, optional
         Formats the record; called on rank 0 alone.
 

@@ -39,7 +39,7 @@ def release_heap() -> None:
 
 
 def _meminfo_bytes(name: str) -> int | None:
-    """Read one of the numbers of ``/proc/meminfo``; None where there is none of this name."""
+    """Read one of the numbers of ``/proc/meminfo``; None if it is missing."""
     for line in MEMINFO.read_text(encoding="ascii").splitlines() if MEMINFO.exists() else ():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])

@@ -58,7 +58,7 @@ def machine_slug() -> str:
 
 
 def slug_of(model: str, cores: int) -> str:
-    """Return a folder name for a machine with this `cpu_model` and so many cores."""
+    """Return a folder name for a machine with this `model` and `cores` cores."""
     short = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", model, flags=re.IGNORECASE)
     words = re.findall(r"[a-z0-9]+", short.lower())
     return "-".join([*words, str(cores), "cores"])

@@ -53,7 +53,7 @@ class Footprint:
 
 
 def _status(name: str) -> float:
-    """Read a line of the system's status of this process, in bytes; NaN where there is none."""
+    """Read a line of the system's status of this process, in bytes; NaN if it is missing."""
     lines = os.fsdecode(STATUS.read_bytes()).splitlines() if STATUS.exists() else []
     found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return 1024.0 * int(found[0]) if found else math.nan

@@ -23,9 +23,9 @@ SIZE = 512          # of the square matrices: larger ones reach no higher rate
 TIMES = 6           # least size of the sum's arrays together, over that of a node's caches
 LEAST = 192 << 20   # least bytes of the arrays, also where the system lists no caches
 ON_DEVICE = 768 << 20    # bytes of each rank's arrays on a device, several times its cache
-PART = 8            # the arrays take at most one part in so many of the node's memory
+PART = 8            # the arrays take at most 1 / PART of the node's memory
 SAMPLE = 0.02       # least seconds of a sample
-ROUNDS = 5          # samples, the best of which counts
+ROUNDS = 5          # samples; the best counts
 
 
 def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:

@@ -18,7 +18,7 @@ from mm3d.transport.nodes import physical_node
 
 SIZES = tuple(2 ** power for power in (16, 18, 20, 22, 24, 26))    # bytes of a message
 ENOUGH = 0.02       # seconds of an exchange, beside which delays in programs hardly count
-REPETITIONS = 2     # of each exchange, of which the faster counts
+REPETITIONS = 2     # of each exchange; the faster counts
 SLOW = 3.0          # times slower than the median of all nodes: a slow node
 
 

@@ -186,7 +186,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.block or sys.maxsize
 
     def cores_shared_by(self, ranks: int) -> int:
-        """Return the number of cores that all of so many ranks share; 0 if that is not known."""
+        """Return the number of cores that `ranks` ranks share; 0 if that is not known."""
         return self.cores if ranks == self.measured_ranks else 0
 
     def matches_transport(self, transport: str) -> bool:
@@ -206,7 +206,7 @@ def check_cluster(machine: Machine, name: str) -> None:
     Parameters
     ----------
     machine : Machine
-        The machine; one of which nothing was measured is not refused.
+        The machine; unmeasured ones are accepted.
     name : str
         The value of ``--machine``.
 

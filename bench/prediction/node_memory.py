@@ -59,7 +59,7 @@ class MemoryNeed:
 
 
 def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
-    """List the nodes of a job; the same on every rank, each of which must call this.
+    """List the nodes of a job; the same on every rank; each must call this.
 
     Parameters
     ----------

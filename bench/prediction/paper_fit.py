@@ -177,7 +177,7 @@ class Outcome:
     rows : list of RowTerms
         All rows.
     fit : Fit
-        The fit to the rows of which `chosen` has the numbers, every other one.
+        The fit to the rows numbered in `chosen`.
     left_out : list of float
         Error of each row, predicted by a fit to all other rows.
     by_layers : dict of int to float

@@ -58,7 +58,7 @@ def timed(name: str, pipeline: Pipeline) -> Timeline:
     Raises
     ------
     UsageError
-        When the name is unknown, or there is no such schedule of so many ranks and micro-batches.
+        When the name is unknown, or the schedule cannot have these ranks and micro-batches.
     """
     conditions: dict[str, Any] = {"times": pipeline.stage_times(pipeline.ranks),
                                   "memory": pipeline.memory, "kept": pipeline.kept}

@@ -65,7 +65,7 @@ def work_scale(machine: Machine, cluster: Cluster) -> float:
 
 
 def link_bytes(link: float) -> float:
-    """Return the bytes of messages that a link of so many bit/s carries in a second."""
+    """Return the bytes of messages that a link of `link` bit/s carries in a second."""
     return PAYLOAD * link / 8
 
 

@@ -45,7 +45,7 @@ class Backend:
     host_buffers : bool
         Whether MPI may read and write the arrays in place.
     has_device : bool
-        Whether the arrays are in the memory of a device, of which a node may have several.
+        Whether the arrays are in the memory of a device; a node may have several.
     kernels : object or None
         The library's own versions of functions of `mm3d.model.functional`, under the same names,
         for arrays of the types in its `dtypes`; other arrays use the readable functions.

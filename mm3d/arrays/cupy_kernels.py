@@ -140,7 +140,7 @@ class GpuKernels:
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:
         x, (rows, cols), kind = self.library.contiguous(x), _matrix_shape(x), self._sum_type(x)
         rstd = self.library.empty((*x.shape[:-1], 1), kind)
-        if cols == features > 1:    # whole rows, of which no other rank has a part
+        if cols == features > 1:    # whole rows: no other rank has a part
             return self._compute_into(out, lambda y: self._launch(
                 "norm_forward", x, (rows,), x, y, rstd, kind(features), kind(eps),
                 np.int64(cols))), rstd

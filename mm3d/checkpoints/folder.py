@@ -33,7 +33,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return what is in a folder, sorted; nothing where there is none."""
+    """Return what is in a folder, sorted; nothing if it is missing."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:

@@ -35,7 +35,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     step : int, optional
         The step that the checkpoint is named after; by default the optimizer's.
     keep : int
-        Checkpoints of the last so many steps are left, the others removed.
+        How many of the newest checkpoints are left; older ones are removed.
     **attributes
         Further numbers and texts, the same on every rank, which `restore` returns.
 

@@ -63,7 +63,7 @@ class Layout:
         dims, at, diagonal = spec.partition("@")
         self.spec, self.units = spec, dict(units or {})
         self.dims = tuple(dims.replace("0", "").split(","))
-        self.faces = frozenset(re.findall("([a-z])0", dims))    # of which one rank holds all
+        self.faces = frozenset(re.findall("([a-z])0", dims))    # one rank holds all of them
         self.diagonal = diagonal or None
         letters = "".join(self.dims) + diagonal
         if len(set(letters)) != len(letters) or (at and (len(diagonal) != 1 or not self.letters)):

@@ -22,7 +22,7 @@ TRANSPORTS = {
     "nccl": "nccl.NcclTransport"}
 HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")
 DEVICE_TRANSPORTS = ("device", "staged", "nccl")
-IN_NODES = ("shared", "hierarchical")    # of which lines inside a node share memory
+IN_NODES = ("shared", "hierarchical")    # lines inside a node share memory
 LEAST_NODES = 3    # of a chain: of two nodes, MPI's tree is one
 
 
@@ -156,7 +156,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
 
 def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: str,
                       node: int, ordered: bool) -> MpiTransport:
-    """Create the transport between the ranks of one line, all of which call it."""
+    """Create the transport between the ranks of one line; each calls it."""
     if isinstance(line, DryCommunicator):
         return transport_class("silent")(line, backend, ordered)
     if kind in DEVICE_TRANSPORTS and line.size > 1:

@@ -1,4 +1,4 @@
-"""Create communicators, of which an MPI library has a few thousand at most."""
+"""Create communicators: an MPI library has a few thousand at most."""
 
 from typing import Any, Callable
 

@@ -163,7 +163,7 @@ class Lane:
 
 
 def _receive(request: MPI.Request, length: int) -> None:
-    """Wait for a message of so many bytes."""
+    """Wait for a message of `length` bytes."""
     status = MPI.Status()
     request.Wait(status)
     _check_length(status, length)

@@ -31,7 +31,7 @@ class PointToPoint:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which create this.  Its messages use a duplicate.
+        The ranks; each creates this.  Its messages use a duplicate.
     backend : Backend
         The backend of the arrays.
     synchronous : bool

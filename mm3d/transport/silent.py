@@ -10,7 +10,7 @@ from mm3d.transport.pending import Pending
 
 
 class DryCommunicator:
-    """Stand in for a communicator of which only this rank exists.
+    """Stand in for a communicator whose other ranks do not exist.
 
     A mesh or a grid on it has all its directions, coordinates and blocks, and collectives and
     messages that move nothing.  Received values are undefined, so it is for arrays without

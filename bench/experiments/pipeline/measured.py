@@ -44,7 +44,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     Parameters
     ----------
     mesh : Mesh
-        The ranks, all of which call this.
+        The ranks; each calls this.
     case : PipelineCase
         What is measured.
     limits : Limits

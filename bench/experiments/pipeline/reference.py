@@ -78,7 +78,7 @@ class TorchPipeline:
     python : str
         An interpreter that has PyTorch.
     mesh : Mesh
-        The ranks, all of which make it; each starts one of PyTorch's.
+        The ranks; each makes it, and starts one of PyTorch's.
     case : PipelineCase
         What is measured.
     subject : LayersSubject or WaitingSubject

@@ -117,7 +117,7 @@ class LayersSubject:
     Parameters
     ----------
     mesh : Mesh
-        The ranks, all of which make it.
+        The ranks; each makes it.
     case : PipelineCase
         What is measured.
     actions : ActionTimes

@@ -77,7 +77,7 @@ class OperationCounter(Observer):
 
 def usable_products(ranks: int, names: Sequence[str] | None = None
                     ) -> tuple[dict[str, GridShape], dict[str, str]]:
-    """Return the grid of each product on so many ranks, and why the others have none."""
+    """Return the grid of each product on `ranks` ranks, and why the others have none."""
     grids, missing = {}, {}
     for name in names or schemes_with_products():
         cls = find_product(name)

@@ -37,7 +37,7 @@ class TorchProcesses:
     arrays : mapping of str to ndarray, or None
         The arrays of this rank's process; None for those of rank 0's.
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which create it, on one node.
+        The ranks, on one node; each creates it.
     what : str
         What is done, for the message that it cannot be.
     ranks : int

@@ -33,7 +33,7 @@ Product = tuple[int, int, int, bool, bool, int]
 
 def product_seconds(products: Sequence[Product], make: Callable[[int, int], Any],
                     multiply: Callable[[Any, Any, Any], object]) -> float:
-    """Return the seconds of all products, each of which is timed alone.
+    """Return the seconds of all products, each timed alone.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which call this; a mesh of fewer takes the first of them.
+        The ranks; each calls this; a mesh of fewer takes the first of them.
     plan : Plan
         What is trained: few steps of SGD in float64 or float32.
     text : Text

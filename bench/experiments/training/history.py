@@ -22,7 +22,7 @@ from bench.records.measurements import Setting
 
 NAME = "history.jsonl"
 RECENT = 20    # steps of whose times progress prints the speed
-COLLAPSED = 0.75    # entropy of utilisation of which progress warns: half of 8 experts have 0.67
+COLLAPSED = 0.75    # progress warns below this entropy of utilisation: half of 8 experts have 0.67
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class History:
     losses, seconds : dict of int to float
         Loss, and seconds of the slowest rank, of each step.
     validation : dict of int to float
-        Loss of the held-out text after so many steps.
+        Loss of the held-out text after each of some numbers of steps.
     entropy, dropped : dict of int to float
         Of a model with experts: the least entropy of utilisation of any layer in each step, 1
         for equal shares; and the share of (token, choice) pairs that were dropped.

@@ -47,7 +47,7 @@ class Case:
 
 
 def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
-    """List the cases that need at most so many ranks, serial first.
+    """List the cases that need at most `ranks` ranks, serial first.
 
     With experts there are also meshes that divide them, and one rank with each number of
     micro-batches, since tokens of other micro-batches are routed apart.

@@ -34,7 +34,7 @@ class MeasuredTraining:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which create it.
+        The ranks; each creates it.
     case, division : Model, Division
         What is trained, and where.
 
@@ -70,7 +70,7 @@ class MeasuredTraining:
         return found
 
     def trace(self, clock: Clock) -> np.ndarray:
-        """Take steps of which the parts are timed; return seconds, (steps, `PARTS`), here."""
+        """Take steps and time their parts; return seconds, (steps, `PARTS`), here."""
         grid, found = self.mesh.scheme.grid, np.zeros((TRACED, len(PARTS)))
         recorder = Recorder(grid.backend, clock.now)
         recorder.kinds = (Gemm, Collective)

@@ -77,7 +77,7 @@ class Training:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which create it.
+        The ranks; each creates it.
     plan, division : Plan, Division
         What is trained, and where.
     text : Text

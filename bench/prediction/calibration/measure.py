@@ -133,7 +133,7 @@ def check_memory(ranks: int) -> int:
     Raises
     ------
     UsageError
-        When they are unknown, or too few for so many ranks.
+        When they are unknown, or too few for the ranks.
     """
     memory = total_memory()
     if memory is None:

@@ -174,7 +174,7 @@ def divided_shape(length: int, pieces: bool) -> tuple[int, ...]:
 
 
 def bytes_that_fit(ranks: int) -> list[int]:
-    """List the `BYTES` of arrays of which all ranks of this machine can hold several."""
+    """List the `BYTES` of arrays that fit several times into the memory of all ranks here."""
     memory = total_memory() or math.inf
     return [n for n in BYTES if n * ranks <= MEMORY * memory]
 

@@ -91,7 +91,7 @@ class SchemeOnGrid:
 
 def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printed | None]]
                  ) -> tuple[list[SchemeOnGrid], list[str]]:
-    """Give each scheme its own grid of so many ranks.
+    """Give each scheme its own grid of `ranks` ranks.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[PairCosts], list[str
     Returns
     -------
     list of PairCosts, list of str
-        The costs, and why a scheme has no grid of so many ranks.
+        The costs, and why a scheme has no grid of `ranks` ranks.
     """
     chosen, missing = choose_grids(ranks, PRINTED)
     return [PairCosts(str(one), one.grid, count_pair(one.name, one.grid, sizes, one.options),
