@@ -108,15 +108,8 @@ class PipelineModel:
         Raises
         ------
         ValueError
-            When the model cannot be divided so, or into micro-batches of equal length, which one
-            trace can stand for; or for experts that are not predicted so.
+            When the model cannot be divided so; or for experts that are not predicted so.
         """
-        batch, count = self.sizes.batch, self.schedule.microbatches
-        if batch % count:
-            near = [batch // count * count, batch // count * count + count]
-            raise ValueError(f"a batch of {batch} sequences cannot be divided among {count} "
-                             f"micro-batches of equal length, which predictions need: "
-                             f"{' or '.join(str(one) for one in near if one)} would do")
         found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,
                               self.schedule.microbatches)
         if self.experts:

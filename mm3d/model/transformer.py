@@ -80,9 +80,6 @@ class Transformer:
     initial_values : callable
         Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
         those above.
-    like : Transformer, optional
-        A model that differs in `batch` alone and has no experts: this one has its parameters, the
-        same objects, and draws none.
 
     Raises
     ------
@@ -117,8 +114,7 @@ class Transformer:
                  initial_values: InitialValues = varied_values,
                  parameter: Callable[..., Parameter] = Parameter,
                  experts: ExpertOptions | None = None,
-                 expert_ranks: ExpertRanks | None = None,
-                 like: "Transformer | None" = None) -> None:
+                 expert_ranks: ExpertRanks | None = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         with same_arguments(scheme.grid.comm, "Transformer") as given:
             given |= dict(sizes) | {
@@ -147,7 +143,7 @@ class Transformer:
         self.builder = builder = Builder(
             scheme, self.outer, self.inner, self.library_dtype(self.dtype),
             self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter,
-            expert_ranks, like and like.builder)
+            expert_ranks)
         self.routings: Routings = builder.routings
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
@@ -160,7 +156,7 @@ class Transformer:
         self.definition = define_transformer(sizes, causal, dropout, experts, self.dtype, seed,
                                              describe)
         self.comm = self.grid.comm
-        for p in self.parameters if like is None else ():
+        for p in self.parameters:
             draw_parameter(p, seed, initial_values)
 
     @property
