@@ -101,8 +101,8 @@ class Transformer:
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     mask_key : MaskKey
-        Key of the masks of dropout, and of jitter.  Set its `place` before each forward, without
-        which there is neither; backward uses that of its own forward, and leaves it there.
+        Key of the masks of dropout.  Set its `place` before each forward, without which nothing
+        is dropped; backward uses that of its own forward, and leaves it there.
     routings : Routings
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
@@ -135,7 +135,7 @@ class Transformer:
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.dropout, self.mask_key = dropout, MaskKey(seed)
-        self._keyed = bool(dropout or experts and experts.jitter)
+        self._keyed = bool(dropout)
         more = {"dropout": dropout} if dropout else {}
         if experts is not None:
             more["experts"] = experts

@@ -69,7 +69,7 @@ class GPT(PlainNumbers):
         Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
-        expert_parallel, expert_way.
+        expert_parallel.
 
     Attributes
     ----------
@@ -201,7 +201,7 @@ class GPT(PlainNumbers):
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss alone; parameters and errors as of `step`.
 
-        There is no dropout, no jitter, and no loss of routers in it.
+        There is no dropout, and no loss of routers in it.
         """
         with same_arguments(self.comm, "evaluate") as given:
             tokens, targets, count = self._checked(tokens, targets, given)

@@ -62,9 +62,6 @@ class Pipeline:
     expert_parallel : int
         Number of neighbouring replicas among which experts are divided, a divisor of that of all;
         with 1 every replica has all experts.
-    expert_way : {"fewest", "exchange", "gather"}
-        How rows come to divided experts: what moves fewer words, or one way always, see
-        `mm3d.model.experts.dispatch`.
     **options
         Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute, dropout.
 
@@ -104,12 +101,12 @@ class Pipeline:
                  around: Callable[[Action], ContextManager] | None = None,
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
                  in_flight: int = 0, experts: ExpertOptions | None = None,
-                 expert_parallel: int = 1, expert_way: str = "fewest", **options: Any) -> None:
+                 expert_parallel: int = 1, **options: Any) -> None:
         with same_arguments(mesh.comm, "Pipeline") as given:
             given |= options | {
                 "layers": layers, "hidden": hidden, "heads": heads, "batch": batch, "seq": seq,
                 "microbatches": microbatches, "zero": zero, "in_flight": in_flight,
-                "experts": experts, "expert_parallel": expert_parallel, "expert_way": expert_way,
+                "experts": experts, "expert_parallel": expert_parallel,
                 "synchronous": synchronous, "schedule": schedule}
             check_zero(zero)
             check_in_flight(in_flight)
@@ -123,7 +120,7 @@ class Pipeline:
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
                                    mesh.shape["d"], experts is not None)
         check_experts(experts, expert_parallel, mesh.shape["d"],
-                      batch // schedule.microbatches * seq, expert_way)
+                      batch // schedule.microbatches * seq)
         self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
                                 experts is not None)[mesh.replica]
         self.data, self.data_grids = None, []
@@ -135,7 +132,7 @@ class Pipeline:
             self.data_grids.append(mesh.data_grid.with_experts(expert_parallel))
         if experts is not None:
             options |= {"experts": experts, "expert_ranks": expert_ranks(
-                self.data, self.data_grids[-1] if self.data else None, expert_way,
+                self.data, self.data_grids[-1] if self.data else None,
                 batch // schedule.microbatches)}
         length = self.rows[0].stop - self.rows[0].start
         self.chunks = [Transformer(mesh.scheme, **replace(sizes, batch=length), **options,
@@ -143,7 +140,7 @@ class Pipeline:
                        for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
-        keyed = bool(options.get("dropout") or experts and experts.jitter)
+        keyed = bool(options.get("dropout"))
         self.dropout_step: int | None = 0 if keyed else None
         if keyed:
             around = self._placing_masks(around)
@@ -205,7 +202,7 @@ class Pipeline:
                 output: Callable[[int, Array], Any]) -> None:
         """Compute forward alone of all micro-batches, and save nothing; every rank must call it.
 
-        Nothing is dropped, routers have no jitter, and routings are not counted.
+        Nothing is dropped, and routings are not counted.
 
         Parameters
         ----------

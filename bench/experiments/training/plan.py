@@ -77,7 +77,7 @@ class Plan:
                  if one.default is not MISSING else int(settings[one.name])
                  for one in fields(cls) if one.name != "experts"}
         of_experts = {name.removeprefix(PREFIX): value for name, value in settings.items()
-                      if name.startswith(PREFIX)}
+                      if name.startswith(PREFIX) and name != f"{PREFIX}jitter"}    # in old files
         if of_experts:    # what is None is not recorded
             found["experts"] = Experts(**{"capacity": None, **of_experts})
         return cls(**found)
