@@ -68,8 +68,8 @@ class Model:
         found = {one.name: type(one.default)(settings[one.name])
                  if one.default is not MISSING else int(settings[one.name])
                  for one in fields(cls) if one.name in settings or one.default is MISSING}
-        of_experts = {name.removeprefix(PREFIX): value for name, value in settings.items()
-                      if name.startswith(PREFIX)}
+        of_experts = {one.name: settings[PREFIX + one.name] for one in fields(Experts)
+                      if PREFIX + one.name in settings}
         if of_experts:
             found["experts"] = Experts(**{"capacity": None, **of_experts})
         return cls(**found)

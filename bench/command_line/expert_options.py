@@ -7,7 +7,6 @@ from typing import Any
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError
-from mm3d.model.experts.shared import WAYS
 from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
 from mm3d.model.experts.spec import Experts
 
@@ -16,7 +15,7 @@ GATE = "mixtral"    # by default
 CHOICE = {name: name for name in ("top", "capacity", "gate", "convention", "min_capacity",
                                   "order")}
 LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z",
-          "jitter": "jitter", "bias_rate": "bias_rate"}
+          "bias_rate": "bias_rate"}
 
 
 def add_choice(parser: argparse.ArgumentParser, capacity: float | None,
@@ -55,7 +54,6 @@ def add_layers(parser: argparse.ArgumentParser, top: str = "--top") -> None:
     for name, default, about in (
             ("balance", Experts.balance, "coefficient of the balance loss"),
             ("z-loss", Experts.z, "coefficient of the router's z-loss"),
-            ("jitter", Experts.jitter, "largest relative change of the router's input, at random"),
             ("bias-rate", Experts.bias_rate, "by how much a step changes the bias of --gate "
                                              "sigmoid-bias")):
         parser.add_argument(f"--{name}", type=number(), metavar="X",
@@ -73,9 +71,6 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model with experts whose routing is assumed, as it is not run."""
     add_layers(parser)
     add_expert_parallel(parser)
-    parser.add_argument("--expert-way", choices=WAYS, default="fewest", help=(
-        "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
-        "fewer words (default fewest)"))
 
 
 def read_capacity(text: str) -> float:

@@ -60,7 +60,7 @@ class PipelineModel:
         As for `mm3d.Pipeline`.
     experts : ExpertOptions or None
         The options of the model's experts, of which all get equally many tokens.
-    expert_parallel, expert_way
+    expert_parallel : int
         As for `mm3d.Pipeline`.
     """
 
@@ -77,7 +77,6 @@ class PipelineModel:
     shards: int | None = None
     experts: ExpertOptions | None = None
     expert_parallel: int = 1
-    expert_way: str = "fewest"
 
     @property
     def places(self) -> int:
@@ -108,15 +107,8 @@ class PipelineModel:
         Raises
         ------
         ValueError
-            When the model cannot be divided so, or into micro-batches of equal length, which one
-            trace can stand for; or for experts that are not predicted so.
+            When the model cannot be divided so; or for experts that are not predicted so.
         """
-        batch, count = self.sizes.batch, self.schedule.microbatches
-        if batch % count:
-            near = [batch // count * count, batch // count * count + count]
-            raise ValueError(f"a batch of {batch} sequences cannot be divided among {count} "
-                             f"micro-batches of equal length, which predictions need: "
-                             f"{' or '.join(str(one) for one in near if one)} would do")
         found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,
                               self.schedule.microbatches)
         if self.experts:
@@ -148,7 +140,7 @@ class PipelineModel:
         return mm3d.Pipeline(
             mesh, schedule, **sizes, dtype=self.dtype, master=master, zero=self.zero,
             causal=self.causal, recompute=self.recompute, experts=self.experts,
-            expert_parallel=self.expert_parallel, expert_way=self.expert_way)
+            expert_parallel=self.expert_parallel)
 
     def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
               block: int = sys.maxsize, sums: bool = True, extrapolates: bool = True) -> Trace:

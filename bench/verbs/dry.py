@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         planned["trace_of"] = lambda plan, rank, block: PipelineModel(
             build("gpipe", 1, 1), plan.scheme, (plan.grid,), sizes, arguments.dtype,
             arguments.recompute, experts=experts, data=arguments.data or 1,
-            expert_parallel=arguments.expert_parallel, expert_way=arguments.expert_way,
+            expert_parallel=arguments.expert_parallel,
         ).trace(sizes["layers"], rank, block=block, sums=False)
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
                               arguments.dtype, sizes, arguments.recompute, **planned)
@@ -167,7 +167,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, sizes, causal=arguments.causal,
         options=tuple(_scheme_options(arguments).items()), experts=experts,
-        expert_parallel=arguments.expert_parallel, expert_way=arguments.expert_way)
+        expert_parallel=arguments.expert_parallel)
     replica, place = divmod(arguments.rank, arguments.ranks)
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
@@ -243,8 +243,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
         model = PipelineModel(
             build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
             sizes, arguments.dtype, arguments.recompute, arguments.causal, tuple(asked.items()),
-            data, experts=experts, expert_parallel=arguments.expert_parallel,
-            expert_way=arguments.expert_way)
+            data, experts=experts, expert_parallel=arguments.expert_parallel)
         replica, place = divmod(arguments.rank, arguments.ranks)
         return model.trace(sizes.layers, place, 0, replica, block, sums=False,
                            extrapolates=not arguments.all_layers)

@@ -9,7 +9,6 @@ from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, Subject, make_mesh
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import format_record
-from mm3d.model.experts.shared import WAYS
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -31,9 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-parallel", type=options.whole(1), metavar="N", help=(
         "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
         "(default --data)"))
-    parser.add_argument("--way", choices=WAYS, default="fewest", help=(
-        "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
-        "fewer words (default fewest)"))
     options.add_dtype(parser)
     parser.add_argument("--scheme", default="1d", metavar="NAME",
                         help="parallelism of each replica (default 1d)")
@@ -48,8 +44,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = measuring.limits_of(arguments)
     chosen = expert_options.experts_from(arguments, None, every=1)
     case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
-                       arguments.batch, arguments.seq, arguments.dtype, arguments.seed,
-                       arguments.way)
+                       arguments.batch, arguments.seq, arguments.dtype, arguments.seed)
     words = 2 * case.hidden * (4 * chosen.count * case.wide + case.batch * case.seq)
     measuring.check_memory(words, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)

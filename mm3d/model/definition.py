@@ -41,7 +41,7 @@ def define_transformer(sizes: ModelSizes, causal: bool, dropout: float,
     described = getattr(describe, "func", describe)    # a part of the layers of a pipeline
     training = {"dtype": dtype, "dropout": dropout,
                 "described_by": text_of(described)}
-    if dropout or experts and experts.jitter:
+    if dropout:
         training["mask_seed"] = seed
     found = Definition({}, {}).extended(function, training)
     return found if experts is None else found.extended(*_define_experts(experts))
@@ -51,8 +51,9 @@ def _define_experts(experts: ExpertOptions) -> tuple[dict[str, Any], dict[str, A
     """Return what experts add to a definition."""
     function = {"count": experts.count, "top": experts.top, "every": experts.every,
                 "gate": experts.gate, "capacity": experts.capacity}
-    training = {"balance": experts.balance, "z": experts.z, "jitter": experts.jitter,
-                "bias_rate": experts.bias_rate, "convention": experts.convention}
+    training = {"balance": experts.balance, "z": experts.z, "bias_rate": experts.bias_rate,
+                "convention": experts.convention,
+                "jitter": 0.0}    # of the router's input: earlier checkpoints state it
     if experts.capacity is not None:    # which these say how to count
         function |= {"convention": training.pop("convention"), "order": experts.dropping_order,
                      "min_capacity": experts.least_capacity}

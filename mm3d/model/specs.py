@@ -67,9 +67,6 @@ class Builder:
         replicas of the model divide.
     expert_ranks : ExpertRanks, optional
         Ranks outside the grid that tokens and experts are divided among; by default none.
-    like : Builder, optional
-        Another builder, whose parameters are used again where names are the same: for layers of
-        one model that compute with another number of sequences.
 
     Attributes
     ----------
@@ -81,12 +78,11 @@ class Builder:
                  master: Any = None, first_layer: int = 0,
                  mask_key: MaskKey | None = None,
                  parameter: Callable[..., Parameter] = Parameter,
-                 expert_ranks: ExpertRanks | None = None, like: "Builder | None" = None) -> None:
+                 expert_ranks: ExpertRanks | None = None) -> None:
         self.expert_ranks, self.routings = expert_ranks or ExpertRanks(), Routings()
         self.scheme, self.outer, self.inner, self.mask_key = scheme, outer, inner, mask_key
         self.dtype, self.master, self.parameter = dtype, master, parameter
         self._prefix, self._numbers, self._built = "", Counter(layers=first_layer), {}
-        self._made: dict[str, Any] = like._made if like else {}
 
     def build_layers(self, specs: Iterable["Spec"]) -> list[Layer]:
         """Build the layers of `specs`, in order."""
@@ -99,14 +95,8 @@ class Builder:
         `name` is the full name, such as "layers.0.mlp.up.weight"; `gathered_along` says how a
         weight that products gather is divided.
         """
-        return self.make_once(name, lambda: self.parameter(
-            name, self.scheme.grid, layout, shape, self.dtype, gathered_along, self.master))
-
-    def make_once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned the first time, here or in the builder that this is like."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        return self.parameter(name, self.scheme.grid, layout, shape, self.dtype, gathered_along,
+                              self.master)
 
     def full_name(self, name: str) -> str:
         """Return the name in the model of the layer called `name` in the current block."""

@@ -131,8 +131,7 @@ class HeadSpec(LayerSpec):
                 f"{name}.weight", product.weight, shape, product.gathered_along))
         product = scheme.product(inner, outer, shape, (1, 1))
         try:
-            table = builder.find_layer("embedding").weight
-            weight = builder.make_once(f"tied {table.name}", lambda: TiedWeight(table))
+            weight = TiedWeight(builder.find_layer("embedding").weight)
         except KeyError:    # it is on another stage
             weight = builder.create_parameter("embedding.weight", product.weight, shape,
                                               product.gathered_along)

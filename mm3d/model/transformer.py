@@ -80,9 +80,6 @@ class Transformer:
     initial_values : callable
         Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
         those above.
-    like : Transformer, optional
-        A model that differs in `batch` alone and has no experts: this one has its parameters, the
-        same objects, and draws none.
 
     Raises
     ------
@@ -104,8 +101,8 @@ class Transformer:
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     mask_key : MaskKey
-        Key of the masks of dropout, and of jitter.  Set its `place` before each forward, without
-        which there is neither; backward uses that of its own forward, and leaves it there.
+        Key of the masks of dropout.  Set its `place` before each forward, without which nothing
+        is dropped; backward uses that of its own forward, and leaves it there.
     routings : Routings
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
@@ -117,8 +114,7 @@ class Transformer:
                  initial_values: InitialValues = varied_values,
                  parameter: Callable[..., Parameter] = Parameter,
                  experts: ExpertOptions | None = None,
-                 expert_ranks: ExpertRanks | None = None,
-                 like: "Transformer | None" = None) -> None:
+                 expert_ranks: ExpertRanks | None = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         with same_arguments(scheme.grid.comm, "Transformer") as given:
             given |= dict(sizes) | {
@@ -139,7 +135,7 @@ class Transformer:
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.dropout, self.mask_key = dropout, MaskKey(seed)
-        self._keyed = bool(dropout or experts and experts.jitter)
+        self._keyed = bool(dropout)
         more = {"dropout": dropout} if dropout else {}
         if experts is not None:
             more["experts"] = experts
@@ -147,7 +143,7 @@ class Transformer:
         self.builder = builder = Builder(
             scheme, self.outer, self.inner, self.library_dtype(self.dtype),
             self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter,
-            expert_ranks, like and like.builder)
+            expert_ranks)
         self.routings: Routings = builder.routings
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
@@ -160,7 +156,7 @@ class Transformer:
         self.definition = define_transformer(sizes, causal, dropout, experts, self.dtype, seed,
                                              describe)
         self.comm = self.grid.comm
-        for p in self.parameters if like is None else ():
+        for p in self.parameters:
             draw_parameter(p, seed, initial_values)
 
     @property

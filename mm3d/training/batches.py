@@ -57,41 +57,29 @@ def divide_rows(batch: int, data: int, microbatches: int,
                 together: bool = False) -> list[list[slice]]:
     """Return the sequences of each replica's micro-batches, after checking their number.
 
-    Replicas may differ by one sequence, and so may the micro-batches of one, of which the first is
-    the longest.  With `together` the micro-batches of this number in all replicas are a contiguous
-    part of the batch, which does not depend on the number of replicas; all are equal, and
-    replicas may differ by one sequence in each.
+    The micro-batches of a replica are equal.  Where the number of replicas does not divide those
+    of one micro-batch, the first replicas have one sequence more in each.  A replica's sequences
+    are neighbours in the batch; with `together` it is those of one micro-batch, of all replicas,
+    so that a micro-batch does not depend on their number.
 
     Raises
     ------
     ValueError
-        When a replica has fewer sequences than micro-batches; with `together` also when these do
-        not divide the batch.
+        When the micro-batches do not divide the batch, or have less than one sequence for each
+        replica.
     """
-    if together:
-        return _divide_microbatches(batch, data, microbatches)
-    if batch < data * microbatches:
-        among = [f"{data} replicas"] * (data > 1) + [f"{microbatches} micro-batches"] * (
-            microbatches > 1)
-        raise ValueError(f"a batch of {batch} sequences cannot be divided among "
-                         f"{' of '.join(among)}: at least {data * microbatches} would do")
-    lengths = [length for share in block_lengths(batch, data)
-               for length in block_lengths(share, microbatches)]
-    rows = [slice(start, start + length) for start, length in zip(block_starts(lengths), lengths)]
-    return [rows[first:first + microbatches] for first in range(0, len(rows), microbatches)]
-
-
-def _divide_microbatches(batch: int, data: int, microbatches: int) -> list[list[slice]]:
-    """Return the sequences of each replica where replicas divide each micro-batch."""
     size, rest = divmod(batch, microbatches)
     if rest or size < data:
-        least = max(data, size + bool(rest)) * microbatches
+        near = sorted({max(data, size), max(data, size + 1)})
         raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
                          f"equal micro-batches of at least {data} sequences, one for each "
-                         f"replica, as experts need it: {least} would do")
-    starts = [0, *itertools.accumulate(block_lengths(size, data))]
-    return [[slice(micro * size + start, micro * size + stop) for micro in range(microbatches)]
-            for start, stop in itertools.pairwise(starts)]
+                         f"replica: {' or '.join(str(n * microbatches) for n in near)} would do")
+    lengths, found = block_lengths(size, data), []
+    for start, length in zip(block_starts(lengths), lengths):
+        firsts = [micro * size + start if together else microbatches * start + micro * length
+                  for micro in range(microbatches)]
+        found.append([slice(first, first + length) for first in firsts])
+    return found
 
 
 def check_batch(tokens: Any, targets: Any, shape: tuple[int, int], vocab: int,

@@ -13,15 +13,14 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
-from mm3d.model.experts.shared import WAYS, ExpertRanks
+from mm3d.model.experts.shared import ExpertRanks
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.data_parallel import DataParallel
 from mm3d.training.mesh import divisors, is_count
 
 
-def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str,
-                 batch: int) -> ExpertRanks:
+def expert_ranks(data: DataParallel | None, grid: DataGrid | None, batch: int) -> ExpertRanks:
     """Return the replicas that have other tokens, and those that divide the experts.
 
     Parameters
@@ -30,8 +29,6 @@ def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str,
         The replicas; None where there is one.
     grid : DataGrid or None
         The directions of replicas; with e where experts are divided.
-    way : {"fewest", "exchange", "gather"}
-        How rows come to divided experts.
     batch : int
         Number of sequences of a micro-batch in all replicas.
     """
@@ -43,11 +40,11 @@ def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str,
 
     def create(name: str, _: Grid, layout: Layout, *more: Any) -> Parameter:
         return experts.create_parameter(name, grid, Layout(f"e{layout.spec}", layout.units), *more)
-    return ExpertRanks(grid.replicas, grid["e"], create, way, batch)
+    return ExpertRanks(grid.replicas, grid["e"], create, batch)
 
 
-def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas: int, tokens: int,
-                  way: str) -> None:
+def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas: int,
+                  tokens: int) -> None:
     """Check the options of experts, and the number of replicas that divide them.
 
     Parameters
@@ -60,8 +57,6 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
         Number of all replicas.
     tokens : int
         Number of tokens of a micro-batch in all replicas.
-    way : str
-        How rows come to divided experts.
 
     Raises
     ------
@@ -74,8 +69,6 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
             raise ValueError(f"expert_parallel={expert_parallel!r} divides experts, but the model "
                              f"has none: experts=mm3d.Experts(...) would do")
         return
-    if way not in WAYS:
-        raise ValueError(f"expert_way={way!r} is unknown: choose one of {', '.join(WAYS)}")
     capacity_of(experts, tokens)
     if not is_count(expert_parallel) or replicas % expert_parallel:
         raise ValueError(f"expert_parallel={expert_parallel!r} does not divide {replicas} "

@@ -22,7 +22,7 @@ from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
-from mm3d.training.stage_ends import StageEnds, build_ends
+from mm3d.training.stage_ends import build_ends
 from mm3d.training.tied import TiedStages
 
 
@@ -46,15 +46,14 @@ class GPT(PlainNumbers):
     vocab : int
         Number of tokens; any, it is divided without padding.
     batch, seq : int
-        Global number of sequences of a step, at least as many as there are micro-batches in all
-        replicas, and positions in each.
+        Global number of sequences of a step, which the micro-batches divide, and positions in
+        each.
     seed : int
         Seed of the initial parameters.
     dtype, master, recompute
         As for `mm3d.Transformer`.
     microbatches : int, optional
-        Number of micro-batches; by default those of the schedule, or 1 with a name.  They need
-        not divide the batch.
+        Number of micro-batches; by default those of the schedule, or 1 with a name.
     schedule : str or Schedule
         As for `mm3d.Pipeline`.
     tied : bool
@@ -70,7 +69,7 @@ class GPT(PlainNumbers):
         Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
-        expert_parallel, expert_way.
+        expert_parallel.
 
     Attributes
     ----------
@@ -131,19 +130,16 @@ class GPT(PlainNumbers):
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
         first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
-        self._ends: dict[int, StageEnds] = {
-            length: build_ends(self.schedule, mesh.stage, chunks, vocab, tied, ignored=ignored,
-                               label_smoothing=label_smoothing, z_loss=z_loss)
-            for length, chunks in self.pipeline.models.items()}
-        ends = self._ends_for(0)    # with the parameters of all
-        self._embedding, self._output = ends.embedding, ends.output
+        self._ends = build_ends(self.schedule, mesh.stage, self.pipeline.chunks, vocab, tied,
+                                ignored=ignored, label_smoothing=label_smoothing, z_loss=z_loss)
+        self._embedding, self._output = self._ends.embedding, self._ends.output
         self._tie = None
         if tied and first != last:
             data = self.pipeline.data
             self._tie = TiedStages(mesh, (first, last), (vocab, hidden),
                                    options.get("asleep", False), bool(data and data.zero),
                                    options.get("synchronous", False))
-        before, after = ends.parameters
+        before, after = self._ends.parameters
         draw_ends(before + after, seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
         self.definition = self.pipeline.definition.extended(
@@ -180,26 +176,24 @@ class GPT(PlainNumbers):
             tokens, targets, count = self._checked(tokens, targets, given)
         self.zero_gradients()
         losses: list[Array] = []
+        dropout = self._ends.dropout
         for chunk in self.pipeline.chunks if self.experts else ():
             chunk.routings.scale = self.loss_scale / self.schedule.microbatches
 
         def output_gradient(micro: int, y: Array) -> Array:
             goal = Targets(self._part(targets, micro), self.loss_scale / count)
-            output = self._ends_for(micro).output
-            total, saved = output.forward(y, goal)
+            total, saved = self._output.forward(y, goal)
             losses.append(total)
-            return output.backward(goal, saved)
+            return self._output.backward(goal, saved)
 
         def inputs(micro: int) -> Array:
-            ends = self._ends_for(micro)
-            x = ends.embedding.forward(self._part(tokens, micro))[0]
-            return x if ends.dropout is None else ends.dropout.apply(x, x)
+            x = self._embedding.forward(self._part(tokens, micro))[0]
+            return x if dropout is None else dropout.apply(x, x)
 
         def input_gradient(micro: int, dx: Array) -> None:
-            ends = self._ends_for(micro)
-            if ends.dropout is not None:
-                dx = ends.dropout.apply(dx, dx)
-            ends.embedding.backward(dx, self._part(tokens, micro))
+            if dropout is not None:
+                dx = dropout.apply(dx, dx)
+            self._embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
         return self._mean(losses, count) + self._finish_routing()
@@ -207,23 +201,17 @@ class GPT(PlainNumbers):
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss alone; parameters and errors as of `step`.
 
-        There is no dropout, no jitter, and no loss of routers in it.
+        There is no dropout, and no loss of routers in it.
         """
         with same_arguments(self.comm, "evaluate") as given:
             tokens, targets, count = self._checked(tokens, targets, given)
         losses: list[Array] = []
 
         def output(micro: int, y: Array) -> None:
-            losses.append(self._ends_for(micro).output.forward(
-                y, Targets(self._part(targets, micro)))[0])
+            losses.append(self._output.forward(y, Targets(self._part(targets, micro)))[0])
         self.pipeline.forward(
-            lambda micro: self._ends_for(micro).embedding.forward(self._part(tokens, micro))[0],
-            output)
+            lambda micro: self._embedding.forward(self._part(tokens, micro))[0], output)
         return self._mean(losses, count)
-
-    def _ends_for(self, micro: int) -> StageEnds:
-        """Return the ends of this rank's stage for a micro-batch."""
-        return self._ends[self.pipeline.hops.sequences[micro]]
 
     def _part(self, a: np.ndarray, micro: int) -> np.ndarray:
         """Return the sequences of a micro-batch of this replica."""
@@ -315,7 +303,7 @@ class GPT(PlainNumbers):
     @property
     def chains(self) -> list[Any]:
         """Return the layers of this rank, with those before and after the Transformer's."""
-        return [*self.pipeline.chains, *self._ends.values()]
+        return [*self.pipeline.chains, self._ends]
 
     def rehearse(self) -> None:
         """Compute a step with the numbers of the vocabulary in turn, as a dry run does."""

@@ -83,7 +83,7 @@ def transfers(sources: Sequence[Box], targets: Sequence[Box], source: int | None
     return found
 
 
-Arriving = tuple[Box, list[tuple[Transfer, Pending]]]    # a rank's block, and its parts
+Arriving = list[tuple[Transfer, Pending]]    # the parts of a rank's block
 
 
 class Hops:
@@ -99,8 +99,6 @@ class Hops:
         Global shape of the activations of a micro-batch: (batch, seq, hidden).
     dtype : dtype
         Their type.
-    sequences : sequence of int, optional
-        Number of sequences of each micro-batch, where not all have that of `shape`.
     synchronous, asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
 
@@ -119,10 +117,8 @@ class Hops:
     direction = "s"
 
     def __init__(self, mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], dtype: Any,
-                 sequences: Sequence[int] | None = None, synchronous: bool = False,
-                 asleep: bool = False) -> None:
+                 synchronous: bool = False, asleep: bool = False) -> None:
         self.mesh, self.schedule, self.shape, self.dtype = mesh, schedule, shape, dtype
-        self.sequences = sequences or [shape[0]] * schedule.microbatches
         needed, available = 2 * schedule.stage_count * schedule.microbatches, tag_count(mesh.comm)
         if needed > available:
             raise ValueError(f"{schedule.stage_count} stages of {schedule.microbatches} "
@@ -130,26 +126,21 @@ class Hops:
                              f"fewer micro-batches would do")
         self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
         self.traffic = Traffic()
-        self._own_boxes = {n: self._blocks(mesh.stage, n)[mesh.place]
-                           for n in set(self.sequences)}
-        self._known: dict[tuple[int, int, int], list[Transfer]] = {}
+        self._own = self._blocks(mesh.stage)[mesh.place]
+        self._known: dict[tuple[int, int], list[Transfer]] = {}
 
-    def _blocks(self, stage: int, sequences: int) -> list[Box]:
-        """Return the blocks that the ranks of a stage of the mesh hold of so many sequences."""
-        return activation_blocks(type(self.mesh.scheme), self.mesh.grids[stage],
-                                 (sequences, *self.shape[1:]), self.mesh.options)
+    def _blocks(self, stage: int) -> list[Box]:
+        """Return the blocks of an activation that the ranks of a stage of the mesh hold."""
+        return activation_blocks(type(self.mesh.scheme), self.mesh.grids[stage], self.shape,
+                                 self.mesh.options)
 
-    def _own_box(self, event: Event) -> Box:
-        """Return this rank's block of the micro-batch of `event`."""
-        return self._own_boxes[self.sequences[event.micro]]
-
-    def _transfers(self, source: int, target: int, event: Event) -> list[Transfer]:
+    def _transfers(self, source: int, target: int) -> list[Transfer]:
         """Return the transfers from a stage of the mesh to another that concern this rank."""
-        key = source, target, self.sequences[event.micro]
+        key = source, target
         if key not in self._known:
             mine = "source" if self.mesh.stage == source else "target"
-            self._known[key] = transfers(self._blocks(source, key[2]),
-                                         self._blocks(target, key[2]), **{mine: self.mesh.place})
+            self._known[key] = transfers(self._blocks(source), self._blocks(target),
+                                         **{mine: self.mesh.place})
         return self._known[key]
 
     def tag(self, event: Event) -> int:
@@ -161,8 +152,8 @@ class Hops:
         """Begin to send this rank's `block`, the result of `event`, to the stage `target`."""
         traffic = self.traffic
         traffic.calls += 1
-        for one in self._transfers(self.mesh.stage, target, event):
-            part = block[_within(one.box, self._own_box(event))]
+        for one in self._transfers(self.mesh.stage, target):
+            part = block[_within(one.box, self._own)]
             self.messages.send(part, self.mesh.rank(target, one.target), self.tag(event))
             traffic.messages += 1
             traffic.words += one.words
@@ -171,14 +162,14 @@ class Hops:
 
     def begin_receive(self, event: Event, source: int) -> Arriving:
         """Begin to receive this rank's block of the result of `event` from the stage `source`."""
-        return self._own_box(event), [(one, self.messages.begin_receive(
+        return [(one, self.messages.begin_receive(
             tuple(stop - start for start, stop in one.box), self.dtype,
             self.mesh.rank(source, one.source), self.tag(event)))
-            for one in self._transfers(source, self.mesh.stage, event)]
+            for one in self._transfers(source, self.mesh.stage)]
 
-    def complete(self, arriving: Arriving) -> Array:
+    def complete(self, parts: Arriving) -> Array:
         """Wait for a block that `begin_receive` has begun to receive, and return it."""
-        own, parts = arriving
+        own = self._own
         if len(parts) == 1 and parts[0][0].box == own:
             return self.messages.complete(parts[0][1])
         block = self.mesh.scheme.grid.backend.empty(

@@ -1,6 +1,5 @@
 """Train a Transformer whose layers are divided among the stages of a pipeline."""
 
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,9 +41,9 @@ class Pipeline:
         What each stage does, and in which order; a name of
         `mm3d.training.schedules.builders.registry` needs `microbatches`.
     layers, hidden, heads, batch, seq : int
-        Sizes of the whole model.  The `batch` sequences are divided among the mesh's replicas,
-        those of a replica among its micro-batches, and the layers among the stages of the
-        schedule, all as equally as can be.
+        Sizes of the whole model.  Layers are divided among the stages of the schedule, and
+        sequences among the micro-batches and replicas as `mm3d.training.batches.divide_rows`
+        says: the micro-batches of a replica are equal.
     microbatches : int, optional
         Number of micro-batches of a replica, with a schedule's name.
     around : callable, optional
@@ -59,14 +58,10 @@ class Pipeline:
     experts : ExpertOptions, optional
         Options of experts, as for `mm3d.Transformer`.  Tokens are routed together that belong to
         one micro-batch, in all replicas; the replicas then divide each micro-batch, and not the
-        batch before, so that the routing does not depend on their number.  These micro-batches
-        are equal, since losses of routers are means over them.
+        batch before, so that the routing does not depend on their number.
     expert_parallel : int
         Number of neighbouring replicas among which experts are divided, a divisor of that of all;
         with 1 every replica has all experts.
-    expert_way : {"fewest", "exchange", "gather"}
-        How rows come to divided experts: what moves fewer words, or one way always, see
-        `mm3d.model.experts.dispatch`.
     **options
         Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute, dropout.
 
@@ -81,11 +76,7 @@ class Pipeline:
     data_grids : list of DataGrid
         The directions of replicas; and those of experts that replicas divide.
     chunks : list of Transformer
-        The layers of each chunk of this rank's stage, for the first micro-batch, which is the
-        longest; `chunks_for` returns those for another one.
-    models : dict of int to list of Transformer
-        The same for micro-batches of one or two numbers of sequences.  The parameters are the
-        same ones in both.
+        The layers of each chunk of this rank's stage.
     parameters, trained : list of Parameter
         Those of all chunks; and the arrays that an optimizer changes and that a checkpoint
         stores, which are the same ones.
@@ -101,8 +92,8 @@ class Pipeline:
     ------
     ValueError
         On every rank alike, when the schedule is wrong, has not as many ranks as the mesh has
-        stages, or more stages than there are layers, or a replica has fewer sequences than
-        micro-batches, or the number of these is missing, or arguments differ between ranks.
+        stages, or more stages than there are layers, or micro-batches do not divide the batch,
+        or their number is missing, or arguments differ between ranks.
     """
 
     def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
@@ -110,12 +101,12 @@ class Pipeline:
                  around: Callable[[Action], ContextManager] | None = None,
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
                  in_flight: int = 0, experts: ExpertOptions | None = None,
-                 expert_parallel: int = 1, expert_way: str = "fewest", **options: Any) -> None:
+                 expert_parallel: int = 1, **options: Any) -> None:
         with same_arguments(mesh.comm, "Pipeline") as given:
             given |= options | {
                 "layers": layers, "hidden": hidden, "heads": heads, "batch": batch, "seq": seq,
                 "microbatches": microbatches, "zero": zero, "in_flight": in_flight,
-                "experts": experts, "expert_parallel": expert_parallel, "expert_way": expert_way,
+                "experts": experts, "expert_parallel": expert_parallel,
                 "synchronous": synchronous, "schedule": schedule}
             check_zero(zero)
             check_in_flight(in_flight)
@@ -129,10 +120,9 @@ class Pipeline:
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
                                    mesh.shape["d"], experts is not None)
         check_experts(experts, expert_parallel, mesh.shape["d"],
-                      batch // schedule.microbatches * seq, expert_way)
+                      batch // schedule.microbatches * seq)
         self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
                                 experts is not None)[mesh.replica]
-        sequences = [one.stop - one.start for one in self.rows]
         self.data, self.data_grids = None, []
         if mesh.data_grid is not None:
             self.data = DataParallel(mesh.data_grid, zero, in_flight)
@@ -142,23 +132,19 @@ class Pipeline:
             self.data_grids.append(mesh.data_grid.with_experts(expert_parallel))
         if experts is not None:
             options |= {"experts": experts, "expert_ranks": expert_ranks(
-                self.data, self.data_grids[-1] if self.data else None, expert_way,
+                self.data, self.data_grids[-1] if self.data else None,
                 batch // schedule.microbatches)}
-        self.models: dict[int, list[Transformer]] = {}
-        for length in dict.fromkeys(sequences):
-            alike = self.models.get(sequences[0], itertools.repeat(None))
-            self.models[length] = [
-                Transformer(mesh.scheme, **replace(sizes, batch=length), **options, like=like,
-                            describe=partial(model_spec, part=self.parts[stage]))
-                for stage, like in zip(schedule.stages[mesh.stage], alike)]
-        self.chunks = self.models[sequences[0]]
+        length = self.rows[0].stop - self.rows[0].start
+        self.chunks = [Transformer(mesh.scheme, **replace(sizes, batch=length), **options,
+                                   describe=partial(model_spec, part=self.parts[stage]))
+                       for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
-        self.hops = Hops(mesh, schedule, first.shape, first.dtype, sequences, synchronous, asleep)
-        keyed = bool(options.get("dropout") or experts and experts.jitter)
+        self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
+        keyed = bool(options.get("dropout"))
         self.dropout_step: int | None = 0 if keyed else None
         if keyed:
             around = self._placing_masks(around)
-        self.worker = Worker(self.hops, self.chunks_for, around)
+        self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
         self.trained, self.comm = self.parameters, mesh.comm
         together = None if experts is None or experts.capacity is None else (
@@ -173,8 +159,8 @@ class Pipeline:
 
     @property
     def chains(self) -> list[Transformer]:
-        """Return the layers of this rank for micro-batches of all lengths."""
-        return [chunk for chunks in self.models.values() for chunk in chunks]
+        """Return the layers of this rank, for observers."""
+        return self.chunks
 
     def rehearse(self) -> None:
         """Compute a step with random inputs and output gradients, as a dry run does."""
@@ -183,11 +169,7 @@ class Pipeline:
 
     def _random(self, micro: int, chunk: int, name: str) -> Array:
         """Draw this rank's block of an activation of a micro-batch."""
-        return self.chunks_for(micro)[chunk].random(f"{name} {micro}")
-
-    def chunks_for(self, micro: int) -> list[Transformer]:
-        """Return the layers of each chunk of this rank's stage, for a micro-batch."""
-        return self.models[self.hops.sequences[micro]]
+        return self.chunks[chunk].random(f"{name} {micro}")
 
     def step(self, inputs: Callable[[int], Array],
              output_gradient: Callable[[int, Array], Array],
@@ -220,7 +202,7 @@ class Pipeline:
                 output: Callable[[int, Array], Any]) -> None:
         """Compute forward alone of all micro-batches, and save nothing; every rank must call it.
 
-        Nothing is dropped, routers have no jitter, and routings are not counted.
+        Nothing is dropped, and routings are not counted.
 
         Parameters
         ----------
@@ -230,7 +212,7 @@ class Pipeline:
             Takes a micro-batch, and this rank's block of its output; called in the stage with the
             last layer.
         """
-        for chunk in itertools.chain(*self.models.values()):
+        for chunk in self.chunks:
             chunk.mask_key.place = None
         self.worker.forward(inputs, output)
         for chunk in self.chunks:
@@ -242,7 +224,7 @@ class Pipeline:
         def place(action: Action) -> ContextManager:
             if action.kind == "F":
                 step, first = self.dropout_step, self.rows[action.micro].start
-                chunk = self.chunks_for(action.micro)[action.chunk]
+                chunk = self.chunks[action.chunk]
                 chunk.mask_key.place = None if step is None else (step, first)
             return around(action) if around else nullcontext()
         return place

@@ -1,4 +1,4 @@
-"""Build what stands around the layers of a GPT in one stage, for micro-batches of each size."""
+"""Build what stands around the layers of a GPT in one stage."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +53,7 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
     stage : int
         The stage of the mesh, or rank of the schedule.
     chunks : list of Transformer
-        Its layers.  With others that share their parameters, the ends share theirs too.
+        Its layers.
     vocab, tied
         As for `mm3d.GPT`.
     **options

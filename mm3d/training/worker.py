@@ -38,13 +38,13 @@ class Worker:
     ----------
     hops : Hops
         Carries results to other stages; its schedule is executed.
-    chunks : callable
-        Returns the layers of each chunk, a sequence of `StageModel`, for a micro-batch.
+    chunks : sequence of StageModel
+        The layers of each chunk.
     around : callable, optional
         Returns, for an action, a context in which it is executed.
     """
 
-    def __init__(self, hops: Hops, chunks: Callable[[int], Sequence[StageModel]],
+    def __init__(self, hops: Hops, chunks: Sequence[StageModel],
                  around: Callable[[Action], ContextManager] | None = None) -> None:
         self.schedule, self.hops, self.chunks = hops.schedule, hops, chunks
         self.rank, self.around = hops.mesh.stage, around or (lambda action: nullcontext())
@@ -87,7 +87,7 @@ class Worker:
                     x = results.pop(before)
                 else:
                     x = self.hops.complete(self.hops.begin_receive(before, rank_of[stage - 1]))
-                y = self.chunks(micro)[chunk].forward(x)[0]
+                y = self.chunks[chunk].forward(x)[0]
                 if stage + 1 == self.schedule.stage_count:
                     output(micro, y)
                 elif rank_of[stage + 1] == self.rank:
@@ -113,7 +113,7 @@ class Worker:
     def _run(self, action: Action) -> None:
         """Run one action: take its input, and keep its result."""
         stage, micro = self.schedule.stage_of(self.rank, action.chunk), action.micro
-        model, own = self.chunks(micro)[action.chunk], Event("F", stage, micro)
+        model, own = self.chunks[action.chunk], Event("F", stage, micro)
         if action.kind == "F":
             before = Event("F", stage - 1, micro)
             x = self._results.pop(before) if stage else self._inputs(micro)

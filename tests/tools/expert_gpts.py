@@ -8,8 +8,8 @@ import mm3d
 from gpts import RATE, tokens_and_targets
 
 SIZES = dict(layers=2, hidden=12, heads=2, vocab=17, batch=6, seq=5)
-CASES = [(mm3d.Experts(5, every=1, gate="mixtral", capacity=0.8, jitter=0.2, z=0.1,
-                       balance=0.1), 2),
+CASES = [(mm3d.Experts(5, every=1, gate="mixtral", capacity=0.8, z=0.1, balance=0.1),
+          2),
          (mm3d.Experts(7, top=3, every=2, capacity=None, z=0.1, balance=0.1), 1),
          (mm3d.Experts(4, top=2, every=2, gate="sigmoid-bias", capacity=0.9, order="choice"), 1)]
 

@@ -34,7 +34,6 @@ def step(model: mm3d.Transformer, state=None, seed: int = 1) -> dict[str, np.nda
     model.load(state or state_of(model))
     model.zero_gradients()
     model.routings.totals.clear()
-    model.mask_key.place = (0, 0)    # of jitter
     x, dy = activations(model, seed)
     y, saved = model.forward(model.shard(x))
     dx = model.backward(model.shard(dy), saved)

@@ -12,7 +12,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from bench.checks import against_serial
-from bench.errors import UsageError, reject
+from bench.errors import reject
 from bench.experiments.experts.parts import PARTS, PartClock
 from bench.experiments.experts.problem import ROUTINGS, Subject, routing_settings
 from bench.experiments.experts.verification import Verified, verify_step
@@ -86,7 +86,7 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
     settings = {
         **{name: value for name, value in chosen.items() if value is not None},
         "hidden": case.hidden, "wide": case.wide, "batch": case.batch, "seq": case.seq,
-        "dtype": case.dtype, "seed": case.seed, "way": case.way,
+        "dtype": case.dtype, "seed": case.seed,
         "scheme": subject.mesh.scheme.name,
         **grid_settings(subject.grid.shape), "replicas": subject.mesh.shape["d"],
         "expert_parallel": subject.expert_parallel,
@@ -102,9 +102,6 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
 def start_torch(subject: Subject, python: str) -> TorchProcesses:
     """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
     case, comm = subject.case, subject.mesh.comm
-    if case.experts.jitter:
-        raise UsageError(f"jitter={case.experts.jitter:g}: PyTorch draws other factors; 0 would "
-                         f"do with --torch")
     arrays = None if comm.rank else {
         **case.activations(), **case.parameters(),
         **{f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}}

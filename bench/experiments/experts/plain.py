@@ -14,7 +14,7 @@ WEIGHTS = ("up.weight", "up.bias", "down.weight", "down.bias")
 
 
 class PlainExperts:
-    """The layer as its formulas say, without jitter.
+    """The layer as its formulas say.
 
     Parameters
     ----------

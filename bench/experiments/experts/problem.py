@@ -42,8 +42,6 @@ class ExpertsCase:
         Type of parameters and activations.
     seed : int
         Seed of all numbers.
-    way : str
-        How rows come to experts of other replicas, see `mm3d.model.experts.dispatch`.
     """
 
     experts: ExpertOptions
@@ -53,7 +51,6 @@ class ExpertsCase:
     seq: int
     dtype: str = "float32"
     seed: int = 0
-    way: str = "fewest"
 
     @property
     def tokens(self) -> int:
@@ -169,7 +166,7 @@ class Subject:
             raise UsageError(f"--batch {case.batch} cannot be divided equally among {replicas} "
                              f"replicas: --batch {(own + 1) * replicas} would do")
         try:
-            check_experts(case.experts, self.expert_parallel, replicas, case.tokens, case.way)
+            check_experts(case.experts, self.expert_parallel, replicas, case.tokens)
             self.layer = self._make_layer(own)
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -192,7 +189,7 @@ class Subject:
             if self.expert_parallel > 1:
                 self.data_grid = mesh.data_grid.with_experts(self.expert_parallel)
         dtype = getattr(self.grid.backend.xp, case.dtype)
-        ranks = expert_ranks(self.data, self.data_grid, case.way, case.batch)
+        ranks = expert_ranks(self.data, self.data_grid, case.batch)
         builder = Builder(mesh.scheme, self.outer, inner, dtype, mask_key=MaskKey(case.seed),
                           parameter=create, expert_ranks=ranks)
         return ExpertsSpec("experts", case.experts, case.hidden, case.wide, 1).make_layer(

@@ -120,8 +120,7 @@ def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, 
                      gradient)
                for way, results in torch.items() for quantity, a in results.items()]
     ways = _closed_forms(subject, plain, blocks)
-    gathered = subject.expert_parallel > 1 and (case.way == "gather" or case.way == "fewest" and (
-        ways["gather"].sum() < ways["exchange"].sum()))
+    gathered = subject.expert_parallel > 1 and ways["gather"].sum() < ways["exchange"].sum()
     closed = ways["gather" if gathered else "exchange"] + _counts_words(subject, blocks)
     checks.append(Check(f"{name}words between replicas", float(abs(words[:, 0] - closed).sum()),
                         0.0))

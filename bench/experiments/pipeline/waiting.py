@@ -92,7 +92,7 @@ class WaitingSubject:
         assert case.chunk_seconds is not None
         self.stages = [WaitingChunk(stage, case.chunk_seconds, self.empty)
                        for stage in schedule.stages[mesh.stage]]
-        self.worker = Worker(self.hops, lambda micro: self.stages, actions.around)
+        self.worker = Worker(self.hops, self.stages, actions.around)
 
     def step(self) -> None:
         """Execute the schedule once, with numbers by which each result is known."""

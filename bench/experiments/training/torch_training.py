@@ -39,9 +39,6 @@ class TorchTraining:
 
 def check_torch(plan: Plan) -> None:
     """Raise UsageError for a plan that PyTorch cannot follow exactly."""
-    if plan.experts is not None and plan.experts.jitter:
-        raise UsageError(f"--torch with --jitter {plan.experts.jitter:g}: PyTorch draws other "
-                         f"factors; leave one of them out")
     if plan.dropout:
         raise UsageError(f"--torch with --dropout {plan.dropout:g}: PyTorch draws other masks; "
                          f"leave one of them out")

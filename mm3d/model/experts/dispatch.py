@@ -79,8 +79,6 @@ class Dispatch:
     axis : Axis, optional
         The direction that divides them, one of those of `order`; without it every rank's group
         has all experts.
-    way : {"fewest", "exchange", "gather"}
-        Which way rows take along `axis`; by default the one that moves fewer words.
 
     Attributes
     ----------
@@ -89,8 +87,8 @@ class Dispatch:
     """
 
     def __init__(self, outer: Space, inner: Space, order: TokenOrder, experts: int, hidden: int,
-                 axis: Axis | None = None, way: str = "fewest") -> None:
-        grid, self.way = outer.grid, way
+                 axis: Axis | None = None) -> None:
+        grid = outer.grid
         self.backend, self.order, self.hidden = grid.backend, order, hidden
         self.axis = axis if axis is not None and axis.size > 1 else None
         size, self._rank = (axis.size, axis.rank) if self.axis else (1, 0)
@@ -138,9 +136,7 @@ class Dispatch:
 
     def _gathers(self, kept: np.ndarray, top: int) -> bool:
         """Return whether a gather moves fewer words than an exchange of these pairs."""
-        if self.axis is None or self.way != "fewest":
-            return self.axis is not None and self.way == "gather"
-        return self.gather_words(top) < self.exchange_words(kept)
+        return self.axis is not None and self.gather_words(top) < self.exchange_words(kept)
 
     def exchange_words(self, kept: np.ndarray) -> int:
         """Count the words of all ranks when rows are exchanged, forward and backward together."""

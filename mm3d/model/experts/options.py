@@ -45,9 +45,6 @@ class ExpertOptions:
     z : float
         Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (Zoph et al.,
         arXiv 2202.08906).
-    jitter : float
-        In training the router's input is multiplied by random numbers between 1 - jitter and
-        1 + jitter.
     convention : str
         Whose definitions of capacity and balance loss are used: "mm3d", "megatron", "deepspeed",
         "megablocks" or "huggingface"; ``README.rst`` of this folder compares them.
@@ -69,7 +66,6 @@ class ExpertOptions:
     gate: str = "switch"
     balance: float = 1e-2
     z: float = 1e-3
-    jitter: float = 0.0
     convention: str = "mm3d"
     min_capacity: int | None = None
     order: str | None = None
@@ -115,8 +111,7 @@ class ExpertOptions:
         if self.order is not None:
             _check_name("order", self.order, ORDERS)
         for name in ("balance", "z", "bias_rate"):
-            _check_number(name, getattr(self, name), 0, math.inf)
-        _check_number("jitter", self.jitter, 0, 1)
+            _check_number(name, getattr(self, name))
         self._check_capacity()
 
     def _check_capacity(self) -> None:
@@ -172,11 +167,10 @@ def _check_integer(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
 
 
-def _check_number(name: str, value: Any, least: float, limit: float) -> None:
-    """Raise ValueError unless the value is a number of at least `least` and below `limit`."""
-    if not _is_number(value) or not least <= value < limit:
-        below = "" if limit == math.inf else f" and below {limit}"
-        raise ValueError(f"{name}={value!r} should be a number of at least {least}{below}")
+def _check_number(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a finite number of at least 0."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} should be a number of at least 0")
 
 
 def _check_name(name: str, value: Any, known: tuple[str, ...]) -> None:

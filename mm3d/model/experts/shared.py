@@ -9,8 +9,6 @@ from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.axis import Axis
 from mm3d.model.parameters import Parameter
 
-WAYS = "fewest", "exchange", "gather"
-
 
 @dataclass(frozen=True)
 class ExpertRanks:
@@ -26,8 +24,6 @@ class ExpertRanks:
         Makes the parameters of divided experts, from the arguments of
         `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
         shape, whose first dimension is divided along `axis`.
-    way : {"fewest", "exchange", "gather"}
-        How rows come to divided experts, see `mm3d.model.experts.dispatch`.
     batch : int or None
         Number of sequences of all replicas, divided among them as evenly as can be; by default
         each has as many as this one.
@@ -36,7 +32,6 @@ class ExpertRanks:
     replicas: Sequence[Axis] = ()
     axis: Axis | None = None
     create_parameter: Callable[..., Parameter] | None = None
-    way: str = "fewest"
     batch: int | None = None
 
 

@@ -97,11 +97,10 @@ class ExpertsSpec(LayerSpec):
         outer, inner, E = builder.outer, builder.inner, self.experts.count
         ranks = builder.expert_ranks
         order = self._make_order(builder, ranks)
-        dispatch = Dispatch(outer, inner, order, E, self.hidden, ranks.axis, ranks.way)
+        dispatch = Dispatch(outer, inner, order, E, self.hidden, ranks.axis)
         vector = Vector(outer, (E, self.hidden))
         weight = builder.create_parameter(f"{name}.router.weight", vector.layout, vector.shape)
-        router = Router(outer, vector, weight, self.experts.jitter, f"{name}.router",
-                        builder.mask_key)
+        router = Router(outer, vector, weight)
         bias = None
         if self.experts.gate == "sigmoid-bias":
             # Every rank changes it in the same way, by the counts of all, so none is sent any.

@@ -19,7 +19,6 @@ from bench.reports.figures import experts as figures, style
 from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from made_up_torch import make_up
-from mm3d.model.experts.shared import WAYS
 from mm3d.model.experts.spec import Experts
 from records import invented
 
@@ -143,34 +142,32 @@ def test_a_record_that_contradicts_itself_is_not_valid(record, tmp_path):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("way", WAYS)
-def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, way):
-    """On replicas of a grid that divides rows and features."""
-    record = measure(comm, replace(CASE, way=way), data=2, scheme="3d", grid=(2, 1, 1))
+@pytest.mark.parametrize("top", [1, 4])
+def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, top):
+    """On replicas of a grid that divides rows and features; many choices of all are gathered."""
+    case = replace(CASE, experts=replace(CASE.experts, top=top))
+    record = measure(comm, case, data=2, scheme="3d", grid=(2, 1, 1))
     if record is not None:
         words = record.variables["words"].values
         assert (words > 0).all() and record.variables["bandwidth"].values.min() > 0
         assert (words == record.variables["expected_words"].values).all()
-        assert (record.variables["gathered"].values == (way == "gather")).all()
+        assert record.variables["gathered"].values[0] == (top == 4)
         assert all(check.passed for check in record.checks) and len(record.checks) == 3 * 10
         assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
 
 
 @pytest.mark.ranks(4, slow=(8,))
-@pytest.mark.parametrize("way", ["exchange", "gather"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared_tmp_path, parts,
-                                                                    way):
+def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared_tmp_path, parts):
     """Gradients are sums over the copies, and no row leaves the replicas that divide experts."""
     grid = (comm.size // 4, 1, 1)
-    case = replace(CASE, way=way, batch=comm.size)
+    case = replace(CASE, batch=comm.size)
     record = measure(comm, case, 4, "3d", grid, parts)
     if record is not None:
         assert all(check.passed for check in record.checks) and len(record.checks) == 3 * 10
         words = record.variables["words"].values
         counts = 2 * 5 * 3 * grid[0]    # of choices by expert, of each rank with other tokens
         assert (words == counts).all() == (parts == 1) and (words >= counts).all()
-        assert (record.variables["gathered"].values == (way == "gather" and parts > 1)).all()
         assert record.configuration["expert_parallel"] == parts
         assert "experts divided among each" in format_record(record)
         assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []

@@ -33,7 +33,7 @@ TEXT = read_text()
 @pytest.mark.parametrize("gate", ["mixtral", "sigmoid-bias"])
 def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_path):
     """Also divided among replicas, with dropped tokens; the verification leaves no trace."""
-    experts = Experts(4, capacity=1.0, gate=gate, jitter=0.01, balance=0.1)
+    experts = Experts(4, capacity=1.0, gate=gate, balance=0.1)
     plan = replace(PLAN, experts=experts)
     division = (Division(data=2, grid=(2, 1, 1), expert_parallel=2) if comm.size > 1 else
                 Division(microbatches=2))
@@ -77,7 +77,7 @@ def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, monkey
 @pytest.mark.ranks(8)
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("experts, divided", [
-    (Experts(5, capacity=0.8, gate="gshard", balance=0.1, jitter=0.1, every=1), False),
+    (Experts(5, capacity=0.8, gate="gshard", balance=0.1, every=1), False),
     (Experts(4, capacity=None, gate="sigmoid-bias", bias_rate=0.01), True)])
 def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, monkeypatch, experts,
                                               divided):

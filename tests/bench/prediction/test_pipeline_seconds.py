@@ -113,7 +113,7 @@ def test_plans_of_the_stages(capsys):
     (["--stages", "2", "--rank", "8"], "--rank 8: 0 to 7 would do"),
     (["--stages", "2", "--all-layers"], "--all-layers: a stage is always extended"),
     (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
-    (["--stages", "2", "--microbatches", "3"], "cannot be divided among 3 micro-batches")])
+    (["--stages", "2", "--microbatches", "3"], "cannot be divided into 3 equal micro-batches")])
 def test_what_cannot_be_is_refused(words, said, capsys):
     assert main([*DRY, "--ranks", "8", "--grid", "4x1x1", *words]) == 2
     assert said in capsys.readouterr().err

@@ -237,7 +237,7 @@ def test_tokens_are_routed_to_the_same_experts_on_both_libraries(gate):
 @pytest.mark.ranks(1, slow=(4,))
 def test_layers_of_experts_equal_numpy(comm):
     """Routed, moved and multiplied on the device; only what plans the rows is on the host."""
-    case, found = Experts(5, every=1, capacity=0.8, jitter=0.2), []
+    case, found = Experts(5, every=1, capacity=0.8), []
     for library in ("numpy", "strict"):
         with Parallelism("3d", (1, 2, comm.size // 2) if comm.size > 1 else None).on(
                 comm, library) as scheme:

@@ -20,8 +20,7 @@ def traced(rank, ranks, data, grid, scheme="3d", layers=1, **options):
 def test_words_and_rows_of_64_experts_by_hand(k, rank):
     """8 replicas of 2 x 2 x 1 with 8 experts each: T = 128 tokens of 48 features on each rank."""
     trace = traced(rank, 32, 8, (2, 2, 1), hidden=48, heads=2, batch=64, seq=64,
-                   experts=mm3d.Experts(64, top=k, every=1, capacity=None), expert_parallel=8,
-                   expert_way="exchange")
+                   experts=mm3d.Experts(64, top=k, every=1, capacity=None), expert_parallel=8)
     T, h = 128, 48
     moved = trace.traffic["forward"]["e", "all_to_all"]
     assert moved.words == 2 * k * T * h * 7 // 8 and moved.messages == 2 * 7

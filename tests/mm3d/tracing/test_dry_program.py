@@ -54,8 +54,7 @@ class Program:
             self.model["experts"] = mm3d.Experts(
                 count, top=pick([1, 2]), every=pick([1, 2]), capacity=pick([None, 0.8]),
                 gate=pick(["switch", "mixtral", "gshard", "sigmoid-bias"]))
-            self.model |= {"expert_parallel": pick([one for one in (1, 2, 4) if not data % one]),
-                           "expert_way": pick(["fewest", "exchange", "gather"])}
+            self.model["expert_parallel"] = pick([one for one in (1, 2, 4) if not data % one])
         self.kind = SGD if dtype == "float16" and master is None else pick([AdamW, SGD])
 
     def __repr__(self) -> str:

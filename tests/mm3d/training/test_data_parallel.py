@@ -107,9 +107,10 @@ def test_shards_divide_what_each_rank_of_a_replica_holds(spec, shape, units):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("changed, said", [
     (dict(batch=1, microbatches=1),
-     "a batch of 1 sequences cannot be divided among 2 replicas: at least 2"),
-    (dict(batch=3), "3 sequences cannot be divided among 2 replicas of 2 micro-batches: at least "
-     "4 would do"),
+     "a batch of 1 sequences cannot be divided into 1 equal micro-batches of at least 2 "
+     "sequences, one for each replica: 2 would do"),
+    (dict(batch=5), "5 sequences cannot be divided into 2 equal micro-batches of at least 2 "
+     "sequences, one for each replica: 4 or 6 would do"),
     (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage"),
     (dict(in_flight=-1), "in_flight=-1 is no number of sums: 0 or more would do")],
     ids=str)

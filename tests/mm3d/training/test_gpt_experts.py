@@ -10,15 +10,14 @@ from gpts import tokens_and_targets
 # Meshes by ranks, with options of the model.
 MESHES = {
     2: [(dict(data=2, scheme="serial"), dict(expert_parallel=2)),
-        (dict(data=2, scheme="serial"), dict(expert_parallel=2, expert_way="gather")),
+        (dict(data=2, scheme="serial"), dict(expert_parallel=2)),
         (dict(data=2, scheme="serial"), dict(zero=3))],
     4: [(dict(data=2, scheme="3d", grid=(1, 2, 1)), dict(expert_parallel=2, zero=3)),
         (dict(data=2, stages=2, scheme="serial"),
          dict(expert_parallel=2, recompute="full", zero=2, in_flight=2)),
-        (dict(data=2, scheme="1d-sp"), dict(expert_parallel=2, expert_way="gather")),
+        (dict(data=2, scheme="1d-sp"), dict(expert_parallel=2)),
         (dict(data=2, scheme="1d"), dict(expert_parallel=2, recompute="uniform:2+selective")),
-        (dict(data=2, scheme="3d", grid=(1, 1, 2)),
-         dict(expert_parallel=2, expert_way="gather")),
+        (dict(data=2, scheme="3d", grid=(1, 1, 2)), dict(expert_parallel=2)),
         (dict(stages=2, scheme="3d", grid=[(1, 2, 1), (2, 1, 1)]), dict(zero=0)),
         (dict(data=2, scheme="faces", grid=(1, 2, 1)), dict(expert_parallel=2, zero=2)),
         (dict(scheme="faces", grid=(1, 2, 2)), dict(recompute="full"))],
@@ -78,7 +77,7 @@ def test_words_between_replicas_follow_from_the_counts(comm):
     mesh = mm3d.Mesh(comm, data=2, scheme="3d", grid=(2, 1, 1))
     experts = mm3d.Experts(5, top=1, every=2, capacity=None)
     model = mm3d.GPT(mesh, **SIZES | {"batch": 8}, experts=experts, dtype="float64",
-                     expert_parallel=2, expert_way="exchange", seed=1)
+                     expert_parallel=2, seed=1)
     layer = model.pipeline.chunks[0].layers.layers[3].layers[1]
     sent = []
     plan = layer.dispatch.plan
@@ -100,58 +99,58 @@ def test_words_between_replicas_follow_from_the_counts(comm):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("top", [1, 4])
 def test_what_moves_fewer_words_is_chosen(comm, top):
-    """Both ways give the same; their words are as they say, and one is chosen by them."""
-    mesh, results, traffic = mm3d.Mesh(comm, data=2, scheme="serial"), {}, {}
-    experts, kept = mm3d.Experts(5, top=top, every=2, gate="mixtral", capacity=None), []
-    for way in ("exchange", "gather", "fewest"):
-        model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", expert_parallel=2,
-                         expert_way=way)
+    """Words are those stated of it; results are those of experts that are not divided."""
+    mesh, results, kept = mm3d.Mesh(comm, data=2, scheme="serial"), [], []
+    experts = mm3d.Experts(5, top=top, every=2, gate="mixtral", capacity=None)
+    for parts in (1, 2):
+        model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", expert_parallel=parts)
         dispatch = model.pipeline.chunks[0].layers.layers[3].layers[1].dispatch
         plan = dispatch.plan
         dispatch.plan = lambda *a: (kept.append(a[2]), plan(*a))[1]
         model.reset_traffic()
         loss = model.step(*tokens_and_targets(SIZES))
-        traffic[way] = words_along_experts(comm, model)
-        results[way] = {"losses": np.array([loss])} | model.gradients()
+        results.append({"losses": np.array([loss])} | model.gradients())
+        moved = words_along_experts(comm, model)
         model.free()
-    words = {"exchange": dispatch.exchange_words(kept[0]), "gather": dispatch.gather_words(top)}
-    assert words["gather"] == 30 * (4 * 12 + 3 * top)
-    assert traffic["exchange"]["all_to_all"] == words["exchange"]
-    assert "all_to_all" not in traffic["gather"]
-    more = [traffic["gather"][name] - traffic["exchange"].get(name, 0)
-            for name in ("all_gather", "reduce_scatter")]
-    assert sum(more) == words["gather"]
-    assert traffic["fewest"] == traffic[min(words, key=words.get)]
-    assert (words["exchange"] < words["gather"]) == (top == 1)
-    assert_same(results["gather"], results["exchange"])
-    assert_same(results["fewest"], results["exchange"])
+    exchanged, gathered = dispatch.exchange_words(kept[-1]), dispatch.gather_words(top)
+    assert gathered == 30 * (4 * 12 + 3 * top)
+    assert (exchanged < gathered) == (top == 1)
+    counts = comm.size * top * 5    # of choices by expert, gathered in both ways
+    if top == 1:
+        assert moved == {"all_to_all": exchanged, "all_gather": counts}
+    else:
+        assert "all_to_all" not in moved
+        assert moved["all_gather"] + moved["reduce_scatter"] == gathered + counts
+    assert_same(results[1], results[0])
     mesh.free()
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", ["exchange", "gather"])
-def test_a_rank_whose_experts_get_no_token_takes_part(comm, way):
-    """Logits that are all equal send every token to the first expert, and none to the others.
+@pytest.mark.parametrize("top", [1, 2])
+def test_a_rank_whose_experts_get_no_token_takes_part(comm, top):
+    """Logits that are all equal send every token to the first experts, and none to the others.
 
-    Guards against an expert without tokens that leaves out a collective, on which the others wait,
-    or keeps an old gradient.
+    With one choice rows are exchanged, with two tokens are gathered.  Guards against an expert
+    without tokens that leaves out a collective, on which the others wait, or keeps an old
+    gradient.
     """
-    gradients, experts = [], mm3d.Experts(3, top=1, every=2, capacity=None)
+    gradients, experts = [], mm3d.Experts(4, top=top, every=2, capacity=None)
     for mesh, more in ((mm3d.Mesh(MPI.COMM_SELF, 1, "serial"), {}),
-                       (mm3d.Mesh(comm, data=2, scheme="serial"),
-                        {"expert_parallel": 2, "expert_way": way})):
+                       (mm3d.Mesh(comm, data=2, scheme="serial"), {"expert_parallel": 2})):
         model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", **more)
         state = model.state()
         model.load(state | {name: 0 * a for name, a in state.items() if ".router." in name})
         for p in model.trained:
             p.grad[...] = 7    # what an earlier step has left
+        model.reset_traffic()
         model.step(*tokens_and_targets(SIZES))
         gradients.append(model.gradients())
-        assert model.routings["layers.1.experts"].chosen.tolist() == [[30, 0, 0]]
-        assert model.routings["layers.1.experts"].entropy == 0
+        moved = words_along_experts(comm, model) if more else {}
+        assert not more or ("reduce_scatter" in moved) == (top == 2)
+        assert model.routings["layers.1.experts"].chosen[0].tolist() == [30, 0, 0, 0]
         model.free()
         mesh.free()
-    assert not gradients[1]["layers.1.experts.up.weight"][1:].any()
+    assert not gradients[1]["layers.1.experts.up.weight"][2:].any()
     assert_same(gradients[1], gradients[0])
 
 
@@ -282,7 +281,7 @@ def test_gradients_of_routers_losses_have_the_scale_of_the_loss():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options, message", [
-    (dict(expert_parallel=3), "1, 2 would do"), (dict(expert_way="fast"), "choose one of"),
+    (dict(expert_parallel=3), "1, 2 would do"),
     (dict(expert_parallel=2, experts=mm3d.Experts(1, top=1)), "at least 2 experts"),
     (dict(expert_parallel=2, experts=None), "the model has none"),
     (dict(experts=mm3d.Experts(3, top=4)), "top=3 at most"),

@@ -13,7 +13,7 @@ from checkpoint_models import everything, same
 
 GPT = dict(layers=2, hidden=12, heads=2, vocab=11, batch=4, seq=6, seed=3, microbatches=2,
            label_smoothing=0.1, z_loss=0.01, ignored=-1, dropout=0.3)
-EXPERTS = dict(count=4, top=2, every=1, capacity=1.1, balance=0.01, z=0.001, jitter=0.01,
+EXPERTS = dict(count=4, top=2, every=1, capacity=1.1, balance=0.01, z=0.001,
                min_capacity=1, bias_rate=0.001, gate="sigmoid-bias")
 SCALING = dict(initial=512.0, growth=2.0, backoff=0.5, interval=2, hysteresis=1, smallest=1.0)
 OPTIMIZERS = {

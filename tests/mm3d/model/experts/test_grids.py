@@ -11,7 +11,7 @@ from mm3d.model import cost
 from models import Parallelism
 
 # No length but the sequences' number on some grids divides evenly; an expert stays without tokens.
-CASES = [mm3d.Experts(5, every=1, capacity=0.8, jitter=0.2),
+CASES = [mm3d.Experts(5, every=1, capacity=0.8),
          mm3d.Experts(7, top=3, every=2, gate="gshard", capacity=0.6),
          mm3d.Experts(5, top=1, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0)]
 DROPLESS = mm3d.Experts(5, every=2, capacity=None)

@@ -8,7 +8,6 @@ from mm3d.arrays import backend
 from mm3d.model.experts.balance import balance_loss, shares, z_loss
 from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
 from mm3d.model.experts.gates import Choice, choose, gates_backward
-from mm3d.model.experts.jitter import draw_factors
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.spec import Experts
 from mm3d.model.experts.totals import updated_bias, utilisation_entropy
@@ -268,23 +267,6 @@ def test_entropy_of_utilisation():
     assert utilisation_entropy(np.array([7])) == 1
 
 
-# Jitter.
-
-def test_jitter_is_the_same_for_any_division_of_the_tokens():
-    whole = slice(0, 3), slice(0, 5), slice(0, 100)
-    factors = draw_factors(1, 2, "router", 5, whole, 0.01)
-    assert factors.dtype == np.float32 and factors.min() > 0.99 and factors.max() < 1.01
-    assert abs(factors.mean() - 1) < 4 * 0.01 / (3 * factors.size) ** 0.5
-    assert np.ptp(factors) > 0.0198
-    exact = draw_factors(1, 2, "router", 5, whole, 0.5, np.dtype(np.float64))
-    assert ((exact - 1) * 2 ** 17 % 2 == 1).all()    # as many above 1 as below
-    for place in itertools.product((slice(1, 3), slice(2, 2)), (slice(0, 5), slice(2, 4)),
-                                   (slice(0, 64), slice(60, 90))):
-        assert (draw_factors(1, 2, "router", 5, place, 0.01) == factors[place]).all()
-    for other in ((0, 2, "router"), (1, 3, "router"), (1, 2, "other")):
-        assert (draw_factors(*other, 5, whole, 0.01) != factors).mean() > 0.9
-
-
 # Bad options.
 
 @pytest.mark.parametrize("options, message", [
@@ -297,7 +279,6 @@ def test_jitter_is_the_same_for_any_division_of_the_tokens():
     (dict(count=4, order="x"), "order='x' is unknown"),
     (dict(count=4, balance=-1), "balance=-1 should be a number of at least 0"),
     (dict(count=4, z=float("nan")), "z=nan should"),
-    (dict(count=4, jitter=1), "jitter=1 should be a number of at least 0 and below 1"),
     (dict(count=4, min_capacity=-1), "min_capacity=-1 should"),
     (dict(count=4, capacity=0), "capacity=0 drops every token: a factor above 0"),
     (dict(count=4, capacity=float("inf")), "capacity=inf"),
