@@ -1,4 +1,4 @@
-"""State what is trained and how ranks divide it, and build that: three frozen classes.
+"""State what is trained and how ranks divide it: frozen classes, from which `mm3d.GPT` is made.
 
 Each field says in its metadata what it is, so that command lines, titles and records need not.
 """
@@ -6,13 +6,9 @@ Each field says in its metadata what it is, so that command lines, titles and re
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Mapping, Self
 
+from mm3d.arrays.plain_numbers import keep_plain_numbers
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.experts.spec import Experts
-from mm3d.training.gpt import GPT
-from mm3d.training.mesh import Mesh
 
-WIDE = "float32"    # of the masters of types of 16 bits
-NARROW = ("float16", "bfloat16")
 PREFIX = "experts_"    # of the settings of experts
 
 
@@ -28,9 +24,31 @@ def said(about: str, *default: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Model:
-    """State a GPT, and the batch of a step; see `mm3d.GPT`.
+    """State a GPT, and the batch of a step.
 
-    Types of 16 bits are trained with masters of float32.
+    Attributes
+    ----------
+    layers, hidden, heads : int
+        Number of layers, features of the residual stream, attention heads, which divide it.
+    batch, seq : int
+        Global number of sequences of a step, at least one for each micro-batch of each replica,
+        and positions in each.
+    vocab : int
+        Number of tokens; any, it is divided without padding.
+    seed : int
+        Seed of the initial parameters, and of the masks of dropout.
+    dtype, master : str, str or None
+        As for `mm3d.Transformer`.
+    tied : bool
+        Whether logits are computed with the embedding's table.
+    dropout : float
+        See `mm3d.model.dropout`.  Attention probabilities are not dropped.
+    experts : ExpertOptions or None
+        See `mm3d.model.experts`.
+    label_smoothing, z_loss : float
+        See `mm3d.model.cross_entropy.CrossEntropy`.
+    ignored : int
+        The target of positions that do not count.
     """
 
     layers: int = said("Transformer layers", least=1)
@@ -40,17 +58,19 @@ class Model:
     seq: int = said("tokens in a sequence", least=1)
     vocab: int = said("tokens of the vocabulary", 256, least=1)
     seed: int = said("seed of the parameters, and of dropout", 0, least=0)
-    dtype: str = said("dtype of all arrays", "float32", choices=("float64", WIDE, *NARROW))
+    dtype: str = said("dtype of all arrays", "float32",
+                      choices=("float64", "float32", "float16", "bfloat16"))
+    master: str | None = said("dtype of masters of parameters in 16 bits", None, nothing="none")
     tied: bool = said("compute logits with the embedding's table", True)
     dropout: float = said("probability that an element of a residual branch or embedding is "
                           "dropped", 0.0)
-    experts: ExpertOptions | None = said("experts in place of the perceptron of some layers",
-                                         None)
+    experts: ExpertOptions | None = said("experts in place of the perceptron of some layers", None)
+    label_smoothing: float = said("share of a target that is spread over all tokens", 0.0)
+    z_loss: float = said("coefficient of the squared log of the softmax's denominator", 0.0)
+    ignored: int = said("the target of positions that do not count", -1)
 
-    @property
-    def master(self) -> str | None:
-        """Return the dtype of the masters; None without."""
-        return WIDE if self.dtype in NARROW else None
+    def __post_init__(self) -> None:
+        keep_plain_numbers(self)
 
     def settings(self) -> dict[str, Any]:
         """Return all fields as settings of a record, those of experts with a prefix.
@@ -58,16 +78,17 @@ class Model:
         What is None is not recorded.
         """
         found = asdict(self)
-        of_experts = found.pop("experts") or {}
-        return found | {PREFIX + name: value for name, value in of_experts.items()
-                        if value is not None}
+        found |= {PREFIX + name: value for name, value in (found.pop("experts") or {}).items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Return what a record states; KeyError where something is missing but a default."""
-        found = {one.name: type(one.default)(settings[one.name])
-                 if one.default is not MISSING else int(settings[one.name])
+        found = {one.name: int(settings[one.name]) if one.default is MISSING
+                 else settings[one.name] if one.default is None
+                 else type(one.default)(settings[one.name])
                  for one in fields(cls) if one.name in settings or one.default is MISSING}
+        from mm3d.model.experts.spec import Experts    # a model without needs none of it
         of_experts = {one.name: settings[PREFIX + one.name] for one in fields(Experts)
                       if PREFIX + one.name in settings}
         if of_experts:
@@ -77,9 +98,23 @@ class Model:
 
 @dataclass(frozen=True)
 class Division:
-    """State how ranks divide a model, and when each works; see `mm3d.Mesh` and `mm3d.GPT`.
+    """State how ranks divide a model, and when each works.
 
     It changes results by rounding alone.
+
+    Attributes
+    ----------
+    data, shards, stages, scheme, grid, backend
+        As for `mm3d.Mesh`.
+    zero : {0, 1, 2, 3}
+        What replicas divide, see `mm3d.training.data_parallel`.
+    schedule, microbatches : str or Schedule, int
+        What each stage does, and in which order; a `Schedule` says how many micro-batches there
+        are.
+    recompute : str
+        See `mm3d.model.recomputation`.
+    expert_parallel, in_flight, synchronous
+        As for `mm3d.Pipeline`.
     """
 
     data: int = said("replicas, among which the batch is divided", 1, least=1)
@@ -88,16 +123,20 @@ class Division:
     zero: int = said("divide among the replicas: 1, moments and masters; 2, gradients too; 3, "
                      "parameters too", 0, choices=(0, 1, 2, 3))
     stages: int = said("stages of the pipeline in each replica", 1, least=1)
-    schedule: str = said("schedule of the stages", "1f1b")
+    schedule: Any = said("schedule of the stages", "1f1b")
     microbatches: int = said("micro-batches of a replica's part of the batch", 1, least=1)
     scheme: str = said("tensor parallelism in each stage", "3d")
-    grid: tuple[int, ...] | None = said("sizes of the grid's directions, such as 2x2x2", None,
-                                        nothing="a cube; a square for 2d, a line for 1d")
+    grid: Any = said("sizes of the grid's directions, such as 2x2x2", None,
+                     nothing="a cube; a square for 2d, a line for 1d")
     recompute: str = said("recompute in backward, to save memory", "none")
     expert_parallel: int = said("neighbouring replicas that divide the experts, a divisor of "
                                 "data; with 1 each has all", 1, least=1)
-    backend: Any = said("array library: numpy or cupy", None,
-                        nothing="MM3D_BACKEND, or numpy")
+    in_flight: int = said("sums over replicas that go on while a rank computes", 0, least=0)
+    synchronous: bool = said("wait until a message is taken before the next action", False)
+    backend: Any = said("array library: numpy or cupy", None, nothing="MM3D_BACKEND, or numpy")
+
+    def __post_init__(self) -> None:
+        keep_plain_numbers(self)
 
     def given(self) -> dict[str, Any]:
         """Return what differs from the defaults."""
@@ -117,6 +156,9 @@ class Division:
         return ", ".join(filter(None, parts))
 
 
+OF_MESH = ("data", "shards", "stages", "scheme", "grid", "backend")    # fields of a Division
+
+
 @dataclass(frozen=True)
 class Config:
     """State a training: a model, and how ranks divide it.
@@ -130,35 +172,33 @@ class Config:
     --------
     >>> config = Config(Model(layers=4, hidden=64, heads=4, batch=16, seq=32),
     ...                 Division(data=2, stages=2, grid=(2, 1, 1), microbatches=4, zero=1))
-    >>> gpt = config.build(comm)    # on 8 ranks, or on a dry communicator
+    >>> gpt = mm3d.GPT(config, comm)    # on 8 ranks, or on a dry communicator
     """
 
     model: Model
     division: Division = Division()
 
-    def build(self, comm: Any, **more: Any) -> GPT:
-        """Arrange the ranks and create the model; ``gpt.free()`` and ``gpt.mesh.free()`` end both.
-
-        Parameters
-        ----------
-        comm : mpi4py.MPI.Intracomm
-            All ranks; each calls this.
-        **more
-            Further parameters of `mm3d.GPT`.
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Return the configuration with the given fields of a model and of a division.
 
         Raises
         ------
-        ValueError
-            On every rank alike, for what does not fit together, or differs between ranks.
+        TypeError
+            For a name that is no field, and for sizes that are missing.
         """
-        how, model = self.division, self.model
-        mesh = Mesh(comm, how.stages, how.scheme, how.grid, how.backend, data=how.data,
-                    shards=how.shards)
-        return GPT(mesh, model.layers, model.hidden, model.heads, model.vocab, model.batch,
-                   model.seq, seed=model.seed, dtype=model.dtype, master=model.master,
-                   tied=model.tied, dropout=model.dropout, experts=model.experts,
-                   microbatches=how.microbatches, schedule=how.schedule, recompute=how.recompute,
-                   zero=how.zero, expert_parallel=how.expert_parallel, **more)
+        of_model = {one.name for one in fields(Model)}
+        names = of_model | {one.name for one in fields(Division)}
+        for name in given:
+            if name not in names:
+                raise TypeError(f"{name}={given[name]!r}: there is no such field of a model, nor "
+                                f"of its division: {', '.join(sorted(names))} would do")
+        missing = [one.name for one in fields(Model)
+                   if one.default is MISSING and one.name not in given]
+        if missing:
+            raise TypeError(f"sizes of the model are missing: {', '.join(missing)}")
+        return cls(Model(**{name: given[name] for name in given if name in of_model}),
+                   Division(**{name: given[name] for name in given if name not in of_model}))
 
     def on(self, backend: Any) -> "Config":
         """Return the same with another array library."""

@@ -31,6 +31,7 @@ from bench.reports.micro_tables import format_record
 from bench.validation.rules import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
+from mm3d.training.gpt import GPT
 
 GROUP = "Train a model"
 ON_ALL_RANKS = True
@@ -228,7 +229,7 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
 
     def work() -> torch_training.TorchTraining:
         alone = Division(scheme="serial", backend="numpy")
-        state = Config(plan, alone).build(MPI.COMM_SELF).state()
+        state = GPT(Config(plan, alone), MPI.COMM_SELF).state()
         return torch_training.train_by_torch(
             arguments.torch, plan, training.text, state, outcome.steps,
             outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "),

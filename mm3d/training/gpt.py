@@ -1,17 +1,18 @@
 """Train a GPT: embeddings, a Transformer divided among stages, and the cross entropy."""
 
 import math
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
+from mpi4py import MPI
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.config import OF_MESH, Config
 from mm3d.grid.agreement import checksum, checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
@@ -22,6 +23,7 @@ from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
+from mm3d.training.schedules.schedule import Action
 from mm3d.training.stage_ends import build_ends
 from mm3d.training.tied import TiedStages
 
@@ -39,37 +41,17 @@ class GPT(PlainNumbers):
 
     Parameters
     ----------
-    mesh : Mesh
-        The ranks, all of which create it, and call `free` when it is not used any more.
-    layers, hidden, heads : int
-        Number of layers, features of the residual stream, attention heads.
-    vocab : int
-        Number of tokens; any, it is divided without padding.
-    batch, seq : int
-        Global number of sequences of a step, which the micro-batches divide, and positions in
-        each.
-    seed : int
-        Seed of the initial parameters.
-    dtype, master, recompute
-        As for `mm3d.Transformer`.
-    microbatches : int, optional
-        Number of micro-batches; by default those of the schedule, or 1 with a name.
-    schedule : str or Schedule
-        As for `mm3d.Pipeline`.
-    tied : bool
-        Whether logits are computed with the embedding's table.
-    label_smoothing, z_loss : float
-        See `mm3d.model.cross_entropy.CrossEntropy`.
-    ignored : int
-        The target of positions that do not count.
-    dropout : float
-        Probability that an element of a residual branch, or of the sum of the embeddings, is
-        dropped, see `mm3d.model.dropout`.  Attention probabilities are not dropped.
-    experts : ExpertOptions, optional
-        Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
-    **options
-        Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
-        expert_parallel.
+    where : Mesh or Config
+        The ranks, with the fields of `mm3d.config.Model` and `mm3d.config.Division` as keywords,
+        but for those that the mesh says; or all of this, with `comm`.
+    comm : mpi4py.MPI.Intracomm, optional
+        All ranks of a `Config`; each creates it, and calls `free` when it is not used any more.
+    around : callable, optional
+        Returns, for an action of the schedule, a context in which it is executed.
+    asleep : bool
+        Whether this rank sleeps while it waits for messages of other stages.
+    **fields
+        With a mesh: what is trained, and how it is divided.
 
     Attributes
     ----------
@@ -98,53 +80,50 @@ class GPT(PlainNumbers):
     >>> loss = model.step(tokens, targets)
     """
 
-    def __init__(self, mesh: Mesh, layers: int, hidden: int, heads: int, vocab: int, batch: int,
-                 seq: int, seed: int = 0, dtype: str = "float32",
-                 microbatches: int | None = None, schedule: str | Schedule = "1f1b",
-                 recompute: str = "none", tied: bool = True, master: str | None = None,
-                 label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
-                 dropout: float = 0.0, experts: ExpertOptions | None = None,
-                 **options: Any) -> None:
-        if isinstance(schedule, str) and microbatches is None:
-            microbatches = 1
+    def __init__(self, where: Mesh | Config, comm: MPI.Intracomm | None = None, *,
+                 around: Callable[[Action], ContextManager] | None = None, asleep: bool = False,
+                 **fields: Any) -> None:
+        mesh, config = _place(where, comm, fields)
+        model, how = config.model, config.division
+        rows = None if how.microbatches == 1 and isinstance(how.schedule, Schedule) else (
+            how.microbatches)
         with same_arguments(mesh.comm, "GPT") as given:
-            given |= {name: value for name, value in options.items()
-                      if name not in ("around", "asleep")}    # which one rank may have alone
-            given |= {
-                "layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "batch": batch,
-                "seq": seq, "seed": seed, "dtype": dtype, "microbatches": microbatches,
-                "schedule": schedule, "recompute": recompute, "tied": tied, "master": master,
-                "label_smoothing": label_smoothing, "z_loss": z_loss, "ignored": ignored,
-                "dropout": dropout, "experts": experts}
-            check_vocabulary(vocab, label_smoothing, z_loss)
-            check_scheme(mesh.scheme, tied)
-        self.mesh, self.comm, self.vocab, self.ignored = mesh, mesh.comm, vocab, ignored
-        self.shape, self.loss_scale, self.tied = (batch, seq), 1.0, tied
+            given |= {name: getattr(part, name) for part in (model, how)
+                      for name in part.__dataclass_fields__ if name not in OF_MESH}
+            check_vocabulary(model.vocab, model.label_smoothing, model.z_loss)
+            check_scheme(mesh.scheme, model.tied)
+        self.config, self.mesh, self.comm = config, mesh, mesh.comm
+        self._own_mesh = mesh if isinstance(where, Config) else None
+        self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
+        self.shape, self.loss_scale = (model.batch, model.seq), 1.0
         self.optimizer: Callable[[], Any] = lambda: None
-        values = gpt2_values(layers)
+        values = gpt2_values(model.layers)
         self.pipeline = Pipeline(
-            mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
-            dtype=dtype, master=master, recompute=recompute, causal=True,
-            initial_values=values, dropout=dropout, experts=experts, **options)
-        self.experts = experts
+            mesh, how.schedule, model.layers, model.hidden, model.heads, model.batch, model.seq,
+            rows, around=around, asleep=asleep, synchronous=how.synchronous, zero=how.zero,
+            in_flight=how.in_flight, experts=model.experts, expert_parallel=how.expert_parallel,
+            seed=model.seed, dtype=model.dtype, master=model.master, recompute=how.recompute,
+            causal=True, initial_values=values, dropout=model.dropout)
+        self.experts = model.experts
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
         first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
-        self._ends = build_ends(self.schedule, mesh.stage, self.pipeline.chunks, vocab, tied,
-                                ignored=ignored, label_smoothing=label_smoothing, z_loss=z_loss)
+        self._ends = build_ends(self.schedule, mesh.stage, self.pipeline.chunks, model.vocab,
+                                model.tied, ignored=model.ignored,
+                                label_smoothing=model.label_smoothing, z_loss=model.z_loss)
         self._embedding, self._output = self._ends.embedding, self._ends.output
         self._tie = None
-        if tied and first != last:
+        if model.tied and first != last:
             data = self.pipeline.data
-            self._tie = TiedStages(mesh, (first, last), (vocab, hidden),
-                                   options.get("asleep", False), bool(data and data.zero),
-                                   options.get("synchronous", False))
+            self._tie = TiedStages(mesh, (first, last), (model.vocab, model.hidden), asleep,
+                                   bool(data and data.zero), how.synchronous)
         before, after = self._ends.parameters
-        draw_ends(before + after, seed, values)
+        draw_ends(before + after, model.seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
         self.definition = self.pipeline.definition.extended(
-            {"vocab": vocab, "tied": bool(tied)},
-            {"label_smoothing": label_smoothing, "z_loss": z_loss, "ignored": ignored})
+            {"vocab": model.vocab, "tied": bool(model.tied)},
+            {"label_smoothing": model.label_smoothing, "z_loss": model.z_loss,
+             "ignored": model.ignored})
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss and all gradients; every rank must call it.
@@ -353,13 +332,31 @@ class GPT(PlainNumbers):
             p.load(np.asarray(state[p.name]))
 
     def free(self) -> None:
-        """Free the communicators of messages and experts, not the mesh; every rank must call it.
+        """Free the communicators of the model, and a mesh that it made; every rank must call it.
 
         MPI has a few thousand communicators at most, and nothing but this gives them back.
         """
         self.pipeline.free()
         if self._tie is not None:
             self._tie.free()
+        if self._own_mesh is not None:
+            self._own_mesh.free()
+
+
+def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
+           given: dict[str, Any]) -> tuple[Mesh, Config]:
+    """Return the mesh and the configuration that the parameters of `GPT` say."""
+    if not isinstance(where, Config):
+        for name in set(given) & {*OF_MESH}:
+            raise TypeError(f"{name}={given[name]!r} belongs to the mesh, which is there already: "
+                            f"give it to mm3d.Mesh, or a mm3d.Config and its ranks to mm3d.GPT")
+        return where, Config.of(given)
+    if comm is None or given:
+        raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "
+                        f"GPT(config, comm) would do")
+    how = where.division
+    return Mesh(comm, how.stages, how.scheme, how.grid, how.backend, data=how.data,
+                shards=how.shards), where
 
 
 def _place_in_model(name: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "tracing training", "config checkpoints", "selftest", "__init__", "examples"],
+             "config", "tracing training", "checkpoints", "selftest", "__init__", "examples"],
     "bench": ["errors mpi statistics least_squares", "text_files", "agreement", "cases cluster",
               "records", "instruments", "checks", "experiments",
               "prediction validation doctor", "reports command_line", "verbs",
@@ -43,7 +43,8 @@ PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks",
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
-              "mm3d.schemes mm3d.training.mesh mm3d.training.norms mm3d.examples bench",
+              "mm3d.schemes mm3d.training.mesh mm3d.training.norms "
+              "mm3d.training.gpt mm3d.examples bench",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
     "scipy": "bench.prediction bench.statistics bench.least_squares",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",

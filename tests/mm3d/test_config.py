@@ -3,6 +3,7 @@ from dataclasses import MISSING, fields, replace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from mm3d.config import Config, Division, Model
@@ -18,7 +19,7 @@ DIVISIONS = {1: Division(microbatches=2), 4: Division(data=2, stages=2, zero=1, 
 def test_a_config_builds_what_keywords_build(comm):
     how = DIVISIONS[comm.size]
     mesh = mm3d.Mesh(comm, data=how.data, stages=how.stages, grid=how.grid)
-    models = [Config(MODEL, how).build(comm),
+    models = [mm3d.GPT(Config(MODEL, how), comm),
               mm3d.GPT(mesh, layers=2, hidden=8, heads=2, vocab=16, batch=4, seq=6, seed=3,
                        dtype="float64", dropout=0.1, microbatches=how.microbatches,
                        zero=how.zero, recompute=how.recompute)]
@@ -33,18 +34,24 @@ def test_a_config_builds_what_keywords_build(comm):
     assert first and models[0].definition == models[1].definition
     for model in models:
         model.free()
-        model.mesh.free()
+    mesh.free()
+
+
+@pytest.mark.parametrize("where, fields, said", [
+    (Config(MODEL), {"layers": 1}, "no layers: GPT"), (Config(MODEL), {}, "comm is needed"),
+    (None, {"layers": 1}, "sizes of the model are missing: hidden, heads, batch, seq"),
+    (None, {"data": 2}, "data=2 belongs to the mesh"),
+    (None, {"hiden": 8}, "hiden=8: there is no such field")])
+def test_what_makes_no_gpt_is_named(where, fields, said):
+    where = where or mm3d.Mesh(MPI.COMM_SELF, scheme="serial")
+    with pytest.raises(TypeError, match=said):
+        mm3d.GPT(where, **fields)
 
 
 def test_a_config_runs_dry():
     config = Config(replace(MODEL, dropout=0.0), Division(data=4, stages=2, grid=(2, 2, 2)))
-    found = dry_run.trace(lambda comm, backend: config.on(backend).build(comm), 64, 63)
+    found = dry_run.trace(lambda comm, backend: mm3d.GPT(config.on(backend), comm), 64, 63)
     assert found.peak > 0
-
-
-def test_16_bits_have_masters():
-    assert [replace(MODEL, dtype=name).master for name in (
-        "float64", "float32", "float16", "bfloat16")] == [None, None, "float32", "float32"]
 
 
 @pytest.mark.parametrize("model", [

@@ -17,6 +17,7 @@ from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.config import Config
+from mm3d.training.gpt import GPT
 
 KIND = "training-meshes"
 COMPARED = ("loss", "gradients", "weights")    # losses of all steps; the others after the last
@@ -135,10 +136,9 @@ def check_cases(comm: Any, cases: list[Case], plan: Plan) -> None:
         part = comm.Split(comm.rank >= case.ranks, comm.rank)
         if comm.rank < case.ranks:
             try:
-                model = Config(plan, case.division).build(part)
+                model = GPT(Config(plan, case.division), part)
                 make_optimizer(plan, model)
                 model.free()
-                model.mesh.free()
             except ValueError as error:
                 problem = problem or f"{case.name}: {error}"
         part.Free()
@@ -173,7 +173,7 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
 
     With `begin` the first parameters are rounded to this type.
     """
-    model = Config(plan, case.division).build(comm)
+    model = GPT(Config(plan, case.division), comm)
     optimizer = make_optimizer(plan, model)
     if begin is not None:
         model.load({name: a.astype(begin) for name, a in model.state().items()})
@@ -191,7 +191,6 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
     result = Trained(np.array(losses), gradients, model.state(), np.array(chosen, np.int64),
                      np.array(dropped, np.int64))
     model.free()
-    model.mesh.free()
     return result
 
 

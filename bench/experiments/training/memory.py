@@ -6,6 +6,7 @@ from bench.experiments.training.plan import Plan, make_optimizer
 from mm3d.arrays.backend import Backend
 from mm3d.config import Config, Division
 from mm3d.tracing import dry_run
+from mm3d.training.gpt import GPT
 
 
 def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -> int:
@@ -17,5 +18,6 @@ def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -
         optimizer = make_optimizer(plan, model)
         model.rehearse()
         optimizer.step()
-    return dry_run.trace(lambda comm, backend: Config(plan, division).on(backend).build(comm),
-                         ranks, rank, Backend.block, step).pool_peak
+    return dry_run.trace(
+        lambda comm, backend: GPT(Config(plan, division).on(backend), comm),
+        ranks, rank, Backend.block, step).pool_peak

@@ -9,6 +9,7 @@ from mm3d.config import Model, said
 from mm3d.training import learning_rates, optimizers
 
 OPTIMIZERS = ("adamw", "sgd")
+THE_SAME = ("vocab", "master", "label_smoothing", "z_loss", "ignored")
 FLOOR = 0.1    # the last learning rate as a share of the peak
 
 
@@ -30,6 +31,11 @@ class Plan(Model):
     clip: float = said("largest norm of the gradient; 0 for no clipping", 1.0)
     momentum: float = said("momentum of SGD", 0.0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype in ("float16", "bfloat16"):
+            object.__setattr__(self, "master", "float32")
+
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         if self.optimizer == "sgd":
@@ -38,8 +44,8 @@ class Plan(Model):
                                             FLOOR * self.lr)
 
     def settings(self) -> dict[str, Setting]:
-        """Return the plan as settings of a record; the vocabulary is that of bytes always."""
-        return {name: value for name, value in super().settings().items() if name != "vocab"}
+        """Return the plan as settings of a record, but for what is `THE_SAME` in all trainings."""
+        return {name: value for name, value in super().settings().items() if name not in THE_SAME}
 
 
 def make_optimizer(plan: Plan, model: Any) -> optimizers.Optimizer:

@@ -47,7 +47,7 @@ class MeasuredTraining:
     def __init__(self, comm: Any, case: Model, division: Division) -> None:
         self.comm, self.case, self.division = comm, case, division
         try:
-            self.model = Config(case, division).build(comm)
+            self.model = mm3d.GPT(Config(case, division), comm)
             self.mesh = self.model.mesh
             self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
         except ValueError as error:
@@ -90,4 +90,3 @@ class MeasuredTraining:
     def free(self) -> None:
         """Free the communicators; every rank must call it."""
         self.model.free()
-        self.mesh.free()

@@ -16,6 +16,7 @@ from bench.experiments.training.verification import verify
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.config import Config, Division
+from mm3d.training.gpt import GPT
 
 ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
 VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow
@@ -95,7 +96,7 @@ class Training:
         try:
             self.backend = backends.get(division.backend)
             self._others_bytes = self.backend.memory()["in_use"]
-            self.model = Config(plan, division).build(comm)
+            self.model = GPT(Config(plan, division), comm)
             self.mesh = self.model.mesh
             self.optimizer = make_optimizer(plan, self.model)
             plan.rate(0)    # refuses a rise that is longer than the training
@@ -161,7 +162,6 @@ class Training:
     def free(self) -> None:
         """Free the communicators; every rank must call it."""
         self.model.free()
-        self.mesh.free()
 
 
 def train(training: Training, course: Course,

@@ -24,8 +24,9 @@ class Subject:
         import mm3d
         from mpi4py import MPI
         self.batch, self.steps = [arrays.pop("tokens"), arrays.pop("targets")], 0
-        sizes = [case[name] for name in ("layers", "hidden", "heads", "vocab", "batch", "seq")]
-        self.model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial"), *sizes, seed=7)
+        names = ("layers", "hidden", "heads", "vocab", "batch", "seq")
+        self.model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial"),
+                              **{name: case[name] for name in names}, seed=7)
         self.model.load(arrays)
         self.optimizer = mm3d.AdamW(self.model, case["lr"], case["betas"], case["eps"],
                                     case["weight_decay"])

@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
+from mm3d.config import OF_MESH
 from mm3d.model.transformer_spec import model_spec
 from mm3d.training.optimizers import Optimizer
 from checkpoint_models import as_before, everything, same
@@ -119,8 +120,10 @@ def test_every_argument_is_in_the_definition_or_known_not_to_be():
     """A new argument of a model is put here or there by whoever adds it."""
     model = gpt(routed={}, dropout=0.1)
     facts = {*model.definition.function, *model.definition.training}
-    arguments = {name for kind in (mm3d.GPT, mm3d.Pipeline, mm3d.Transformer)
+    arguments = {name for kind in (mm3d.Pipeline, mm3d.Transformer)
                  for name in inspect.signature(kind.__init__).parameters}
+    arguments |= {one.name for kind in (mm3d.Model, mm3d.Division) for one in fields(kind)}
+    arguments -= {*OF_MESH} - {"scheme"}
     assert arguments - facts == ELSEWHERE
     assert {f"experts.{one.name}" for one in fields(mm3d.Experts)} <= facts
     assert not {*model.definition.function} & {*model.definition.training}
