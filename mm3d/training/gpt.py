@@ -13,16 +13,15 @@ from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.totals import RoutingTotals
-from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
+from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary, draw_ends
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
-from mm3d.training.stage_ends import build_ends
 from mm3d.training.tied import TiedStages
 
 
@@ -131,7 +130,7 @@ class GPT(PlainNumbers):
         self.schedule = self.pipeline.schedule
         first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
         self._ends = build_ends(self.schedule, mesh.stage, self.pipeline.chunks, vocab, tied,
-                                ignored=ignored, label_smoothing=label_smoothing, z_loss=z_loss)
+                                ignored=ignored, smoothing=label_smoothing, z_loss=z_loss)
         self._embedding, self._output = self._ends.embedding, self._ends.output
         self._tie = None
         if tied and first != last:

@@ -6,7 +6,7 @@ from typing import Any, Mapping
 import mm3d
 from bench.experiments.training.text import VOCAB
 from bench.records.measurements import Setting
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 from mm3d.training import learning_rates, optimizers
 
 OPTIMIZERS = ("adamw", "sgd")
