@@ -88,7 +88,7 @@ class Model:
                  else settings[one.name] if one.default is None
                  else type(one.default)(settings[one.name])
                  for one in fields(cls) if one.name in settings or one.default is MISSING}
-        from mm3d.model.experts.spec import Experts    # a model without needs none of it
+        from mm3d.model.experts.layer import Experts    # a model without needs none of it
         of_experts = {one.name: settings[PREFIX + one.name] for one in fields(Experts)
                       if PREFIX + one.name in settings}
         if of_experts:

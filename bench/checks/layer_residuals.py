@@ -13,8 +13,7 @@ Where several ranks hold copies of an array, every copy is checked.
 """
 
 import math
-from collections import Counter
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +23,6 @@ from bench.checks.layer_errors import LayerErrors, SUMS
 from bench.checks.names import PREFIX
 from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
-from mm3d.model.chain_specs import ChainSpec, ModelSpec, Repeated, ResidualSpec
-from mm3d.model.layer_specs import AttentionSpec, GeluSpec, LayerNormSpec, LinearSpec
-from mm3d.model.specs import LayerSpec, Spec
 from mm3d.tracing.observe import observed
 
 # Multiples of eps that pass: of |A||B| in products, and of the rounding errors of each number of a
@@ -58,7 +54,7 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         _, saved = model.forward(x)
         model.backward(dy, saved)
     worst = max_over_ranks(np.array(list(found.errors.values())), model.grid.comm)
-    limits = tolerances(model.spec, found.rounding)
+    limits = tolerances(model.sizes.layers, found.rounding)
     return [Check(PREFIX + name, float(error), limits[PREFIX + name])
             for name, error in zip(found.errors, worst)]
 
@@ -74,13 +70,13 @@ def failure_message(checks: list[Check]) -> str | None:
             f"{len(checks)} residuals fail); no times were written")
 
 
-def tolerances(model: ModelSpec, rounding: str) -> dict[str, float]:
-    """Return the errors that pass, by the names of the checks of a step of `model`.
+def tolerances(layers: int, rounding: str) -> dict[str, float]:
+    """Return the errors that pass, by the names of the checks of a step of a Transformer.
 
     Parameters
     ----------
-    model : ModelSpec
-        The model.
+    layers : int
+        Number of its layers.
     rounding : str
         Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
         are NaN, which no error passes.
@@ -88,30 +84,12 @@ def tolerances(model: ModelSpec, rounding: str) -> dict[str, float]:
     eps = EPS.get(rounding, math.nan)
     row = ROW * (EPS["float32"] if rounding == "tf32" else eps)
     bias, sums = {"dbias": row}, dict.fromkeys(SUMS, row)
-    product = dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
+    norm, product = sums | bias | {"dweight": row}, dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
     attention = {name: multiple * eps
                  for name, multiple in attention_identities.multiples(rounding).items()}
-    kinds = {LinearSpec: product, LayerNormSpec: sums | bias | {"dweight": row},
-             GeluSpec: sums | bias, AttentionSpec: attention, ResidualSpec: sums}
-    limits: dict[str, float] = {}
-    for name, spec in named_specs(model.chain):
-        passing = kinds[type(spec)] | (bias if getattr(spec, "adds_bias", False) else {})
-        limits |= {f"{PREFIX}{name}, {what}": limit for what, limit in passing.items()}
-    return limits
-
-
-def named_specs(chain: ChainSpec) -> Iterator[tuple[str, Spec]]:
-    """Iterate over the layers and residual blocks of a model, with their names in it."""
-    numbers: Counter[str] = Counter()
-
-    def walk(specs: Iterable[Spec], prefix: str) -> Iterator[tuple[str, Spec]]:
-        for spec in specs:
-            if isinstance(spec, (LayerSpec, ResidualSpec)):
-                yield prefix + spec.name, spec
-            for _ in range(getattr(spec, "times", 1)):
-                within = prefix
-                if isinstance(spec, Repeated) and spec.name:
-                    within = f"{prefix}{spec.name}.{numbers[prefix + spec.name]}."
-                    numbers[prefix + spec.name] += 1
-                yield from walk(getattr(spec, "layers", ()), within)
-    return walk(chain.layers, "")
+    of_layer = {"attention": sums, "ln1": norm, "attention.qkv": product | bias,
+                "attention.attention": attention, "attention.proj": product | bias,
+                "mlp": sums, "ln2": norm, "mlp.up": product,    # its bias is added by GELU
+                "mlp.gelu": sums | bias, "mlp.down": product | bias}
+    return {f"{PREFIX}layers.{number}.{name}, {what}": limit for number in range(layers)
+            for name, passing in of_layer.items() for what, limit in passing.items()}

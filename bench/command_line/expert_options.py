@@ -8,7 +8,7 @@ from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError
 from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
 # What add_choice and add_layers define, with the fields of Experts that they set.

@@ -185,7 +185,7 @@ class StepMemory:
 def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Variable]:
     """Compute the parameters a rank, and run rank 0 dry, whose blocks are the largest."""
     grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
-    parameters = cost.parameters(model.spec)
+    parameters = cost.parameters(model.sizes)
     run = dry_run.extrapolate_step(
         model.scheme.name, grid.size, grid.shape.sizes, block=grid.backend.block, options=options,
         # bfloat16 takes as much as float16, which dry runs have.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.transport.nodes import node_numbers
@@ -53,7 +53,7 @@ def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
         Sizes of the model.
     """
     moved = dict.fromkeys(shape, 0)
-    for phase in cost.words(scheme, shape, model_spec(model)).values():
+    for phase in cost.words(scheme, shape, model).values():
         for (axis, _), count in phase.items():
             moved[axis] += count
     return moved

@@ -11,14 +11,14 @@ import numpy as np
 
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.schemes import find_scheme
-from mm3d.schemes.closed_form import ProductShape, largest_block
+from mm3d.schemes.closed_form import largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
@@ -73,17 +73,11 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     known here.
     """
     moved = least = 0.0
-    for product, times in weight_products(sizes).items():
+    for product, times in cost.products(sizes).items():
         moves = find_scheme(name).product_moves(grid, product)[0]
         moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / grid.ranks
         least += times * cost.lower_bound(*product.extents, grid.ranks)
     return moved / least if least > 0 else math.nan
-
-
-def weight_products(sizes: ModelSizes,
-                    experts: ExpertOptions | None = None) -> dict[ProductShape, int]:
-    """Count the products with weights in a forward pass, by shape; those of experts as one."""
-    return cost.products(model_spec(sizes, experts=experts))
 
 
 @cache
@@ -152,10 +146,9 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
     With `experts` none drops a token, the products of all of them are as fast as one, and the
     elementwise work is that of a model without.
     """
-    size = np.dtype(dtype).itemsize
+    size, sizes = np.dtype(dtype).itemsize, ModelSizes(**sizes)
     blocks = _BlockSizes(name, grid, sizes)
-    described = model_spec(sizes, recompute=recompute, experts=experts)
-    moves = cost.moves(name, grid, described)
+    moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
     spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
@@ -170,9 +163,10 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
     attention = sizes["layers"] * gemm_seconds(machine, blocks.attention_products(dtype))
     forward = attention + sum(
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
-        for product, times in weight_products(sizes, experts).items()
+        for product, times in cost.products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
-    again = cost.flops_again(described) / cost.flops(described)["forward"]
+    again = (cost.flops_again(sizes, recompute, experts)
+             / cost.flops(sizes, experts)["forward"])
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
     for phase, coefficients in zip(PHASES, elementwise_coefficients()):

@@ -12,7 +12,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import achieved_seconds
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.words import Words
 from mm3d.training.hops import activation_blocks, transfers
 
 Moves = tuple[np.ndarray, np.ndarray, np.ndarray]    # senders, receivers, words or bytes
@@ -42,7 +42,7 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
     """
     if source == target:
         batch, seq, hidden = shape
-        words = Parallelism(scheme, source, batch, seq, **options).outer.words(
+        words = Words(scheme, source, batch, seq, **options).outer.words(
             batch * seq, hidden) / source.ranks
         return np.arange(source.ranks), np.arange(source.ranks), np.full(source.ranks, words)
     kind = find_scheme(scheme)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from mpi4py import MPI
 
-import mm3d
 from bench.cases.case import Case
 from bench.cases.variants import itemsize
 from bench.errors import LeftOut
@@ -92,7 +91,7 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
 def _collected_bytes(one: Case) -> int:
     """Count the bytes of output and gradients that rank 0 collects, each whole."""
     sizes = one.verified
-    words = (cost.parameters(mm3d.model_spec(sizes))
+    words = (cost.parameters(sizes)
              + 2 * sizes.batch * sizes.seq * sizes.hidden)
     return words * itemsize(one.variant.dtype)
 

@@ -14,7 +14,7 @@ from bench.records.folder import read_runs
 from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.model import cost
 from mm3d.tracing.events import PHASES
 from mm3d.transport import choice
@@ -35,7 +35,7 @@ def useful_flops(run: Run) -> int:
 
     Recomputation in backward, and computation repeated on several ranks, are not counted.
     """
-    return sum(cost.flops(model_spec(ModelSizes.from_settings(run.configuration))).values())
+    return sum(cost.flops(ModelSizes.from_settings(run.configuration)).values())
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
@@ -87,7 +87,7 @@ def recomputation_figures(run: Run) -> list[Figure]:
     name = chosen.get("recompute", "none")
     if name == "none":
         return []
-    again = cost.flops_again(model_spec(ModelSizes.from_settings(chosen), recompute=name))
+    again = cost.flops_again(ModelSizes.from_settings(chosen), name)
     useful, traced = useful_flops(run), time_parts.find_variable(run, "parts", "flops")
     executed = math.nan if traced is None else float(traced.values.sum())
     return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",

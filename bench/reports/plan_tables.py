@@ -2,10 +2,11 @@
 
 from typing import Sequence
 
-from bench.prediction.closed_form_plan import Plan, weight_products
+from bench.prediction.closed_form_plan import Plan
 from bench.prediction.planner import bound_regime
 from bench.reports.document import Column, Notes, Table, number_cell
 from mm3d import ModelSizes
+from mm3d.model import cost
 from mm3d.schemes import find_scheme
 
 
@@ -33,7 +34,8 @@ def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: flo
              f"{least.words['forward'] / 1e6:.4g} million a rank"]
     for scheme in dict.fromkeys(p.scheme for p in plans):
         lines += _default(scheme, plans, least, ranks)
-    kinds = {bound_regime(*product.extents, ranks) for product in weight_products(sizes)}
+    kinds = {bound_regime(*product.extents, ranks)
+             for product in cost.products(ModelSizes(**sizes))}
     if not experts:
         lines.append("regime of the lower bound for the products: "
                      + ", ".join(f"{kind}-D" for kind in sorted(kinds)))

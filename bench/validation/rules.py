@@ -19,7 +19,7 @@ from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
 from bench.statistics import median_interval
 from bench.validation.counts import check_counts
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.model.recomputation import parse_policy
@@ -82,12 +82,10 @@ def check_verification(run: Run) -> Iterator[str]:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
     names = {check.quantity for check in serial}
-    model = model_spec(ModelSizes.from_settings({**run.configuration, "layers": layers}))
-    arrays = cost.parameter_arrays(model)
-    wanted = 2 + arrays
+    wanted = 2 + layers * cost.PARAMETER_ARRAYS
     if not {"output", "input gradient"} <= names or len(names) != wanted:
         yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
-               f"output, its input's gradient and {arrays / max(1, layers):g} parameters a layer")
+               f"output, its input's gradient and {cost.PARAMETER_ARRAYS} parameters a layer")
     yield from check_residuals(run, own)
 
 
@@ -102,8 +100,7 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    limits = layer_residuals.tolerances(model_spec(ModelSizes.from_settings(chosen)),
-                                        recorded_variant(chosen).rounding)
+    limits = layer_residuals.tolerances(chosen["layers"], recorded_variant(chosen).rounding)
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
                f"{len(limits)}")
@@ -211,8 +208,7 @@ def check_groups(run: Run) -> Iterator[str]:
                     yield f"parts/calls of {collective} along {axis} are not traffic/calls"
     if "memory" not in found or chosen["scheme"] not in registry():
         return
-    described = model_spec(ModelSizes.from_settings(chosen), recompute=recorded_policy(run))
-    stored = cost.parameters(described)
+    stored = cost.parameters(ModelSizes.from_settings(chosen))
     size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored)):
         if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,

@@ -13,7 +13,7 @@ from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
 from bench.command_line import expert_options, grids, options, pipeline_options
 from bench.command_line.number_types import MOST_RANKS
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -103,8 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace = _trace(arguments, grid, sizes, machine, experts)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    described = model_spec(sizes, arguments.causal, experts=experts)
-    useful = cost.flops(described) | cost.flops_of_halves(described)
+    useful = cost.flops(sizes, experts) | cost.flops_of_halves(sizes, experts)
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
     if arguments.data is not None:
         parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype,
@@ -172,8 +171,8 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
     trace = model.trace(layers, place, stage, replica)
-    described = model_spec({**model.micro, "layers": layers}, arguments.causal, experts=experts)
-    useful = cost.flops(described) | cost.flops_of_halves(described)
+    stage_sizes = replace(model.micro, layers=layers)
+    useful = cost.flops(stage_sizes, experts) | cost.flops_of_halves(stage_sizes, experts)
     parts = [_title(arguments, model.grids[stage], sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),

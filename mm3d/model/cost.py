@@ -1,103 +1,172 @@
-"""Compute costs in closed form: floating-point operations, and words moved.
+"""State in closed form what a Transformer costs: words moved, and operations.
 
-They are what the schemes claim, stated without running; a dry run (`mm3d.tracing.dry_run`) tells
-the memory too.  Each is a sum over the layers of a model, which state their own
-(`mm3d.model.specs`).  Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed
-over all ranks; so they are whole numbers on every grid, also where nothing divides evenly.  Where
-everything does, each of the P ranks has 1/P of the sum.
+It is what the schemes and the paper claim, told without running: sums over the parts of a layer
+of the words that `Scheme.product_moves` states, and of those of vectors, norms and attention
+(`mm3d.schemes.words`).  A dry run (`mm3d.tracing.dry_run`) runs the program instead, and tells the
+memory too.  Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all
+ranks: whole numbers on every grid, also where nothing divides evenly.  Where everything does, each
+of the P ranks has 1/P of them.
 
 >>> sizes = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
->>> model = mm3d.model_spec(sizes, recompute="selective")
->>> mm3d.model.cost.words("3d", dict(x=2, y=2, z=2), model)
+>>> mm3d.cost.words("3d", dict(x=2, y=2, z=2), sizes, recompute="selective")
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from mm3d.model.chain_specs import ModelSpec
-from mm3d.model.specs import LayerPass
+from mm3d.grid.layout import Layout
+from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.recomputation import parse_policy
+from mm3d.model.sizes import ModelSizes
 from mm3d.schemes.closed_form import Move, ProductShape
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.words import Words
 
 Key = tuple[str, str]    # direction and kind of collective
+Moves = list[Move]
+
+PARAMETER_ARRAYS = 12    # of a layer
+# The parts of a layer, in pairs: "selective" recomputes the first of each from its input.
+ATTENTION = (("norm", "qkv"), ("attention", "proj"))
+PERCEPTRON = (("norm", "up"), ("gelu", "down"))
+EXPERTS = (("norm", "experts"),)
 
 
-def flops(model: ModelSpec) -> dict[str, int]:
+def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, int]:
     """Count the floating-point operations of all matrix products of a step, over all ranks.
 
     A multiplication and an addition count as two; backward takes twice as many as forward.  In a
-    Transformer layer the four linear layers take 24 tokens hidden^2 and attention 4 tokens seq
-    hidden.  Recomputation is not included (see `flops_again`), nor are the scores of attention
-    that backward always recomputes.  A causal mask saves nothing here; NumPy's kernels leave out
-    what they can of the products that it hides.
+    layer the four linear layers take 24 tokens hidden^2 and attention 4 tokens seq hidden.
+    Recomputation is not included (see `flops_again`), nor are the scores of attention that
+    backward always recomputes.  A causal mask saves nothing here; NumPy's kernels leave out what
+    they can of the products that it hides.
 
     Parameters
     ----------
-    model : ModelSpec
-        The model, such as the result of `mm3d.model_spec`.
+    sizes : ModelSizes
+        Sizes of the model.
+    experts : ExpertOptions, optional
+        Options of its experts; none drops a token.
 
     Returns
     -------
     dict
         Operations of "forward" and of "backward".
     """
-    forward = _sum_flops(model, model.chain.forward_passes())
+    forward = _sum_flops(sizes, experts, "none", "forward")
     return {"forward": forward, "backward": 2 * forward}
 
 
-def flops_of_halves(model: ModelSpec) -> dict[str, int]:
+def flops_of_halves(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, int]:
     """Count the floating-point operations of the halves of backward, over all ranks.
 
-    The products of the weights' gradients are in the second half, all others in the first.
-    Recomputation, which is part of the first half, is not included.
+    The products of the gradients of linear layers' weights are in the second half, all others in
+    the first, those of experts too.  Recomputation, which is part of the first half, is not
+    included.
 
     Returns
     -------
     dict
         Operations of "backward_input" and of "backward_weights".
     """
-    second = sum(one.times * one.layer.weights_flops(model.batch, model.seq)
-                 for one in model.chain.forward_passes())
-    return {"backward_input": flops(model)["backward"] - second, "backward_weights": second}
+    linear = sum(times * _flops_of(part, sizes, experts) for (part, kind), times
+                 in passes(sizes, "none", experts).items()
+                 if kind == "forward" and part in ("qkv", "proj", "up", "down"))
+    return {"backward_input": flops(sizes, experts)["backward"] - linear,
+            "backward_weights": linear}
 
 
-def flops_again(model: ModelSpec) -> int:
-    """Count the floating-point operations of recomputed layers, over all ranks.
+def flops_again(sizes: ModelSizes, recompute: str, experts: ExpertOptions | None = None) -> int:
+    """Count the floating-point operations that backward repeats, over all ranks.
 
     They are not included in `flops`; see `mm3d.model.recomputation`.
     """
-    return _sum_flops(model, model.chain.passes_repeated_in_backward())
+    return _sum_flops(sizes, experts, recompute, "again")
 
 
-def _sum_flops(model: ModelSpec, passes: Iterable[LayerPass]) -> int:
-    """Sum the operations of the forward of each of `passes`."""
-    return sum(one.times * one.layer.flops(model.batch, model.seq) for one in passes)
+def _sum_flops(sizes: ModelSizes, experts: ExpertOptions | None, recompute: str,
+               wanted: str) -> int:
+    """Sum the operations of all passes of a kind."""
+    return sum(times * _flops_of(part, sizes, experts, kind == "again")
+               for (part, kind), times in passes(sizes, recompute, experts).items()
+               if kind == wanted)
 
 
-def products(model: ModelSpec) -> dict[ProductShape, int]:
-    """Count the products with weights of a forward pass by their shapes."""
-    found = Counter()
-    for one in model.chain.forward_passes():
-        for product in one.layer.products(model.batch, model.seq):
-            found[product] += one.times
+def _flops_of(part: str, sizes: ModelSizes, experts: ExpertOptions | None,
+              again: bool = False) -> int:
+    """Count the operations of the forward of a part; routers are not computed `again`."""
+    found = sum(2 * one.M * one.N * one.K for one in _products_of(part, sizes, experts))
+    if part == "attention":
+        found += 4 * sizes.tokens * sizes.seq * sizes.hidden    # Q K^T and P V
+    if part == "experts" and not again:
+        found += 2 * sizes.tokens * sizes.hidden * experts.count
     return found
 
 
-def parameters(model: ModelSpec) -> int:
-    """Count the elements of all parameters; a Transformer layer has 12 hidden^2 + 13 hidden."""
-    return sum(one.times * math.prod(shape) for one in model.chain.forward_passes()
-               for shape in one.layer.parameters().values())
+def products(sizes: ModelSizes,
+             experts: ExpertOptions | None = None) -> dict[ProductShape, int]:
+    """Count the products with weights of a forward pass by their shapes; all experts as one."""
+    found: Counter[ProductShape] = Counter()
+    for (part, kind), times in passes(sizes, "none", experts).items():
+        for product in _products_of(part, sizes, experts) if kind == "forward" else ():
+            found[product] += times
+    return found
 
 
-def parameter_arrays(model: ModelSpec) -> int:
-    """Count the parameters as arrays; a Transformer layer has 12."""
-    return sum(one.times * len(one.layer.parameters()) for one in model.chain.forward_passes())
+def _products_of(part: str, sizes: ModelSizes,
+                 experts: ExpertOptions | None) -> list[ProductShape]:
+    """List the products with weights of a part."""
+    tokens, h, wide = sizes.tokens, sizes.hidden, sizes.mlp_factor * sizes.hidden
+    head = h // sizes.heads
+    if part == "experts":    # k rows for each token
+        rows = experts.top * tokens
+        return [ProductShape("up", rows, h, wide), ProductShape("down", rows, wide, h)]
+    found = {"qkv": ProductShape("up", tokens, h, 3 * h, (1, 3 * head)),    # 3 is never divided
+             "proj": ProductShape("down", tokens, h, h, (head, 1)),
+             "up": ProductShape("up", tokens, h, wide), "down": ProductShape(
+                 "down", tokens, wide, h)}.get(part)
+    return [found] if found else []
 
 
-def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
-          **options: Any) -> dict[str, dict[Key, Move]]:
+def parameters(sizes: ModelSizes) -> int:
+    """Count the elements of all parameters; a layer has 12 hidden^2 + 13 hidden."""
+    return sizes.layers * (12 * sizes.hidden ** 2 + 13 * sizes.hidden)
+
+
+@cache
+def passes(sizes: ModelSizes, recompute: str = "none",
+           experts: ExpertOptions | None = None) -> Counter[tuple[str, str]]:
+    """Count the passes through the parts of all layers in a step.
+
+    Returns
+    -------
+    Counter
+        By part and kind of pass: "forward", "again" for a forward that backward repeats,
+        "backward", and "recomputed" for the backward of a product after
+        `mm3d.schemes.product.Product.recompute_saved`, which neither multiplies nor communicates.
+    """
+    policy, found = parse_policy(recompute), Counter()
+    ends = {*itertools.accumulate(policy.groups(sizes.layers))}
+    for number in range(sizes.layers):
+        routed = experts is not None and experts.in_layer(number)
+        pairs = ATTENTION + (EXPERTS if routed else PERCEPTRON)
+        for place, (first, second) in enumerate(pairs):
+            last = not routed and number + 1 in ends and place + 1 == len(pairs)
+            alone = policy.selective and second != "experts"    # a pair that is recomputed
+            found[first, "forward"] += 1
+            found[second, "forward"] += 1
+            found[first, "backward"] += 1
+            found[second, "recomputed" if alone or last else "backward"] += 1
+            found[first, "again"] += alone + (bool(policy.group_size) and not (last and alone))
+            found[second, "again"] += bool(policy.group_size) and not last
+    return found
+
+
+def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",
+          experts: ExpertOptions | None = None, **options: Any) -> dict[str, dict[Key, Move]]:
     """Sum up the collectives of a step by phase, direction and kind.
 
     Parameters
@@ -106,9 +175,12 @@ def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
         Name of the scheme.
     grid : mapping of str to int
         Sizes of its directions.
-    model : ModelSpec
-        The model, such as the result of `mm3d.model_spec`.  The collectives of recomputed layers
-        are part of backward.
+    sizes : ModelSizes
+        Sizes of the model.
+    recompute : str
+        Policy of recomputation; what it repeats is part of backward.
+    experts : ExpertOptions, optional
+        Options of experts, none of which drops a token.
     **options
         Options of the scheme.
 
@@ -123,37 +195,91 @@ def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
     ValueError
         When there is no scheme of that name.
     """
-    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
-    chain = model.chain
-    forward = ((one.times, one.layer.moves(parallelism)[0]) for one in chain.forward_passes())
-    backward = [*((one.times, one.layer.moves(parallelism)[0])
-                  for one in chain.passes_repeated_in_backward()),
-                *((one.times, one.layer.moves(parallelism, one.recomputed)[1])
-                  for one in chain.backward_passes())]
-    return {"forward": _sum_moves(parallelism, forward),
-            "backward": _sum_moves(parallelism, backward)}
+    of, found = Words(scheme, grid, sizes.batch, sizes.seq, **options), {
+        "forward": Counter(), "backward": Counter()}
+    calls = {phase: Counter() for phase in found}
+    for (part, kind), times in passes(sizes, recompute, experts).items():
+        forward, backward = _moves_of(part, of, sizes, experts, kind)
+        phase = "forward" if kind == "forward" else "backward"
+        for move in forward if kind in ("forward", "again") else backward:
+            if of.grid[move.axis] > 1:
+                found[phase][move.axis, move.collective] += times * move.words
+                calls[phase][move.axis, move.collective] += times * move.calls
+    return {phase: {key: Move(*key, words, calls[phase][key]) for key, words in moved.items()
+                    if calls[phase][key]} for phase, moved in found.items()}
 
 
-def _sum_moves(parallelism: Parallelism,
-               repeated: Iterable[tuple[int, list[Move]]]) -> dict[Key, Move]:
-    """Sum collectives by direction and kind; `repeated` gives lists of them and their times."""
-    words, calls = Counter(), Counter()
-    for times, collectives in repeated:
-        for move in collectives:
-            if parallelism.grid[move.axis] > 1:
-                words[move.axis, move.collective] += times * move.words
-                calls[move.axis, move.collective] += times * move.calls
-    return {key: Move(*key, words[key], calls[key]) for key in words if calls[key]}
+def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | None,
+              kind: str) -> tuple[Moves, Moves]:
+    """List the collectives of a part, forward and backward, in a kind of pass."""
+    outer, inner, h = of.outer, of.inner, sizes.hidden
+    if part == "norm":    # sums for the mean, the variance, and both gradients at once
+        sums = [*outer.row_sum_moves(of.tokens, 1)] * 2
+        return (sums + [*outer.vector_gather_moves(h)] * 2,
+                [*outer.vector_reduce_moves(h)] * 2 + [*outer.row_sum_moves(of.tokens, 2)])
+    if part == "gelu":
+        wide = sizes.mlp_factor * h
+        return [*inner.vector_gather_moves(wide)], [*inner.vector_reduce_moves(wide)]
+    if part == "attention":    # keys and values are gathered, in backward again
+        gathers, sums = ([*inner.sequence_moves(collective, 2 * of.tokens * h)]
+                         for collective in ("all_gather", "reduce_scatter"))
+        return gathers, gathers + sums
+    if part == "experts":
+        return _expert_moves(of, sizes, experts, kind == "again")
+    (product,) = _products_of(part, sizes, experts)
+    forward, backward = of.product_moves(product, kind == "recomputed")
+    if part == "up":    # GELU adds its bias
+        return forward, backward
+    target = of.spaces(product.way)[1]
+    return ([*forward, *target.vector_gather_moves(product.K)],
+            [*backward, *target.vector_reduce_moves(product.K)])
 
 
-def words(scheme: str, grid: Mapping[str, int], model: ModelSpec,
+def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
+                  again: bool) -> tuple[Moves, Moves]:
+    """List the collectives of the products, vectors, gates and counts of a layer of experts.
+
+    Its products move what one product of all rows moves, with the weights of all experts.  The
+    router, and what counts its choices, are not recomputed.
+    """
+    outer, inner, E = of.outer, of.inner, experts.count
+    h, wide = sizes.hidden, sizes.mlp_factor * sizes.hidden
+    forward, backward = ([*outer.vector_gather_moves(E * h)] * 2
+                         + [*inner.vector_gather_moves(E * wide)],
+                         [*outer.vector_reduce_moves(E * h)] * 2
+                         + [*inner.vector_reduce_moves(E * wide)])
+    for product in _products_of("experts", sizes, experts):
+        # Without rows the words are those of the weight.
+        for own, one, weight in zip((forward, backward), of.product_moves(product),
+                                    of.product_moves(product._replace(M=0))):
+            own += [move._replace(words=move.words + (E - 1) * more.words)
+                    for move, more in zip(one, weight, strict=True)]
+    if not again:
+        forward += [*outer.row_sum_moves(of.tokens, E), *_count_moves(of, experts.top * E)]
+    return forward, backward + [*outer.row_sum_moves(of.tokens, experts.top)]
+
+
+def _count_moves(of: Words, n: int) -> Moves:
+    """List the gathers of n integers of each rank's run of tokens."""
+    sequences, positions = Layout(of.outer.rows).dims
+    runs = of.batch if of.grid.ranks_along(positions) > 1 else of.grid.ranks_along(sequences)
+    # Before each gather a rank holds what the directions not yet gathered leave of all runs.
+    held = n * runs * of.grid.ranks // of.grid.ranks_along(sequences)
+    found = []
+    for c in [*reversed(positions), *reversed(sequences)]:
+        found.append(Move(c, "all_gather", held * (of.grid[c] - 1)))
+        held *= of.grid[c]
+    return found
+
+
+def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",
           **options: Any) -> dict[str, dict[Key, int]]:
     """Count the words that a step moves: those of `moves`, without the calls.
 
     Parameters and errors are those of `moves`.
     """
     return {phase: {key: move.words for key, move in found.items()}
-            for phase, found in moves(scheme, grid, model, **options).items()}
+            for phase, found in moves(scheme, grid, sizes, recompute, **options).items()}
 
 
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:

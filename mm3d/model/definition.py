@@ -8,8 +8,10 @@ from mm3d.grid.agreement import text_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.layers import LayerNorm
 from mm3d.model.sizes import ModelSizes
+from mm3d.model.transformer_layers import transformer_layers
 
 Fact = float | int | str    # what an attribute of a file can be
+TRANSFORMER = "model_spec"    # what checkpoints of all versions call its layers
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Definition:
 
 def define_transformer(sizes: ModelSizes, causal: bool, dropout: float,
                        experts: ExpertOptions | None, dtype: str, seed: int,
-                       describe: Any) -> Definition:
+                       make_layers: Any) -> Definition:
     """Return the definition of a Transformer; parameters are those of `mm3d.Transformer`."""
     function = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
                 "causal": bool(causal), "epsilon": LayerNorm.eps}
-    described = getattr(describe, "func", describe)    # a part of the layers of a pipeline
-    training = {"dtype": dtype, "dropout": dropout,
-                "described_by": text_of(described)}
+    made_by = getattr(make_layers, "func", make_layers)    # a part of the layers of a pipeline
+    training = {"dtype": dtype, "dropout": dropout, "described_by": (
+        TRANSFORMER if made_by is transformer_layers else text_of(made_by))}
     if dropout:
         training["mask_seed"] = seed
     found = Definition({}, {}).extended(function, training)

@@ -1,21 +1,18 @@
-"""Define dropout, with masks that are the same on every grid, and its spec.
+"""Define dropout, with masks that are the same on every grid.
 
 A mask is never stored: backward draws it again (`mm3d.model.masks`), so dropout saves no words and
 moves none.  Dropout of attention probabilities is not offered: they are computed in blocks that
 exist for a moment, and again in backward.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
-from mm3d.model.chain_specs import ResidualSpec
 from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Layer
 from mm3d.model.masks import BITS, MaskKey, draw_kept, dropped_of_65536
 from mm3d.model.parameters import Parameter
-from mm3d.model.specs import Builder, LayerSpec
 from mm3d.schemes.overlap import Overlap
 
 
@@ -101,44 +98,3 @@ class DropoutResidual(Residual):
         dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, overlap)
         dx += dy
         return dx, operands
-
-
-@dataclass(frozen=True)
-class DropoutSpec(LayerSpec):
-    """Describe dropout of an outer activation.
-
-    Attributes
-    ----------
-    hidden : int
-        Global number of features.
-    probability : float
-        Probability that an element is dropped.
-    """
-
-    hidden: int
-    probability: float
-
-    def make_layer(self, builder: Builder, name: str) -> Dropout:
-        return Dropout(builder.outer, self.hidden, self.probability, name, builder.mask_key)
-
-
-@dataclass(frozen=True)
-class DropoutResidualSpec(ResidualSpec):
-    """Describe a residual block with dropout, x + dropout(f(x)); dropout and sum save nothing.
-
-    Attributes
-    ----------
-    hidden : int
-        Global number of features.
-    probability : float
-        Probability that an element of f(x) is dropped.
-    """
-
-    hidden: int = 0
-    probability: float = 0.0
-
-    def build_layers(self, builder: Builder) -> list[Layer]:
-        layers = builder.build_layers(self.layers)
-        dropout = Dropout(builder.outer, self.hidden, self.probability,
-                          builder.full_name(self.name), builder.mask_key)
-        return builder.register_layer(DropoutResidual(dropout, *layers), self.name, "residual")

@@ -5,11 +5,11 @@ import re
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, as_rows, namespace
-from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.split import Split
+from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.token_functions import add_rows_by_id, look_up_rows
 
@@ -26,19 +26,20 @@ class Embedding:
 
     Parameters
     ----------
-    outer : Space
-        Space of x.
-    layout : Layout
-        Layout of both tables, that of the weight of a product down.
-    weight, positions : Parameter
-        E and P, of global shape (vocab, hidden) and (seq, hidden).
+    build : Builder
+        Makes E and P; x is in its outer space.
+    vocab, seq, hidden : int
+        Global sizes of the tables, vocab x hidden and seq x hidden.
     """
 
-    def __init__(self, outer: Space, layout: Layout, weight: Parameter,
-                 positions: Parameter) -> None:
-        self.outer, grid = outer, outer.grid
-        self.weight, self.positions = weight, positions
-        self.parameters = [weight, positions]
+    def __init__(self, build: Builder, vocab: int, seq: int, hidden: int) -> None:
+        build.named(self, "embedding", "embedding")
+        self.outer, grid, layout = build.outer, build.outer.grid, Layout(build.scheme.down_weight)
+        product = build.scheme.product(build.inner, build.outer, (vocab, hidden), (1, 1))
+        self.weight = build.create_parameter("embedding.weight", layout, (vocab, hidden),
+                                             product.gathered_along)
+        self.positions = build.create_parameter("positions.weight", layout, (seq, hidden))
+        self.parameters, outer = [self.weight, self.positions], self.outer
         vocabulary, features = layout.dims
         self._tables = [_Table(p, grid, layout, features[len(outer.features):])
                         for p in self.parameters]
@@ -48,7 +49,7 @@ class Embedding:
                         if c not in layout.letters]
         rows = Layout(re.sub(f"[{vocabulary}]0?" if vocabulary else "$^", "", outer.rows))
         self._place = rows.slices(grid, (outer.batch, outer.seq))
-        width = outer.local_shape(weight.shape[1])[-1]
+        width = outer.local_shape(hidden)[-1]
         self._shape = tuple(s.stop - s.start for s in self._place) + (width,)
 
     def forward(self, tokens: np.ndarray, overlap: None = None) -> tuple[Array, None]:

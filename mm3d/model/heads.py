@@ -3,8 +3,8 @@
 from typing import Any, Protocol
 
 from mm3d.arrays.backend import Array
+from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
-from mm3d.schemes.product import Product
 
 
 class Weight(Protocol):
@@ -60,15 +60,19 @@ class Head:
 
     Parameters
     ----------
-    product : Product
-        The scheme's product up, (hidden, vocab).
-    weight : Parameter
-        W.
+    build : Builder
+        Makes W.
+    hidden, vocab : int
+        Global sizes of W, hidden x vocab.
     """
 
-    def __init__(self, product: Product, weight: Parameter) -> None:
-        self.product, self.weight, self.parameters = product, weight, [weight]
-        self.product.accumulate_float32 = weight.has_master
+    def __init__(self, build: Builder, hidden: int, vocab: int) -> None:
+        build.named(self, "head", "head")
+        self.product = build.scheme.product(build.outer, build.inner, (hidden, vocab), (1, 1))
+        self.weight = build.create_parameter("head.weight", self.product.weight, (hidden, vocab),
+                                             self.product.gathered_along)
+        self.product.accumulate_float32 = self.weight.has_master
+        self.parameters = [self.weight]
 
     def forward(self, x: Array, overlap: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with the data for backward."""
@@ -86,16 +90,27 @@ class TiedHead:
 
     Parameters
     ----------
-    product : Product
-        The scheme's product down, (vocab, hidden).
-    weight : Weight
-        E: a copy of the table on another stage, or a `TiedWeight`.
+    build : Builder
+        Makes the copy.
+    hidden, vocab : int
+        Global sizes of E, vocab x hidden.
+    table : Parameter, optional
+        E; without it a copy is made, as the table is on another stage.
     """
 
-    def __init__(self, product: Product, weight: Weight) -> None:
-        self.product, self.weight = product, weight
-        self.parameters = [weight] if isinstance(weight, Parameter) else []
-        self.product.accumulate_float32 = weight.has_master
+    def __init__(self, build: Builder, hidden: int, vocab: int,
+                 table: Parameter | None = None) -> None:
+        build.named(self, "head", "head")
+        shape, self.parameters = (vocab, hidden), []
+        self.product = build.scheme.product(build.inner, build.outer, shape, (1, 1))
+        self.weight: Weight
+        if table is not None:
+            self.weight = TiedWeight(table)
+        else:
+            copy = self.weight = build.create_parameter(
+                "embedding.weight", self.product.weight, shape, self.product.gathered_along)
+            copy.first_copy, self.parameters = False, [copy]
+        self.product.accumulate_float32 = self.weight.has_master
 
     def forward(self, x: Array, overlap: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with x."""

@@ -22,11 +22,11 @@ from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.split import Gathered
 from mm3d.model import functional
+from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                                 scale_backward, scale_forward)
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.product import Product
 
 
 class Layer(Protocol):
@@ -63,25 +63,32 @@ class Linear:
 
     Parameters
     ----------
-    product : Product
-        The scheme's product x W, with x in the source space and y in the target space.
-    vector : Vector
-        Storage of the bias, along the features of the target space.
-    weight : Parameter
-        W, of global shape (in, out), or (in, 3, out) for queries, keys and values; in the layout
-        ``product.weight``.
-    bias : Parameter
-        b, of global shape (out,) or (3, out); in the layout ``vector.layout``.
+    build : Builder
+        Makes W and b.
+    name : str
+        Name of the layer in its block, such as "mlp.up".
+    way : {"up", "down"}
+        "up" from the outer space into the inner one, "down" back.
+    shape : tuple of int
+        Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
+    unit : int
+        Number of neighbouring features in the inner space that stay together: those of a head.
     adds_bias : bool
         Whether the layer adds b; otherwise a `Gelu` that follows adds it.
     """
 
-    def __init__(self, product: Product, vector: Vector, weight: Parameter, bias: Parameter,
+    def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...], unit: int = 1,
                  adds_bias: bool = True) -> None:
-        self.product, self.vector, self.adds_bias = product, vector, adds_bias
-        self.product.accumulate_float32 = weight.has_master
-        self.weight, self.bias = weight, bias
-        self.parameters = [weight, bias]
+        build.named(self, name, name)
+        source, target = build.spaces(way)
+        units = (1, unit) if way == "up" else (unit, 1)
+        self.product = build.scheme.product(source, target, shape, units)
+        self.vector, self.adds_bias = Vector(target, shape[1:], units[1]), adds_bias
+        self.weight = build.create_parameter(f"{name}.weight", self.product.weight, shape,
+                                             self.product.gathered_along)
+        self.bias = build.create_parameter(f"{name}.bias", self.vector.layout, shape[1:])
+        self.product.accumulate_float32 = self.weight.has_master
+        self.parameters = [self.weight, self.bias]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute y = x W + b; return it with the data that the product saves."""
@@ -133,19 +140,23 @@ class LayerNorm:
 
     Parameters
     ----------
-    vector : Vector
-        Storage of gamma and beta, along the features of the activations' space.
-    weight, bias : Parameter
-        gamma and beta, of global shape (hidden,); in the layout ``vector.layout``.
+    build : Builder
+        Makes gamma and beta; x and y are in its outer space.
+    name : str
+        Name of the layer in its block.
+    hidden : int
+        Global number of features.
     """
 
     eps = 1e-5
 
-    def __init__(self, vector: Vector, weight: Parameter, bias: Parameter) -> None:
-        self.space, self.vector, (self.hidden,) = vector.space, vector, vector.shape
-        self.empty = self.space.allocator(self.hidden)
-        self.weight, self.bias = weight, bias
-        self.parameters = [weight, bias]
+    def __init__(self, build: Builder, name: str, hidden: int) -> None:
+        build.named(self, name, name)
+        self.space, self.hidden = build.outer, hidden
+        self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)
+        self.weight, self.bias = self.parameters = [
+            build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
+            for part in ("weight", "bias")]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""

@@ -9,13 +9,14 @@ policy         saved in each layer, beside parameters and their gradients       
 ``uniform:n``  the input of every n-th layer, the first of a recomputed group         h / n
 =============  =====================================================================  ============
 
-The words are those of activations where no rank stores copies; exact numbers of words saved and
-moved and of operations are given by `mm3d.model.cost`.  ``selective`` recomputes norms, attention
-and GELU, but no product with a weight.  Attention scores are never saved, so recomputing attention
-alone would save only its output, h of 16 h, and is not offered.  ``full`` and ``uniform:n`` repeat
-all of forward but the last product of each group of layers, whose output is not needed.  During
-the backward of a group all data of its n layers are stored; with ``uniform:n+selective`` only
-those of ``selective``.  ``full+selective`` is the same with groups of one layer.
+The words are those of activations where no rank stores copies; dry runs
+(`mm3d.tracing.dry_run`) tell the exact numbers of words saved and moved and of operations.
+``selective`` recomputes norms, attention and GELU, but no product with a weight.  Attention scores
+are never saved, so recomputing attention alone would save only its output, h of 16 h, and is not
+offered.  ``full`` and ``uniform:n`` repeat all of forward but the last product of each group of
+layers, whose output is not needed.  During the backward of a group all data of its n layers are
+stored; with ``uniform:n+selective`` only those of ``selective``.  ``full+selective`` is the same
+with groups of one layer.
 
 The names are those of Megatron-LM (Korthikanti et al., arXiv 2205.05198).  Its
 ``--recompute-granularity selective`` recomputes attention, and with ``--recompute-modules`` also

@@ -11,7 +11,7 @@ from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import Grid
-from mm3d.model.chain_specs import ModelSpec
+from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain
 from mm3d.model.definition import define_transformer
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
@@ -24,8 +24,7 @@ from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import vectors_of, weighted_products
 from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.sizes import ModelSizes
-from mm3d.model.specs import Builder
-from mm3d.model.transformer_spec import model_spec
+from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.scheme import Scheme
 
@@ -56,24 +55,24 @@ class Transformer:
         For types of 16 bits: "float32" adds a float32 master copy of every parameter, which an
         optimizer changes (``p.master -= ...``, then `refresh`), and which `state` returns and
         `load` sets.  Gradients are then computed, summed over the ranks and accumulated in
-        float32; scaling the loss is left to the caller.  Dry runs count the masters, the closed
-        forms of `mm3d.model.cost` do not.
+        float32; scaling the loss is left to the caller.
     recompute : str
         Name of the policy of recomputation, see `mm3d.model.recomputation`.  Results are the same
         to the bit.  With every policy but "none", backward reads the input of forward once more,
         so the caller must not change it before.
-    describe : callable
-        ``describe(sizes, causal, recompute) -> ModelSpec`` gives the layers of the model; by
-        default `mm3d.model_spec`.  Other layers make another model (`mm3d.model.specs`).
+    make_layers : callable
+        ``make_layers(build, sizes, causal, recompute)`` returns the layers, whose parameters and
+        names the `mm3d.model.builder.Builder` gives; by default
+        `mm3d.model.transformer_layers.transformer_layers`.  Other layers make another model.
     parameter : callable
-        Makes the parameters, see `mm3d.model.specs.Builder`.
+        Makes the parameters, see `mm3d.model.builder.Builder`.
     dropout : float
         Probability that an element of a residual branch is dropped before it is added.  Masks are
         keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
-        every grid.  `describe` then gets ``dropout=`` too.
+        every grid.  `make_layers` then gets ``dropout=`` too.
     experts : ExpertOptions, optional
         Options of experts, which some layers have in place of the perceptron, see
-        `mm3d.model.experts`.  `describe` then gets ``experts=`` too.  The gradients of the
+        `mm3d.model.experts`.  `make_layers` then gets ``experts=`` too.  The gradients of the
         router's losses are added by `backward`, times ``routings.scale``.
     expert_ranks : ExpertRanks, optional
         Ranks with other sequences of the same batch, and those that divide the experts.
@@ -89,8 +88,10 @@ class Transformer:
 
     Attributes
     ----------
-    spec : ModelSpec
-        The layers, without ranks and arrays.
+    sizes : ModelSizes
+        The sizes.
+    layers : Chain
+        The layers, one after another.
     parameters, trained : list of Parameter
         All parameters, in the order of the layers; and the arrays that an optimizer changes and
         that a checkpoint stores, which are the same ones.
@@ -110,7 +111,7 @@ class Transformer:
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
                  master: str | None = None, recompute: str = "none",
-                 describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0,
+                 make_layers: Callable[..., list] = transformer_layers, dropout: float = 0.0,
                  initial_values: InitialValues = varied_values,
                  parameter: Callable[..., Parameter] = Parameter,
                  experts: ExpertOptions | None = None,
@@ -121,7 +122,7 @@ class Transformer:
                 "seed": seed, "dtype": dtype, "causal": causal, "master": master,
                 "recompute": recompute, "dropout": dropout, "experts": experts}
         sizes.check()
-        _, hidden, _, batch, seq = sizes.values()
+        self.sizes, (_, hidden, _, batch, seq) = sizes, sizes.values()
         dropout = plain_number(dropout)
         check_experts_given(experts)
         _check_dtypes(scheme, dtype, master)
@@ -139,13 +140,11 @@ class Transformer:
         more = {"dropout": dropout} if dropout else {}
         if experts is not None:
             more["experts"] = experts
-        self.spec = describe(sizes, causal, recompute, **more)
-        self.builder = builder = Builder(
+        self.builder = Builder(
             scheme, self.outer, self.inner, self.library_dtype(self.dtype),
-            self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter,
-            expert_ranks)
-        self.routings: Routings = builder.routings
-        self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
+            self.library_dtype(master), self.mask_key, parameter, expert_ranks)
+        self.routings: Routings = self.builder.routings
+        self.layers = Chain(*make_layers(self.builder, sizes, causal, recompute, **more))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
         # Nothing is gathered ahead if reading it is a collective already.
         ahead = not any(linear.weight.gathered_when_read for linear in self.linears)
@@ -154,7 +153,7 @@ class Transformer:
         self._vectors = vectors_of(self.layers) if ahead else []
         self.parameters = self.trained = self.layers.parameters
         self.definition = define_transformer(sizes, causal, dropout, experts, self.dtype, seed,
-                                             describe)
+                                             make_layers)
         self.comm = self.grid.comm
         for p in self.parameters:
             draw_parameter(p, seed, initial_values)

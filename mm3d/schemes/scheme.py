@@ -206,17 +206,6 @@ class Scheme(GridAlgorithm):
         """List the collectives of one product, forward and backward."""
 
     @classmethod
-    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
-                         **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the collectives of A = C B^T for a product down, and of its backward.
-
-        By default they are those of the product up that has the same operands.
-        """
-        M, N, K = product.extents
-        up = ProductShape("up", M, K, N, product.units[::-1])
-        return cls.product_moves(sizes, up, **cls.recomputation_options(options))
-
-    @classmethod
     def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options with which the closed forms hold after `Product.recompute_saved`.
 

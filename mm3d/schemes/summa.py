@@ -167,17 +167,6 @@ class Summa(Scheme):
         return forward, forward + _reductions(forward)
 
     @classmethod
-    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
-                         **options: Any) -> tuple[list[Move], list[Move]]:
-        """List broadcasts of B and reductions of A; backward broadcasts dA twice, B, reduces dB.
-
-        So it moves logits three times, which a product up does not move at all.
-        """
-        A, B = cls._broadcasts(sizes, product)
-        dA, dB = _reductions([A, B])
-        return [B, dA], [A, B, A, dB]
-
-    @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
         """List the q broadcasts of A along y, and those of B along x."""
         q, (M, N, K) = sizes["x"], product.extents

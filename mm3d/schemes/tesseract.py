@@ -132,13 +132,6 @@ class Tesseract(Summa):
         return forward, backward + cls._sums_over_layers(sizes, product)
 
     @classmethod
-    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
-                         **options: Any) -> tuple[list[Move], list[Move]]:
-        """List those of `Summa` in each layer, and the sum of dB over the layers."""
-        forward, backward = super().transposed_moves(sizes, product)
-        return forward, backward + cls._sums_over_layers(sizes, product)
-
-    @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
         """List those of `Summa`: A, whose rows the layers share, and B once in each layer."""
         A, B = super()._broadcasts(sizes, product)

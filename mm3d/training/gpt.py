@@ -14,17 +14,16 @@ from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
-from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
+from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary, draw_ends
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
 from mm3d.training.schedules.schedule import Action
-from mm3d.training.stage_ends import build_ends
 from mm3d.training.tied import TiedStages
 
 
@@ -110,7 +109,7 @@ class GPT(PlainNumbers):
         first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
         self._ends = build_ends(self.schedule, mesh.stage, self.pipeline.chunks, model.vocab,
                                 model.tied, ignored=model.ignored,
-                                label_smoothing=model.label_smoothing, z_loss=model.z_loss)
+                                smoothing=model.label_smoothing, z_loss=model.z_loss)
         self._embedding, self._output = self._ends.embedding, self._ends.output
         self._tie = None
         if model.tied and first != last:

@@ -15,7 +15,7 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
-from mm3d.model.transformer_spec import model_spec
+from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.batches import divide_layers, divide_rows
 from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
 from mm3d.training.expert_parallel import check_experts, expert_ranks
@@ -136,7 +136,7 @@ class Pipeline:
                 batch // schedule.microbatches)}
         length = self.rows[0].stop - self.rows[0].start
         self.chunks = [Transformer(mesh.scheme, **replace(sizes, batch=length), **options,
-                                   describe=partial(model_spec, part=self.parts[stage]))
+                                   make_layers=partial(transformer_layers, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)

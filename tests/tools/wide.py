@@ -50,7 +50,7 @@ def check(name: str, parallelism: Parallelism, comm) -> None:
         wrong = differences(model, train(model, *data(**sizes)), expected, 1e-12, 1e-11)
         everything = [line for lines in comm.allgather(wrong) for line in lines]
         assert not everything, f"{parallelism}, {name}: {everything}"
-        moves = cost.words(scheme.name, scheme.grid.shape, model.spec, **parallelism.options)
+        moves = cost.words(scheme.name, scheme.grid.shape, model.sizes, **parallelism.options)
         x, dy = model.random("x"), model.random("dy")
         for phase in ("forward", "backward"):
             scheme.grid.reset_traffic()

@@ -9,14 +9,13 @@ import numpy as np
 import mm3d
 from bench.errors import UsageError
 from mm3d.arrays.backend import Array
+from mm3d.model.builder import Builder
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.experts.spec import ExpertsSpec
 from mm3d.model.initial_values import draw_normal
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter
-from mm3d.model.specs import Builder
 from mm3d.training.data_parallel import DataParallel
 from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.mesh import Mesh
@@ -192,8 +191,8 @@ class Subject:
         ranks = expert_ranks(self.data, self.data_grid, case.batch)
         builder = Builder(mesh.scheme, self.outer, inner, dtype, mask_key=MaskKey(case.seed),
                           parameter=create, expert_ranks=ranks)
-        return ExpertsSpec("experts", case.experts, case.hidden, case.wide, 1).make_layer(
-            builder, NAME)
+        with builder.block("layers.0"):
+            return ExpertsLayer(builder, "experts", case.experts, case.hidden, case.wide, 1)
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Set the parameters of these names from global arrays."""

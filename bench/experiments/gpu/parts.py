@@ -154,7 +154,7 @@ class GpuBenchmark:
                 for hidden in self.scale.hidden:
                     heads = load_tables().settings.heads.get(hidden, 4)
                     sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
-                    work = float(sum(mm3d.cost.flops(mm3d.model_spec(sizes)).values()))
+                    work = float(sum(mm3d.cost.flops(sizes).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
                     step = self.layer_step(scheme, sizes, mode.dtype)
                     checks += device_checks.check_finite(

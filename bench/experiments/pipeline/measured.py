@@ -26,7 +26,7 @@ from bench.records.measurements import Check, Measurements, Setting, Variable, g
 from mm3d import launcher
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.words import Words
 from mm3d.tracing import dry_run
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import format_schedule
@@ -240,7 +240,7 @@ def expected_words(schedule: Any, settings: dict) -> int:
     options = {name.removeprefix("option_"): value for name, value in settings.items()
                if name.startswith("option_")}
     # Each rank of the receiving stage gets its block once.
-    blocks = [Parallelism(settings["scheme"], grid, rows, settings["seq"], **options).outer.words(
+    blocks = [Words(settings["scheme"], grid, rows, settings["seq"], **options).outer.words(
         rows * settings["seq"], settings["hidden"]) for grid in grids]
     return sum(blocks[one.other] for rank in range(schedule.ranks)
                for one in operations(schedule, rank) if one.kind == "send")

@@ -90,7 +90,7 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
     one : Case
         The case.
     model : Transformer
-        Its model, on the backend of `mm3d.tracing.waited_work.waited_work`, which the factor
+        Its model, on the backend of `bench.instruments.waited_work.waited_work`, which the factor
         slows.
     x, dy : Array
         This rank's blocks of the input and of the output's gradient.

@@ -44,7 +44,7 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = 
         Words, (phases, directions, collectives).
     """
     directions = directions or model_run.directions_of(grid)
-    forms = mm3d.cost.words(scheme, grid, mm3d.model_spec(sizes, recompute=recompute), keep=keep)
+    forms = mm3d.cost.words(scheme, grid, sizes, recompute, keep=keep)
     expected = np.zeros((len(PHASES), len(directions), len(COLLECTIVES)), np.int64)
     for phase, name in enumerate(PHASES):
         for (axis, collective), words in forms[name].items():

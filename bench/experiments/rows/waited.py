@@ -12,11 +12,11 @@ from bench.checks import against_serial
 from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilated, dilate
 from bench.experiments.rows.settings import ModelledWork, Settings
+from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.measurements import Group, Variable
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm, PHASES, Pass
 from mm3d.tracing.trace import Trace
-from mm3d.tracing.waited_work import WorkClock, waited_work
 
 ROUNDING = 1e-9    # of a sum of seconds, relative to it
 

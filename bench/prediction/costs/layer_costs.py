@@ -13,7 +13,6 @@ from bench.prediction.costs.printed_costs import PRINTED, SchemeOnGrid, choose_g
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.sizes import ModelSizes
-from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes import registry
 from mm3d.tracing.dry_run import trace_step
 from mm3d.tracing.events import Pass
@@ -76,7 +75,7 @@ def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> LayerCosts:
               for rank in range(grid.ranks)]
     lacking = sum(traffic.words for trace in traces for phase in trace.traffic.values()
                   for key, traffic in phase.items() if printed and key == printed.lacks)
-    linear = [product.extents for product, times in cost.products(model_spec(one)).items()
+    linear = [product.extents for product, times in cost.products(one).items()
               for _ in range(times)]
     every = [_counts(trace) for trace in traces]
     return LayerCosts(

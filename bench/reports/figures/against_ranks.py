@@ -15,7 +15,7 @@ from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, dra
 from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
 from bench.reports.paper_tables import measured_average
 from bench.statistics import Interval, median_interval
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes import registry
@@ -150,7 +150,7 @@ def paper_rate(row: Row) -> float:
     settings = load_tables().settings
     sizes = ModelSizes(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
                        settings.seq)
-    return sum(cost.flops(model_spec(sizes)).values()) / (row.forward + row.backward)
+    return sum(cost.flops(sizes).values()) / (row.forward + row.backward)
 
 
 def relative_rates(points: list[Point], whole: bool) -> list[Point]:
@@ -175,10 +175,10 @@ def closed_form_words(runs: list[Run], table: str) -> list[Point]:
               for run in runs}
     if table == "strong" and runs and runs[-1].configuration["scheme"] in PAPER:
         chosen = runs[-1].configuration
-        model = model_spec(ModelSizes.from_settings(chosen),
-                           recompute=chosen.get("recompute", "none"))
+        sizes = ModelSizes.from_settings(chosen)
         for grid in grids_between(chosen["scheme"]):
-            forms = cost.words(chosen["scheme"], grid, model, keep=recorded_variant(chosen).keep)
+            forms = cost.words(chosen["scheme"], grid, sizes, chosen.get("recompute", "none"),
+                               keep=recorded_variant(chosen).keep)
             total = sum(sum(form.values()) for form in forms.values())
             points.setdefault(grid.ranks, total / grid.ranks / chosen["batch"])
     return sorted(points.items())

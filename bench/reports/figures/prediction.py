@@ -10,10 +10,11 @@ import numpy as np
 from bench.cases.paper import HEADINGS, PAPER
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, memory_fit, paper_fit, planner
-from bench.prediction.closed_form_plan import Plan, screen_grid, weight_products
+from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.scaling import (Curves, average_step_time, find_crossovers, plan_families,
                                       strong_sizes, weak_sizes)
 from bench.reports.figures import style
+from mm3d import ModelSizes
 from mm3d.model import cost
 
 FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, "v"),
@@ -64,7 +65,7 @@ def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
 def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
     _lines(panel, found, lambda p: sum(p.words.values()))
     ranks = [r for r, _ in found["1-D"]]
-    every = weight_products(sizes).items()
+    every = cost.products(ModelSizes(**sizes)).items()
     bound = [3 * sum(times * cost.lower_bound(*product.extents, r) for product, times in every)
              for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")

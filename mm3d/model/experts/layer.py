@@ -12,22 +12,29 @@ from typing import Any, Sequence
 import numpy as np
 
 from mm3d.arrays.backend import Array, as_rows, namespace
+from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.grouped_products import Segment
-from mm3d.grid.activations import Space
+from mm3d.grid.layout import Layout
+from mm3d.model.builder import Builder
+from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.balance import balance_loss, z_loss
 from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
 from mm3d.model.experts.dispatch import Dispatch, Plan
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.experts.recomputed import RecomputedExperts
 from mm3d.model.experts.router import Router
-from mm3d.model.experts.shared import Routings
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.functional import add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows
+from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
+from mm3d.model.sizes import ModelSizes
 from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap
+
+ROUTER_BIAS = "router.bias"
 
 
 @dataclass(frozen=True)
@@ -61,19 +68,28 @@ class ExpertLinear:
 
     Parameters
     ----------
-    product : GroupedProduct
-        The products of this rank's experts.
-    vector : Vector
-        Storage of their biases, along the features of y.
-    weight, bias : Parameter
-        W and b of all experts, of global shape (experts, in, out) and (experts, out).
+    build : Builder
+        Makes W and b of all experts, of global shape (experts, in, out) and (experts, out).
+    name : str
+        Name in the block, such as "experts.up".
+    way : {"up", "down"}
+        "up" from the outer space into the inner one, "down" back.
+    shape : tuple of int
+        Global shape (experts, in, out) of W.
+    own : int
+        Number of experts of this rank.
     """
 
-    def __init__(self, product: GroupedProduct, vector: Vector, weight: Parameter,
-                 bias: Parameter) -> None:
-        self.product, self.vector, self.weight, self.bias = product, vector, weight, bias
-        self.parameters = [weight, bias]
-        product.accumulate_float32 = weight.has_master
+    def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, int, int],
+                 own: int) -> None:
+        source, target = build.spaces(way)
+        layout = build.scheme.product(source, target, shape[1:], (1, 1)).weight
+        self.product = GroupedProduct(source, target, way, layout, shape[1:])
+        self.vector = Vector(target, (own, shape[2]))
+        self.weight = _create(build, f"{name}.weight", self.product.stack, shape)
+        self.bias = _create(build, f"{name}.bias", self.vector.layout, (shape[0], shape[2]))
+        self.parameters = [self.weight, self.bias]
+        self.product.accumulate_float32 = self.weight.has_master
 
     def gather_bias(self) -> Array:
         """Gather this rank's features of the biases, (experts of this rank, features)."""
@@ -93,36 +109,36 @@ class ExpertsLayer:
 
     Parameters
     ----------
+    build : Builder
+        Makes the parameters; its routings take what was decided.
+    name : str
+        Name of the layer in its block.
     experts : ExpertOptions
         The options.
-    space : Space
-        Space of x and y, the outer one.
-    router : Router
-        Computes the logits.
-    up, down : ExpertLinear
-        W and b, V and c.
-    order : TokenOrder
-        The order of the tokens of all ranks.
-    dispatch : Dispatch
-        Sends rows to experts.
-    routings : Routings
-        Takes what was decided, and has the scale of the router's losses.
+    hidden, wide : int
+        Global numbers of features of an expert's input and output, and between its products.
     layer_count : int
         Number of layers of the model.
-    bias : Parameter, optional
-        What the gate "sigmoid-bias" adds to the scores that choose, (experts,).
     """
 
-    def __init__(self, experts: ExpertOptions, space: Space, router: Router, up: ExpertLinear,
-                 down: ExpertLinear, order: TokenOrder, dispatch: Dispatch, routings: Routings,
-                 layer_count: int, bias: Parameter | None = None) -> None:
-        self.experts, self.space, self.router = experts, space, router
-        self.up, self.down, self.order, self.dispatch = up, down, order, dispatch
-        self.routings, self.layer_count, self.bias = routings, layer_count, bias
-        self.capacity = capacity_of(experts, order.tokens)
-        self.parameters = [router.weight, *([bias] if bias else []), *up.parameters,
-                           *down.parameters]
-        self.name = ""
+    def __init__(self, build: Builder, name: str, experts: ExpertOptions, hidden: int, wide: int,
+                 layer_count: int) -> None:
+        build.named(self, name, name)
+        self.experts, self.space, E = experts, build.outer, experts.count
+        self.routings, self.layer_count = build.routings, layer_count
+        self.order = _order_tokens(build, experts)
+        self.dispatch = Dispatch(build.outer, build.inner, self.order, E, hidden,
+                                 build.expert_ranks.axis)
+        vector = Vector(build.outer, (E, hidden))
+        self.router = Router(build.outer, vector, build.create_parameter(
+            f"{name}.router.weight", vector.layout, vector.shape))
+        self.bias = _create_bias(build, name, E) if experts.gate == "sigmoid-bias" else None
+        self.up = ExpertLinear(build, f"{name}.up", "up", (E, hidden, wide), self.dispatch.own)
+        self.down = ExpertLinear(build, f"{name}.down", "down", (E, wide, hidden),
+                                 self.dispatch.own)
+        self.capacity = capacity_of(experts, self.order.tokens)
+        self.parameters = [self.router.weight, *([self.bias] if self.bias else []),
+                           *self.up.parameters, *self.down.parameters]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute this rank's block of y; save the routing, and inputs and outputs of experts.
@@ -220,6 +236,55 @@ class ExpertsLayer:
     def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
         """Recompute the data that `forward` saves."""
         return self.forward(x, overlap)[1]
+
+
+def _order_tokens(build: Builder, experts: ExpertOptions) -> TokenOrder:
+    """Return the order of the tokens, with assumed experts where nothing is computed."""
+    ranks, outer, spaces = build.expert_ranks, build.outer, None
+    if ranks.batch is not None:
+        shares = block_lengths(ranks.batch, math.prod(axis.size for axis in ranks.replicas))
+        found = {share: build.scheme.spaces(share, outer.seq)[0] for share in {*shares}}
+        spaces = [found[share] for share in shares]
+    if outer.grid.backend.has_contents:
+        return TokenOrder(outer, ranks.replicas, spaces)
+    return AssumedOrder(outer, ranks.replicas, spaces, experts)
+
+
+def _create(build: Builder, name: str, layout: Layout, shape: tuple[int, ...]) -> Parameter:
+    """Create a parameter of all experts, which replicas may divide."""
+    divided = build.expert_ranks.create_parameter
+    if divided is None:
+        return build.create_parameter(name, layout, shape)
+    return divided(build.full_name(name), build.scheme.grid, layout, shape, build.dtype, None,
+                   build.master)
+
+
+def _create_bias(build: Builder, name: str, count: int) -> Parameter:
+    """Create the bias of the gate "sigmoid-bias".
+
+    Every rank changes it in the same way, by the counts of all, so none is sent any.
+    """
+    bias = Parameter(build.full_name(f"{name}.{ROUTER_BIAS}"), build.scheme.grid, Layout(""),
+                     (count,), build.dtype, None, build.master)
+    bias.first_copy = not any(axis.rank for axis in build.expert_ranks.replicas)
+    build.routings.biases[build.full_name(name)] = bias
+    return bias
+
+
+class Experts(ExpertOptions):
+    """Hold the options of a model's mixture-of-experts layers, and make these.
+
+    Attributes are those of `mm3d.model.experts.options.ExpertOptions`.
+    """
+
+    def make_layer(self, build: Builder, name: str, sizes: ModelSizes) -> ExpertsLayer:
+        """Make a layer of experts in place of a multi-layer perceptron."""
+        wide = sizes.mlp_factor * sizes.hidden
+        return ExpertsLayer(build, name, self, sizes.hidden, wide, sizes.layers)
+
+    def recompute(self, build: Builder, layers: Sequence[Layer]) -> RecomputedExperts:
+        """Return what recomputes layers with the routings of their forward."""
+        return RecomputedExperts(build.routings, *layers)
 
 
 def _each(segments: Sequence[Segment]) -> list[tuple[Segment, slice]]:

@@ -31,8 +31,7 @@ def model_of(comm, scheme, grid, dtype="float32", causal=False, **sizes):
 
 
 def limits(layers, rounding):
-    sizes = mm3d.ModelSizes(**dict(SIZES, layers=layers))
-    return layer_residuals.tolerances(mm3d.model_spec(sizes), rounding)
+    return layer_residuals.tolerances(layers, rounding)
 
 
 def checked(model):

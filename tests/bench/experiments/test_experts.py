@@ -19,7 +19,7 @@ from bench.reports.figures import experts as figures, style
 from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from made_up_torch import make_up
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 from records import invented
 
 LIMITS = Limits(2, 2, 1.0)
@@ -63,7 +63,7 @@ def test_a_record_says_how_tokens_were_routed(record, tmp_path):
 # In the place of PyTorch: the plain computation, and a version without grouped products.
 SUBJECT = """
 from bench.experiments.experts.plain import PlainExperts
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 
 class Subject:
     def __init__(self, torch, case, arrays):

@@ -17,7 +17,7 @@ from bench.records import run_file
 from bench.validation.files import check_file
 from bench.verbs import train
 from made_up_torch import make_up
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
 TEXT = read_text()

@@ -21,7 +21,7 @@ from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d.model.experts import layer
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
 COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)

@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mm3d
 from bench.experiments.rows.row import run_counted_step
 from bench.instruments import peak_memory, peaks
-from mm3d import ModelSizes, launcher, model_spec
+from mm3d import ModelSizes, launcher
 from mm3d.arrays import backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.model import cost
@@ -102,7 +102,7 @@ def test_memory_of_every_rank_and_its_closed_forms(comm):
         found = {name: v.values for name, v in group.variables.items()}
         assert found["saved"][0] == found["expected_saved"]
         if case.name in ("2d", "3d"):
-            whole = 4 * cost.parameters(model_spec(sizes))
+            whole = 4 * cost.parameters(ModelSizes(**sizes))
             assert found["parameters"].sum() == found["gradients"].sum() == whole
             assert found["expected_parameters"] == whole / comm.size
         assert found["pool_peak"][0] - held == found["expected_pool_peak"], str(case)

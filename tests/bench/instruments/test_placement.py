@@ -30,7 +30,7 @@ def test_the_direction_that_moves_the_most_words_is_the_fastest():
 def test_words_are_those_that_are_counted():
     one = make_case(select_rows("weak", "3d")[0], "tiny").sizes
     shape = {"x": 2, "y": 2, "z": 2}
-    forms = mm3d.cost.words("3d", shape, mm3d.model_spec(one))
+    forms = mm3d.cost.words("3d", shape, one)
     assert sum(placement.words_by_direction("3d", shape, one).values()) == sum(
         words for phase in forms.values() for words in phase.values()) > 0
 

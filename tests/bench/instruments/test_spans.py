@@ -107,7 +107,7 @@ def test_layers_lie_within_blocks_and_products_within_layers(comm):
         "ln1", "attention.qkv", "attention.attention", "attention.proj", "attention",
         "ln2", "mlp.up", "mlp.gelu", "mlp.down", "mlp")]
     assert len(names) == 20 and names[-1] == "layers.1.mlp"
-    useful = mm3d.cost.flops(mm3d.model_spec(SIZES["few"]))
+    useful = mm3d.cost.flops(mm3d.ModelSizes(**SIZES["few"]))
     assert sum(s.flops for s in forward) == useful["forward"]
     # A backward pass computes the scores again, with one more term for each head.
     again = 2 * SIZES["few"]["batch"] * SIZES["few"]["seq"] ** 2 * (21 + 3) * 2

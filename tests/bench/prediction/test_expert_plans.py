@@ -6,7 +6,7 @@ from bench.__main__ import main
 from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.pipeline_seconds import PipelineModel, predict_pipeline
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES

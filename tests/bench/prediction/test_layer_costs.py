@@ -4,11 +4,10 @@ import pytest
 from bench.prediction.costs.layer_costs import MOST_RANKS, list_layer_costs
 from bench.reports.formats import render
 from bench.reports.products.layer_costs import layer_costs_parts
-from mm3d import ModelSizes, model_spec
+from mm3d import ModelSizes
 from mm3d.model import cost
 
 SIZES = ModelSizes(layers=1, hidden=64, heads=8, batch=8, seq=8)
-MODEL = model_spec(SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def test_words_of_all_ranks_are_those_of_the_closed_form(found):
     assert found.keys() >= {"1d", "1d-sp", "2.5d", "3d", "faces", "3d keep=both"}
     for text, one in found.items():
         name, *options = text.split()
-        form = cost.words(name, one.grid, MODEL, **dict(option.split("=") for option in options))
+        form = cost.words(name, one.grid, SIZES, **dict(option.split("=") for option in options))
         assert one.counted["words"].sum() == sum(
             sum(words.values()) for words in form.values()), text
 
@@ -31,7 +30,7 @@ def test_faces_have_as_many_times_the_mean_as_the_grid_is_wide(found):
         faces, cube = (found[name].counted[count] for name in ("faces", "3d"))
         assert faces.argmax() == 0 and 1.9 < faces.max() / faces.mean() < 2.1, count
         assert cube.max() < 1.05 * cube.mean(), count
-    assert found["faces"].counted["parameters"].sum() == cost.parameters(MODEL)
+    assert found["faces"].counted["parameters"].sum() == cost.parameters(SIZES)
     assert (found["faces"].counted["parameters"] == 0).sum() == 4    # of the other layer of x
 
 

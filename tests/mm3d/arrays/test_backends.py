@@ -19,7 +19,7 @@ from mm3d.model.experts.balance import balance_loss, z_loss
 from mm3d.model.experts.capacity import counts
 from mm3d.model.experts.gates import choose, gates_backward
 from mm3d.model.experts.options import GATES
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train
 from reference import SHAPES, integers, on_grid
 

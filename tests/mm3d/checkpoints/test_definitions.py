@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.config import OF_MESH
-from mm3d.model.transformer_spec import model_spec
+from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.optimizers import Optimizer
 from checkpoint_models import as_before, everything, same
 
@@ -23,7 +23,7 @@ FUNCTION, TRAINING = "function", "training"
 ELSEWHERE = {
     "mesh", "scheme", "schedule", "microbatches", "recompute", "master", "batch", "seq", "seed",
     "around", "synchronous", "asleep", "zero", "in_flight", "expert_parallel",
-    "options", "parameter", "initial_values", "expert_ranks", "self", "experts", "describe"}
+    "options", "parameter", "initial_values", "expert_ranks", "self", "experts", "make_layers"}
 # A GPT that is saved, what another one has in place of it, and whether that is another function.
 OTHERS = [
     (dict(heads=4), dict(heads=8), FUNCTION), (dict(heads=4), dict(heads=2), FUNCTION),
@@ -107,13 +107,13 @@ def test_attention_with_and_without_a_mask(tmp_path):
 
 
 def test_layers_of_a_description_of_ones_own_are_said(tmp_path):
-    def own_layers(sizes, causal, recompute):
-        return model_spec(sizes, causal, recompute)
+    def own_layers(build, sizes, causal, recompute):
+        return transformer_layers(build, sizes, causal, recompute)
     scheme = mm3d.scheme("serial", MPI.COMM_SELF)
     sizes = {name: size for name, size in GPT.items() if name != "vocab"}
     mm3d.save(tmp_path, mm3d.Transformer(scheme, **sizes), step=1)
     assert "own_layers" in restored(tmp_path, mm3d.Transformer(scheme, **sizes,
-                                                               describe=own_layers))
+                                                               make_layers=own_layers))
 
 
 def test_every_argument_is_in_the_definition_or_known_not_to_be():

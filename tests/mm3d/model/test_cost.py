@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import model_spec
+from mm3d import ModelSizes
 from mm3d.grid.axis import Axis
 from mm3d.model import cost
 from mm3d.schemes import cube
@@ -61,7 +61,7 @@ def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, mo
     multiplication is done twice; backward computes the scores again, less the logarithms of their
     sums, which is one more term for each head and which `flops` leaves out."""
     matmuls = spy(monkeypatch, np, "matmul")
-    described = model_spec(sizes)
+    described = ModelSizes(**sizes)
     flops = cost.flops(described)
     flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
                           * (sizes["hidden"] + sizes["heads"]))
@@ -87,7 +87,7 @@ def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, mo
 @every_model
 def test_parameters_are_stored_once(comm, sizes):
     """In 3-D over all ranks together, and the count is that of the global shapes."""
-    expected = cost.parameters(model_spec(sizes))
+    expected = cost.parameters(ModelSizes(**sizes))
     for scheme in schemes(comm, "3d", "2d"):
         parameters = mm3d.Transformer(scheme, **sizes).parameters
         assert sum(math.prod(p.shape) for p in parameters) == expected
@@ -198,7 +198,7 @@ def test_ranks_along_x_are_fully_sharded_data_parallelism(comm, sizes):
     assert counted["forward"] == {("x", "all_gather"): elsewhere(every)}
     assert counted["backward"] == {("x", "all_gather"): elsewhere(weights),
                                    ("x", "reduce_scatter"): elsewhere(every)}
-    whole = (comm.size - 1) * cost.parameters(model_spec(sizes))
+    whole = (comm.size - 1) * cost.parameters(ModelSizes(**sizes))
     assert total(comm, counted["forward"]) == {("x", "all_gather"): whole}
     scheme.grid.free()
 

@@ -8,7 +8,7 @@ from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import token_functions
 from mm3d.model.cross_entropy import CrossEntropy, Targets
 from mm3d.model.embedding import Embedding
-from mm3d.model.parameters import Parameter
+from mm3d.model.builder import Builder
 from reference import fits
 
 # By ranks: scheme, grid, and options.
@@ -73,18 +73,16 @@ def test_lookups_and_their_gradients(comm, transport):
         np.add.at(gradients[0], tokens, dx)
         for name, grid, *options in GRIDS[comm.size]:
             scheme = mm3d.scheme(name, comm, grid, **dict(*options))
-            outer, _ = scheme.spaces(BATCH, SEQ)
-            layout = mm3d.Layout(scheme.down_weight)
-            made = [Parameter(f"{name}.weight", scheme.grid, layout, a.shape, "float64")
-                    for name, a in zip(("embedding", "positions"), tables)]
-            for p, a in zip(made, tables):
+            outer, inner = scheme.spaces(BATCH, SEQ)
+            layer = Embedding(Builder(scheme, outer, inner, "float64"), vocab, SEQ, HIDDEN)
+            for p, a in zip(layer.parameters, tables):
                 p.load(a)
-            layer, place = Embedding(outer, layout, *made), outer.layout()
+            place = outer.layout()
             found, _ = layer.forward(tokens)
             assert np.array_equal(found, x[place.slices(scheme.grid, x.shape)]), scheme
             for _ in range(2):    # it adds
                 layer.backward(place.shard(dx, scheme.grid), tokens)
-            for p, a in zip(made, gradients):
+            for p, a in zip(layer.parameters, gradients):
                 assert np.allclose(p.gather(p.grad), 2 * a, rtol=1e-13, atol=1e-13), scheme
             scheme.grid.free()
 

@@ -4,11 +4,8 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d import ModelSizes, model_spec
-from mm3d.model import cost
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.masks import MaskKey, draw_kept, dropped_of_65536
-from mm3d.model.recomputation import POLICIES
 from mm3d.tracing.dry_run import trace_step
 from models import PARALLELISMS, SOME, Parallelism
 
@@ -44,7 +41,7 @@ def test_masks_differ_by_seed_step_and_layer_and_drop_the_right_share():
 @pytest.mark.parametrize("probability", [-0.1, 0.99999, 1.0, 1.5, float("nan")])
 def test_what_is_no_probability_is_refused(probability):
     with pytest.raises(ValueError, match=r"below 1 - 2\^-16 would do"):
-        model_spec(ModelSizes(**SIZES), dropout=probability)
+        trace_step("serial", 1, **SIZES, dropout=probability)
 
 
 @pytest.mark.ranks(1, 4, slow=(6, 8))
@@ -145,12 +142,9 @@ def test_nothing_is_dropped_before_a_place_is_set():
 
 
 def test_it_moves_nothing():
-    sizes = ModelSizes(**SIZES)
-    for policy in POLICIES:
-        plain, dropped = (model_spec(sizes, recompute=policy, dropout=p) for p in (0.0, 0.5))
-        grid = dict(x=1, y=2, z=2)
-        assert cost.moves("3d", grid, plain) == cost.moves("3d", grid, dropped)
-        assert cost.flops_again(plain) == cost.flops_again(dropped)
+    plain, dropped = (trace_step("3d", 4, (1, 2, 2), **SIZES, recompute="full", dropout=p)
+                      for p in (0.0, 0.5))
+    assert plain.traffic == dropped.traffic and plain.flops() == dropped.flops()
 
 
 def test_without_dropout_nothing_of_it_is_built():

@@ -105,7 +105,7 @@ def test_cupy_that_is_not_there(refused, monkeypatch, no_backends):
 
 @pytest.mark.ranks(1)
 def test_unknown_scheme_of_closed_forms(refused):
-    refused(lambda: mm3d.cost.words("4d", {"x": 8}, mm3d.model_spec(SIZES)), "'4d'", "1d, 1d-sp")
+    refused(lambda: mm3d.cost.words("4d", {"x": 8}, mm3d.ModelSizes(**SIZES)), "'4d'", "1d, 1d-sp")
 
 
 @pytest.mark.ranks(1, 8)

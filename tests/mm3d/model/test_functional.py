@@ -8,10 +8,9 @@ from mm3d.arrays import backend, numpy_kernels
 from mm3d.arrays.blocks import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
-from mm3d.model.layer_specs import LayerNormSpec, LinearSpec
+from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Residual
-from mm3d.model.layers import Attention, Gelu, LayerNorm
-from mm3d.model.specs import Builder
+from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
 from models import SOME
 from reference import relative_error
 
@@ -102,8 +101,7 @@ def test_layer_norm_with_a_large_mean(comm):
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm) as scheme:
             space, inner = scheme.spaces(3, 5)
-            layer, = LayerNormSpec("norm", hidden).build_layers(
-                Builder(scheme, space, inner, np.float32))
+            layer = LayerNorm(Builder(scheme, space, inner, np.float32), "norm", hidden)
             layer.weight.value[...] = 1
             layer.bias.value[...] = 0
             y, _ = layer.forward(space.layout().shard(X, scheme.grid))
@@ -233,22 +231,20 @@ def layers(scheme):
     outer, inner = scheme.spaces(3, 4)
     ten, wide = (outer, 10, 1), (inner, 15, 1)
 
-    def built(spec):
-        layer, = spec.build_layers(Builder(scheme, outer, inner, np.float64))
-        return layer
+    build = Builder(scheme, outer, inner, np.float64)
 
     def linear(adds_bias=True):
-        return built(LinearSpec("linear", "up", (10, 15), adds_bias=adds_bias))
+        return Linear(build, "linear", "up", (10, 15), adds_bias=adds_bias)
 
     def back():
-        return built(LinearSpec("back", "down", (15, 10)))
+        return Linear(build, "back", "down", (15, 10))
 
     def qkv():
-        return built(LinearSpec("qkv", "up", (10, 3, 10), unit=5))
+        return Linear(build, "qkv", "up", (10, 3, 10), unit=5)
 
     yield "linear into", linear(), ten, wide
     yield "linear back", back(), wide, ten
-    yield "layer norm", built(LayerNormSpec("norm", 10)), ten, ten
+    yield "layer norm", LayerNorm(build, "norm", 10), ten, ten
     up = linear(adds_bias=False)
     yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
     yield "residual", Residual(linear(), back()), ten, ten

@@ -132,10 +132,9 @@ def test_words_and_operations_of_both_halves_are_the_closed_forms(parallelism, r
     """Of all ranks together, on grids that nothing fits evenly: together those of backward in one
     piece."""
     sizes = {**SIZES["uneven"], "layers": 3 if "uniform" in recompute else 1}
-    model = mm3d.model_spec(sizes, recompute=recompute)
     name, options = parallelism.name, parallelism.options
     grid = dict(zip(mm3d.SCHEMES[name].directions, parallelism.grid))
-    whole = cost.moves(name, grid, model, **options)["backward"]
+    whole = cost.moves(name, grid, mm3d.ModelSizes(**sizes), recompute, **options)["backward"]
     traces, words = every_dry_rank(parallelism, sizes, recompute=recompute), Counter()
     for trace in traces:
         calls = Counter()
@@ -145,7 +144,7 @@ def test_words_and_operations_of_both_halves_are_the_closed_forms(parallelism, r
         assert calls == {key: move.calls for key, move in whole.items()}
     assert words == {key: move.words for key, move in whole.items()}
     ranks = len(traces) if name == "serial" else 1
-    flops = cost.flops_of_halves(model)["backward_weights"]
+    flops = cost.flops_of_halves(mm3d.ModelSizes(**sizes))["backward_weights"]
     assert sum(trace.flops("backward_weights") for trace in traces) == ranks * flops
 
 

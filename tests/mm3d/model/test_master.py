@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.model.layer_specs import LayerNormSpec, LinearSpec
-from mm3d.model.specs import Builder
+from mm3d.model.builder import Builder
+from mm3d.model.layers import LayerNorm, Linear
 from mm3d.tracing import dry_run
 from models import CHOSEN, SIZES, Parallelism, data, differences, serial, train
 from reference import fits
@@ -37,8 +37,8 @@ def test_gradients_of_a_linear_layer_are_exact(comm):
             with parallelism.on(comm, "numpy") as scheme:
                 outer, inner = scheme.spaces(64, 64)
                 spaces = (outer, inner) if way == "up" else (inner, outer)
-                layer, = LinearSpec("linear", way, (8, 12)).build_layers(
-                    Builder(scheme, outer, inner, np.float16, np.float32))
+                layer = Linear(Builder(scheme, outer, inner, np.float16, np.float32), "linear",
+                               way, (8, 12))
                 layer.weight.load(np.ones((8, 12)))
                 layer.bias.load(np.ones(12))
                 x, dy = (space.layout().shard(a.astype(np.float16), scheme.grid)
@@ -59,8 +59,7 @@ def test_gradients_of_a_norm_are_summed_in_float32(comm):
     for parallelism in schemes(comm):
         with parallelism.on(comm, "numpy") as scheme:
             space, inner = scheme.spaces(64, 64)
-            layer, = LayerNormSpec("norm", 8).build_layers(
-                Builder(scheme, space, inner, np.float16, np.float32))
+            layer = LayerNorm(Builder(scheme, space, inner, np.float16, np.float32), "norm", 8)
             layer.weight.load(np.ones(8))
             layer.bias.load(np.zeros(8))
             layout = space.layout()

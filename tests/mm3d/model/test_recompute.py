@@ -7,7 +7,7 @@ import pytest
 
 import mm3d
 from bench.instruments.spans import Recorder
-from mm3d import model_spec
+from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.recomputation import POLICIES, Policy, parse_policy
@@ -104,15 +104,15 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
                     counted["backward"] = grid.traffic()
                 named = dict(scheme.grid.shape)
             case = (str(parallelism), name)
-            described = model_spec(size, recompute=name)
-            moves = cost.moves(parallelism.name, named, described, **parallelism.options)
+            moves = cost.moves(parallelism.name, named, ModelSizes(**size), name,
+                               **parallelism.options)
             for phase, traffic in counted.items():
                 words = total(comm, {key: t.words for key, t in traffic.items()})
                 assert words == {key: m.words for key, m in moves[phase].items()}, case
                 calls = {key: t.calls for key, t in traffic.items()}
                 assert calls == {key: m.calls for key, m in moves[phase].items()}, case
             ranks = comm.size if parallelism.name == "serial" else 1
-            again = cost.flops_again(described)
+            again = cost.flops_again(ModelSizes(**size), name)
             assert comm.allreduce(trace.flops_again()) == again * ranks, case
             dried = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
                                        backend.Backend.block,

@@ -6,9 +6,9 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
+from mm3d.model.builder import Builder
 from mm3d.model.saved_arrays import saved_arrays
-from mm3d.model.layer_specs import LinearSpec
-from mm3d.model.specs import Builder
+from mm3d.model.layers import Linear
 from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, relative_error
 
@@ -257,8 +257,9 @@ def test_two_products_restore_the_layout(comm, sizes):
     for parallelism in PARALLELISMS[comm.size]:
         with parallelism.on(comm) as scheme:
             outer, inner = scheme.spaces(batch, seq)
-            into, back = Builder(scheme, outer, inner, np.float64).build_layers(
-                [LinearSpec("into", "up", W.shape), LinearSpec("back", "down", V.shape)])
+            build = Builder(scheme, outer, inner, np.float64)
+            into, back = Linear(build, "into", "up", W.shape), Linear(build, "back", "down",
+                                                                      V.shape)
             for layer, weight, bias in ((into, W, b), (back, V, c)):
                 layer.weight.load(weight)
                 layer.bias.load(bias)

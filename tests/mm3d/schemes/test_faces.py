@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import model_spec
+from mm3d import ModelSizes
 from mm3d.grid.split import FaceSplit
 from mm3d.model import cost
 from mm3d.schemes.closed_form import ProductShape
@@ -87,7 +87,7 @@ def test_the_first_rank_holds_as_many_times_the_mean_as_the_grid_is_wide(field):
 
 def test_weights_and_vectors_are_stored_once():
     stored = sum(memory("faces", (2, 1, 3), "parameters"))
-    assert stored == 2 * 4 * cost.parameters(model_spec(EVEN))
+    assert stored == 2 * 4 * cost.parameters(ModelSizes(**EVEN))
 
 
 @pytest.mark.ranks(8)

@@ -13,8 +13,8 @@ from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.split import Gathered, Split
-from mm3d.model.layer_specs import LinearSpec
-from mm3d.model.specs import Builder
+from mm3d.model.builder import Builder
+from mm3d.model.layers import Linear
 from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
@@ -231,8 +231,7 @@ def test_panels_of_exact_integers(comm, transport):
         for overlap in (0, 4):
             scheme = mm3d.scheme("3d", comm, grid=sizes, backend="numpy", overlap=overlap)
             outer, inner = scheme.spaces(16, 3)
-            layer, = LinearSpec("alone", "up", (24, 24)).build_layers(
-                Builder(scheme, outer, inner, np.float64))
+            layer = Linear(Builder(scheme, outer, inner, np.float64), "alone", "up", (24, 24))
             draw = np.random.default_rng(comm.rank)
             for p in layer.parameters:
                 p.value[...] = draw.integers(-9, 9, p.value.shape)
@@ -359,8 +358,7 @@ def test_a_linear_layer_alone_overlaps_nothing():
     """Without a pass that says what comes next; a gradient is there when backward returns."""
     with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
         outer, inner = scheme.spaces(8, 4)
-        layer, = LinearSpec("alone", "up", (16, 16)).build_layers(
-            Builder(scheme, outer, inner, np.float32))
+        layer = Linear(Builder(scheme, outer, inner, np.float32), "alone", "up", (16, 16))
         for p in layer.parameters:
             p.value[...] = 1
         x = np.ones(outer.local_shape(16), np.float32)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import model_spec
+from mm3d import ModelSizes
 from mm3d.model import cost
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import ProductShape
@@ -91,10 +91,10 @@ def test_layers_of_one_rank_are_data_parallelism(comm):
         _, moved = step(scheme, "uneven")
         assert all(p.value.shape == p.shape for p in mm3d.Transformer(scheme, **sizes).parameters)
         summed = total(comm, words(scheme.grid))
-    parameters = cost.parameters(model_spec(sizes))
+    parameters = cost.parameters(ModelSizes(**sizes))
     assert summed == ({("z", "all_reduce"): 2 * (comm.size - 1) * parameters}
                       if comm.size > 1 else {})
-    assert all(calls == cost.parameter_arrays(model_spec(sizes)) for calls, _ in moved.values())
+    assert all(calls == sizes["layers"] * cost.PARAMETER_ARRAYS for calls, _ in moved.values())
 
 
 @pytest.mark.ranks(4, slow=(8,))

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d import model_spec
+from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
@@ -188,10 +188,10 @@ def test_every_rank_adds_up_to_the_closed_form():
     """27 ranks that do not exist: words and flops over all of them."""
     sizes = dict(layers=1, hidden=21, heads=3, batch=5, seq=4)
     traces = [dry_run.trace_step("3d", 27, rank=rank, **sizes) for rank in range(27)]
-    expected = cost.words("3d", dict(x=3, y=3, z=3), model_spec(sizes))
+    expected = cost.words("3d", dict(x=3, y=3, z=3), ModelSizes(**sizes))
     for phase in PHASES:
         assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
-    assert sum(t.flops("forward") for t in traces) == cost.flops(model_spec(sizes))["forward"]
+    assert sum(t.flops("forward") for t in traces) == cost.flops(ModelSizes(**sizes))["forward"]
 
 
 @pytest.mark.slow

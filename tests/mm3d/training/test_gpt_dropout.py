@@ -8,7 +8,6 @@ import pytest
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
-from mm3d.model.gpt_spec import gpt_spec
 
 DROPOUT = dict(dropout=0.3)
 # By ranks: stages, scheme, grid, schedule, policy of recomputation.
@@ -30,12 +29,6 @@ def test_losses_and_gradients_are_those_of_one_rank(comm):
         found = train(mesh, microbatches=2, schedule=schedule, recompute=policy, **DROPOUT)
         assert not differences(found, expected), mesh
         mesh.free()
-
-
-def test_the_spec_drops_after_the_embedding_too():
-    sizes = {name: size for name, size in SIZES.items() if name != "vocab"}
-    spec = gpt_spec(mm3d.ModelSizes(**sizes), SIZES["vocab"], **DROPOUT)
-    assert [layer.name for layer in spec.chain.layers[:2]] == ["embedding", "dropout"]
 
 
 def test_steps_have_other_masks_and_validation_has_none(comm):

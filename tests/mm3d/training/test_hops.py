@@ -8,7 +8,7 @@ import pytest
 import mm3d
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.words import Words
 from mm3d.training.hops import Hops, activation_blocks, transfers
 from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.schedule import Event
@@ -88,7 +88,7 @@ def test_transfers_bring_each_holder_of_a_block_its_words(scheme, grids):
     pairs = [(rank, other) for rank, other in product(range(3), repeat=2) if rank != other]
     sent = {pair: sum(one.words for one in transfers(*(
         blocks(grids[rank], shape, scheme) for rank in pair))) for pair in pairs}
-    copies = Parallelism(scheme, shapes[0], 2, 3).outer.copies
+    copies = Words(scheme, shapes[0], 2, 3).outer.copies
     assert set(sent.values()) == {copies * math.prod(shape)}
 
 

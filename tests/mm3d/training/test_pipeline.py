@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.words import Words
 from mm3d.training.schedules.messages import message_count
 from mm3d.training.schedules import ScheduleError, build, parse_schedule
 from pipelines import M, SIZES, VEE, delayed, differing, run_one_stage, run_pipeline
@@ -74,7 +74,7 @@ def compare(mesh, name: str, schedule, expected, sizes) -> None:
 def hop_words(pipeline) -> int:
     """Words of all ranks to other stages: each rank there gets its block of a result once."""
     chunk = pipeline.chunks[0]
-    copies = Parallelism(chunk.scheme.name, chunk.grid.shape, *chunk.shape[:2]).outer.copies
+    copies = Words(chunk.scheme.name, chunk.grid.shape, *chunk.shape[:2]).outer.copies
     return message_count(pipeline.schedule) * copies * math.prod(chunk.shape)
 
 

@@ -9,7 +9,7 @@ from mm3d.model.experts.balance import balance_loss, shares, z_loss
 from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.options import GATES
-from mm3d.model.experts.spec import Experts
+from mm3d.model.experts.layer import Experts
 from mm3d.model.experts.totals import updated_bias, utilisation_entropy
 
 TOKENS, COUNT = 11, 5

@@ -4,9 +4,9 @@ import sys
 import pytest
 
 import mm3d
+from bench.instruments.waited_work import WorkClock, waited_work
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm, PHASES, Pass
-from mm3d.tracing.waited_work import WorkClock, waited_work
 
 SIZES = dict(layers=1, hidden=48, heads=8, batch=8, seq=6)
 CHOICES = {1: [("serial", {})],

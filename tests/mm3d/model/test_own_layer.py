@@ -1,6 +1,5 @@
-"""A layer of another kind states its own costs: closed forms and traces are sums over layers."""
+"""A layer of another kind is one class; dry runs and traces count it."""
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,11 +8,10 @@ import mm3d
 from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
-from mm3d.model.chain_specs import ChainSpec, ModelSpec
 from mm3d.model.recomputation import POLICIES
-from mm3d.model.specs import LayerSpec
-from mm3d.model.transformer_spec import model_spec
+from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.closed_form import ProductShape
+from mm3d.schemes.words import Words
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
@@ -27,7 +25,8 @@ class Factors:
     """y = x W V, without a bias, as an embedding in two factors has it."""
 
     def __init__(self, builder, name, hidden):
-        scheme, spaces = builder.scheme, (builder.outer, builder.inner)
+        builder.named(self, name, name)
+        scheme, spaces = builder.scheme, builder.spaces("up")
         self.into = scheme.product(*spaces, (hidden, RANK), (1, 1))
         self.back = scheme.product(*spaces[::-1], (RANK, hidden), (1, 1))
         self.weight, self.factor = (
@@ -50,34 +49,11 @@ class Factors:
         return dx
 
 
-@dataclass(frozen=True)
-class FactorsSpec(LayerSpec):
-    """What `Factors` has, multiplies, moves and keeps."""
-
-    hidden: int
-
-    def parameters(self):
-        return {"weight": (self.hidden, RANK), "factor": (RANK, self.hidden)}
-
-    def products(self, batch, seq):
-        return [ProductShape("up", batch * seq, self.hidden, RANK),
-                ProductShape("down", batch * seq, RANK, self.hidden)]
-
-    def moves(self, parallelism, recomputed=False):
-        each = [parallelism.product_moves(one)
-                for one in self.products(parallelism.batch, parallelism.seq)]
-        return tuple([move for phase in phases for move in phase] for phases in zip(*each))
-
-    def make_layer(self, builder, name):
-        return Factors(builder, name, self.hidden)
-
-
-def with_embedding(sizes, causal=False, recompute="none"):
+def with_embedding(build, sizes, causal=False, recompute="none"):
     """A Transformer between an embedding and a head."""
-    model = model_spec(sizes, causal, recompute)
-    return ModelSpec(model.batch, model.seq, model.hidden, ChainSpec((
-        FactorsSpec("embedding", model.hidden), *model.chain.layers,
-        FactorsSpec("head", model.hidden))))
+    return [Factors(build, "embedding", sizes.hidden),
+            *transformer_layers(build, sizes, causal, recompute),
+            Factors(build, "head", sizes.hidden)]
 
 
 def counted_step(model, comm, trace):
@@ -97,39 +73,39 @@ def counted_step(model, comm, trace):
 
 @pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_closed_forms_are_what_is_counted_with_another_layer(comm, recompute):
-    """Words, calls, operations and parameters of a model between two such layers, in the real step
-    and the dry one."""
+def test_dry_runs_are_what_is_counted_with_another_layer(comm, recompute):
+    """Traffic and kept bytes of a model between two such layers; words are those of the model
+    without them, and of the two products of each."""
     sizes = SIZES["few"]
-    described = with_embedding(sizes, recompute=recompute)
+    S = ModelSizes(**sizes)
+    own = [ProductShape("up", S.tokens, S.hidden, RANK), ProductShape("down", S.tokens, RANK,
+                                                                      S.hidden)]
     for parallelism in SOME[comm.size]:
         name, options = parallelism.name, parallelism.options
         if recompute == "selective" and "keep" in options:
             continue
         trace = Trace()
         with parallelism.on(comm, "numpy") as scheme:
-            model = mm3d.Transformer(scheme, **sizes, recompute=recompute, describe=with_embedding)
+            model = mm3d.Transformer(scheme, **sizes, recompute=recompute,
+                                     make_layers=with_embedding)
             counted, kept = counted_step(model, comm, trace)
             shape = scheme.grid.shape
-            stored = sum(p.value.size for p in model.parameters)
         names = [p.name for p in model.parameters]
         assert names[:2] == ["embedding.weight", "embedding.factor"]
         assert {part for _, part, _ in trace.events} > {"embedding", "head", "mlp.up"}
         case = str(parallelism)
-        for phase, moves in cost.moves(name, shape, described, **options).items():
+        of = Words(name, shape, S.batch, S.seq, **options)
+        for phase, expected in cost.words(name, shape, S, recompute, **options).items():
+            for product in own:
+                for move in of.product_moves(product)[phase == "backward"]:
+                    if shape[move.axis] > 1:
+                        key = move.axis, move.collective
+                        expected[key] = expected.get(key, 0) + 2 * move.words
             words = total(comm, {key: t.words for key, t in counted[phase].items()})
-            assert words == {key: move.words for key, move in moves.items()}, case
-            calls = {key: t.calls for key, t in counted[phase].items()}
-            assert calls == {key: move.calls for key, move in moves.items()}, case
-        ranks = comm.size if name == "serial" else 1
-        assert comm.allreduce(trace.flops("forward")) == ranks * cost.flops(described)["forward"]
-        assert comm.allreduce(trace.flops_again()) == ranks * cost.flops_again(described)
-        assert sum(math.prod(p.shape) for p in model.parameters) == cost.parameters(described)
-        if name in ("2d", "3d"):
-            assert comm.allreduce(stored) == cost.parameters(described)
+            assert words == expected, case
         dried = dry_run.trace_step(name, comm.size, tuple(shape.values()), comm.rank,
                                    backend.Backend.block, options, **sizes, recompute=recompute,
-                                   describe=with_embedding)
+                                   make_layers=with_embedding)
         assert (dried.traffic, dried.saved) == (counted, kept), case
         assert dried.flops() == trace.flops(), case
 
@@ -137,7 +113,7 @@ def test_closed_forms_are_what_is_counted_with_another_layer(comm, recompute):
 def test_gradients_of_another_layer():
     """Both matrices of the embedding, by central differences along one direction each."""
     scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
-    model = mm3d.Transformer(scheme, **SIZES["few"], dtype="float64", describe=with_embedding)
+    model = mm3d.Transformer(scheme, **SIZES["few"], dtype="float64", make_layers=with_embedding)
     x, dy = model.random("x"), model.random("dy")
     model.backward(dy, model.forward(x)[1])
     for parameter in model.parameters[:2]:
@@ -152,19 +128,17 @@ def test_gradients_of_another_layer():
 
 @pytest.mark.parametrize("recompute", POLICIES)
 @pytest.mark.parametrize("layers", [1, 4, 7])
-def test_the_model_that_runs_has_the_layers_of_its_spec(layers, recompute):
-    """Names and shapes of parameters, in order, whatever is computed again."""
+def test_parameters_have_the_names_of_their_layers(layers, recompute):
+    """In their order, whatever is computed again; checkpoints have them."""
     scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
     model = mm3d.Transformer(scheme, layers, hidden=8, heads=2, batch=1, seq=2,
                              recompute=recompute)
-    passes = [*model.spec.chain.forward_passes()]
-    each = [(one.times, end, shape) for one in passes
-            for end, shape in one.layer.parameters().items()]
-    assert sum(times for times, _, _ in each) == len(model.parameters) == 12 * layers
-    assert {p.name.split(".")[1] for p in model.parameters} == set(map(str, range(layers)))
-    shapes = {(p.name.split(".", 2)[2], p.shape) for p in model.parameters}
-    assert shapes == {(f"{one.layer.name}.{end}", shape) for one in passes
-                      for end, shape in one.layer.parameters().items()}
+    of_layer = [f"{name}.{end}" for name in ("ln1", "attention.qkv", "attention.proj", "ln2",
+                                             "mlp.up", "mlp.down") for end in ("weight", "bias")]
+    assert [p.name for p in model.parameters] == [
+        f"layers.{n}.{name}" for n in range(layers) for name in of_layer]
+    assert len(of_layer) == cost.PARAMETER_ARRAYS
+    assert sum(math.prod(p.shape) for p in model.parameters) == cost.parameters(model.sizes)
 
 
 def test_sizes_are_a_value():

@@ -1,4 +1,4 @@
-"""Describe a scheme on a grid without ranks: the words of activations, vectors and products.
+"""State the words of a scheme on a grid, without ranks: of activations, vectors and products.
 
 Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all ranks, which
 makes them whole numbers on every grid, also where nothing divides evenly.  Where everything does,
@@ -114,8 +114,8 @@ class SpaceCosts:
             yield Move(c, collective, (self.grid[c] - 1) * words * self.copies)
 
 
-class Parallelism:
-    """Describe a scheme on a grid without ranks, for given activations.
+class Words:
+    """State the words of a scheme on a grid, for given activations.
 
     Parameters
     ----------
@@ -150,11 +150,6 @@ class Parallelism:
             for letters in self.scheme.layouts(self.grid, batch, seq, **options))
 
     @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return self.grid.ranks
-
-    @property
     def tokens(self) -> int:
         """Return the number of positions in all sequences together."""
         return self.batch * self.seq
@@ -170,12 +165,5 @@ class Parallelism:
         With `recomputed` backward follows `mm3d.schemes.scheme.Product.recompute_saved`, which
         saves no gathered operand.
         """
-        return self.scheme.product_moves(self.grid, product, **self._options(recomputed))
-
-    def transposed_moves(self, product: ProductShape) -> tuple[list[Move], list[Move]]:
-        """List the collectives of A = C B^T for a product down, and of its backward."""
-        return self.scheme.transposed_moves(self.grid, product, **self.options)
-
-    def _options(self, recomputed: bool) -> Mapping[str, Any]:
-        """Return the options of the scheme that describe the saved data."""
-        return self.scheme.recomputation_options(self.options) if recomputed else self.options
+        options = self.scheme.recomputation_options(self.options) if recomputed else self.options
+        return self.scheme.product_moves(self.grid, product, **options)

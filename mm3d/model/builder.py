@@ -1,0 +1,80 @@
+"""Make what the layers of a model have in common: parameters, names, and spaces."""
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+
+from mm3d.grid.activations import Space
+from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
+from mm3d.model.experts.shared import ExpertRanks, Routings
+from mm3d.model.masks import MaskKey
+from mm3d.model.parameters import Parameter
+from mm3d.schemes.scheme import Scheme
+
+
+class Builder:
+    """Make the parameters of layers on one rank, and name layers in the model.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Supplies the grid and the products.
+    outer, inner : Space
+        The spaces of activations outside and inside a pair of linear layers.
+    dtype : dtype
+        Type of parameters and activations.
+    master : dtype, optional
+        Type of masters and gradients; by default `dtype`, without separate masters.
+    mask_key : MaskKey, optional
+        Key of the masks of dropout; layers with dropout need it.
+    parameter : callable
+        Makes the parameters: `Parameter`, or another with the same arguments, such as one that
+        replicas of the model divide.
+    expert_ranks : ExpertRanks, optional
+        Ranks outside the grid that tokens and experts are divided among; by default none.
+
+    Attributes
+    ----------
+    routings : Routings
+        What the layers with experts share.
+    """
+
+    def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,
+                 master: Any = None, mask_key: MaskKey | None = None,
+                 parameter: Callable[..., Parameter] = Parameter,
+                 expert_ranks: ExpertRanks | None = None) -> None:
+        self.expert_ranks, self.routings = expert_ranks or ExpertRanks(), Routings()
+        self.scheme, self.outer, self.inner, self.mask_key = scheme, outer, inner, mask_key
+        self.dtype, self.master, self.parameter, self._prefix = dtype, master, parameter, ""
+
+    def spaces(self, way: str) -> tuple[Space, Space]:
+        """Return the spaces of x and y of a linear layer; `way` is "up" or "down"."""
+        return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
+
+    def create_parameter(self, name: str, layout: Layout, shape: tuple[int, ...],
+                         gathered_along: Split | None = None) -> Parameter:
+        """Create the parameter `name` of the current block, of global `shape`.
+
+        `gathered_along` says how a weight that products gather is divided.
+        """
+        return self.parameter(self.full_name(name), self.scheme.grid, layout, shape, self.dtype,
+                              gathered_along, self.master)
+
+    def full_name(self, name: str) -> str:
+        """Return the name in the model of what is called `name` in the current block."""
+        return f"{self._prefix}{name}"
+
+    def named(self, layer: Any, name: str, part: str) -> Any:
+        """Return the layer, with its name in the model and its part, the same in all blocks."""
+        layer.name, layer.part = self.full_name(name), part
+        return layer
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """Prefix all names inside the context, as with "layers.0."."""
+        before = self._prefix
+        self._prefix = f"{before}{name}."
+        try:
+            yield
+        finally:
+            self._prefix = before

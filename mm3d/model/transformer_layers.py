@@ -1,0 +1,89 @@
+"""List the layers of a Transformer, in order: Figure 6 of the paper."""
+
+from typing import Sequence
+
+from mm3d.model.builder import Builder
+from mm3d.model.chains import Chain, Residual
+from mm3d.model.dropout import Dropout, DropoutResidual
+from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.layers import Attention, Gelu, Layer, LayerNorm, Linear
+from mm3d.model.recomputation import parse_policy
+from mm3d.model.recomputed_layers import Recomputed
+from mm3d.model.sizes import ModelSizes
+
+
+def transformer_layers(build: Builder, sizes: ModelSizes, causal: bool = False,
+                       recompute: str = "none", part: range | None = None, dropout: float = 0.0,
+                       experts: ExpertOptions | None = None) -> list[Layer]:
+    """Make a stack of pre-LN Transformer layers: residual blocks, or groups that are recomputed.
+
+    Parameters
+    ----------
+    build : Builder
+        Makes the parameters.
+    sizes : ModelSizes
+        Sizes of the model.
+    causal : bool
+        Whether a position attends only to itself and those before it.
+    recompute : str
+        Name of a policy, see `mm3d.model.recomputation`.
+    part : range, optional
+        The layers of a part of the model, such as a stage of a pipeline; they keep their numbers.
+        All layers, if not given.
+    dropout : float
+        Probability that an element of a residual branch is dropped (`mm3d.model.dropout`).
+    experts : ExpertOptions, optional
+        Options of the layers that have experts (`mm3d.model.experts`).
+
+    Raises
+    ------
+    ValueError
+        When no policy has that name, or `dropout` is no probability below 1.
+    """
+    policy, whole = parse_policy(recompute), range(sizes.layers)
+    numbers = [*(whole if part is None else part)]
+
+    def layer(number: int) -> list[Layer]:
+        here = experts if experts and experts.in_layer(number) else None
+        with build.block(f"layers.{number}"):
+            return _layer(build, sizes, causal, policy.selective, dropout, here)
+    if not policy.group_size:
+        return [one for number in numbers for one in layer(number)]
+    groups = []
+    for start in range(0, len(numbers), policy.group_size):
+        group = [one for number in numbers[start:start + policy.group_size]
+                 for one in layer(number)]
+        recomputed = experts.recompute(build, group) if experts else Recomputed(*group)
+        groups.append(build.named(recomputed, f"layers.{numbers[start]}", "recomputed"))
+    return groups
+
+
+def _layer(build: Builder, sizes: ModelSizes, causal: bool, selective: bool, dropout: float,
+           experts: ExpertOptions | None) -> list[Layer]:
+    """Make one layer: attention, then the multi-layer perceptron, or `experts` in its place.
+
+    With `selective` each linear layer and the layer before it are recomputed in backward.
+    """
+    h, wide, head = sizes.hidden, sizes.mlp_factor * sizes.hidden, sizes.hidden // sizes.heads
+
+    def residual(name: str, layers: Sequence[Layer]) -> Chain:
+        if selective and len(layers) > 2:
+            layers = [build.named(Recomputed(*half), name, "recomputed")
+                      for half in (layers[:2], layers[2:])]
+        if dropout:
+            drop = Dropout(build.outer, h, dropout, build.full_name(name), build.mask_key)
+            return build.named(DropoutResidual(drop, *layers), name, "residual")
+        return build.named(Residual(*layers), name, "residual")
+
+    attention = residual("attention", [
+        LayerNorm(build, "ln1", h),
+        Linear(build, "attention.qkv", "up", (h, 3, h), head),
+        build.named(Attention(build.inner, h, head, causal), "attention.attention", "attention"),
+        Linear(build, "attention.proj", "down", (h, h), head)])
+    norm = LayerNorm(build, "ln2", h)
+    if experts is not None:
+        return [attention, residual("mlp", [norm, experts.make_layer(build, "experts", sizes)])]
+    up = Linear(build, "mlp.up", "up", (h, wide), adds_bias=False)
+    return [attention, residual("mlp", [
+        norm, up, build.named(Gelu(up, build.inner, wide), "mlp.gelu", "gelu"),
+        Linear(build, "mlp.down", "down", (wide, h))])]

@@ -1,0 +1,159 @@
+"""Make what stands around the layers of a GPT in one stage: embedding, norm, head and loss."""
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from mm3d.arrays.backend import Array
+from mm3d.model.builder import Builder
+from mm3d.model.chains import Chain
+from mm3d.model.cross_entropy import CrossEntropy, Targets
+from mm3d.model.dropout import Dropout
+from mm3d.model.embedding import Embedding
+from mm3d.model.heads import Head, TiedHead, TiedWeight
+from mm3d.model.initial_values import InitialValues, draw_parameter
+from mm3d.model.layers import LayerNorm
+from mm3d.model.parameters import Parameter
+from mm3d.model.transformer import Transformer
+from mm3d.schemes.product import Product
+from mm3d.training.schedules import Schedule
+
+
+class Output:
+    """Hold norm, head and loss of the last stage.
+
+    Parameters
+    ----------
+    build : Builder
+        Makes the parameters.
+    vocab, hidden, tied
+        As for `mm3d.GPT`.
+    table : Parameter or None
+        The table of the embedding, which a tied head uses; None where it is on another stage.
+    **options
+        Those of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
+    """
+
+    def __init__(self, build: Builder, vocab: int, hidden: int, tied: bool,
+                 table: Parameter | None, **options: Any) -> None:
+        self.norm = LayerNorm(build, "norm", hidden)
+        self.head = (TiedHead(build, hidden, vocab, table) if tied else
+                     Head(build, hidden, vocab))
+        self.loss = build.named(CrossEntropy(build.inner, vocab, **options), "loss", "loss")
+        self.layers = [self.norm, self.head, self.loss]
+        self.parameters = [*self.norm.parameters, *self.head.parameters]
+
+    def forward(self, y: Array, targets: Targets) -> tuple[Array, Any]:
+        """Compute the sum of the losses of this rank's rows from the output of the layers."""
+        x, norm = self.norm.forward(y)
+        logits, head = self.head.forward(x)
+        total, loss = self.loss.forward(logits, targets)
+        return total, (norm, head, loss)
+
+    def backward(self, targets: Targets, saved: Any) -> Array:
+        """Compute the scaled gradient by the output of the layers; the logits are lost."""
+        norm, head, loss = saved
+        return self.norm.backward(
+            self.head.backward(self.loss.backward(targets, loss), head), norm)
+
+    def zero_gradients(self) -> None:
+        """Set the gradient of the head to zero where it is none of the parameters."""
+        if isinstance(self.head.weight, TiedWeight):
+            self.head.weight.zero_gradient()
+
+    def add_tied_gradient(self) -> None:
+        """Add the gradient of a tied head to that of the embedding on the same rank."""
+        if isinstance(self.head.weight, TiedWeight):
+            self.head.weight.add_to_table()
+
+
+@dataclass(frozen=True)
+class StageEnds:
+    """Hold the layers of a stage that are none of the Transformer's.
+
+    Attributes
+    ----------
+    embedding, dropout : Embedding, Dropout
+        In the stage with the first layer; None elsewhere, and without dropout.
+    output : Output or None
+        In the stage with the last layer.
+    """
+
+    embedding: Embedding | None = None
+    dropout: Dropout | None = None
+    output: Output | None = None
+
+    @property
+    def layers(self) -> Chain:
+        """Return all of these layers."""
+        found = [one for one in (self.embedding, self.dropout) if one]
+        return Chain(*found, *(self.output.layers if self.output else ()))
+
+    @property
+    def parameters(self) -> tuple[list[Parameter], list[Parameter]]:
+        """Return the parameters before and after the layers."""
+        before, after = (end.parameters if end else [] for end in (self.embedding, self.output))
+        return before, after
+
+
+def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab: int, tied: bool,
+               **options: Any) -> StageEnds:
+    """Build the ends of a stage.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The schedule.
+    stage : int
+        The stage of the mesh, or rank of the schedule.
+    chunks : list of Transformer
+        Its layers.
+    vocab, tied
+        As for `mm3d.GPT`.
+    **options
+        Those of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
+    """
+    stages, (_, seq, hidden) = schedule.stages[stage], chunks[0].shape
+    build, found, table = chunks[0].builder, {}, None
+    if 0 in stages:
+        embedding = found["embedding"] = Embedding(build, vocab, seq, hidden)
+        first, table = chunks[stages.index(0)], embedding.weight    # with the key of its masks
+        if first.dropout:
+            drop = Dropout(first.outer, hidden, first.dropout, "dropout", first.mask_key)
+            found["dropout"] = build.named(drop, "dropout", "dropout")
+    if schedule.stage_count - 1 in stages:
+        found["output"] = Output(build, vocab, hidden, tied, table, **options)
+    return StageEnds(**found)
+
+
+def draw_ends(parameters: list, seed: int, values: InitialValues) -> None:
+    """Draw the initial values of parameters of the ends."""
+    for p in parameters:
+        draw_parameter(p, seed, values)
+
+
+def check_scheme(scheme: Any, tied: bool) -> None:
+    """Raise ValueError for a scheme that lacks what a GPT needs beyond a Transformer.
+
+    That is the layout of the table, and with a tied head products with it transposed.
+    """
+    missing = [] if hasattr(scheme, "down_weight") else ["down_weight"]
+    if tied:
+        outer, inner = scheme.spaces(1, 1)
+        product = type(scheme.product(inner, outer, (1, 1), (1, 1)))
+        missing += [name for name in ("forward_transposed", "backward_transposed")
+                    if getattr(product, name) is getattr(Product, name)]
+    if missing:
+        raise ValueError(f"scheme {scheme.name!r} has no {' and no '.join(missing)}: a "
+                         f"{'tied ' * tied}GPT needs it, another scheme would do")
+
+
+def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
+    """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
+    if not isinstance(vocab, numbers.Integral) or isinstance(vocab, bool) or vocab < 1:
+        raise ValueError(f"vocab={vocab!r} should be a whole number of at least 1")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss!r} should be a number of at least 0")
