@@ -81,20 +81,6 @@ class Model:
         found |= {PREFIX + name: value for name, value in (found.pop("experts") or {}).items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """Return what a record states; KeyError where something is missing but a default."""
-        found = {one.name: int(settings[one.name]) if one.default is MISSING
-                 else settings[one.name] if one.default is None
-                 else type(one.default)(settings[one.name])
-                 for one in fields(cls) if one.name in settings or one.default is MISSING}
-        from mm3d.model.experts.layer import Experts    # a model without needs none of it
-        of_experts = {one.name: settings[PREFIX + one.name] for one in fields(Experts)
-                      if PREFIX + one.name in settings}
-        if of_experts:
-            found["experts"] = Experts(**{"capacity": None, **of_experts})
-        return cls(**found)
-
 
 @dataclass(frozen=True)
 class Division:

@@ -235,7 +235,7 @@ def test_every_public_name_is_there():
 REACH = {
     "mm3d.schemes.cube": (25, 3750),    # 3,500 lines
     "mm3d.model.transformer": (45, 6500),
-    "mm3d.training.gpt": (72, 10700),
+    "mm3d.training.gpt": (73, 10900),
     **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
     "bench.verbs.merge": (60, 8000),
     "bench.verbs.compare": (60, 8250),    # 60 files, 8,000 lines, and so the next four

@@ -54,22 +54,12 @@ def test_a_config_runs_dry():
     assert found.peak > 0
 
 
-@pytest.mark.parametrize("model", [
-    MODEL, replace(MODEL, tied=False), replace(MODEL, experts=mm3d.Experts(4, top=2)),
-    replace(MODEL, experts=mm3d.Experts(4, capacity=None, gate="mixtral"))])
-def test_a_model_is_read_from_its_settings(model):
-    settings = model.settings()
-    assert None not in settings.values()
-    assert Model.from_settings(settings) == model
-    assert Model.from_settings({name: np.asarray(value)[()] for name, value in settings.items()}
-                               ) == model    # as a file gives them
-
-
-def test_settings_that_are_missing_are_named():
-    settings = MODEL.settings()
-    del settings["hidden"]
-    with pytest.raises(KeyError, match="hidden"):
-        Model.from_settings(settings)
+def test_settings_are_flat_and_without_what_is_none():
+    experts = mm3d.Experts(4, top=2, capacity=None)
+    found = replace(MODEL, experts=experts).settings()
+    assert found == MODEL.settings() | {f"experts_{name}": value for name, value in vars(
+        experts).items() if value is not None}
+    assert found["experts_top"] == 2 and not {"master", "experts", "experts_capacity"} & {*found}
 
 
 @pytest.mark.parametrize("kind", [Model, Division])

@@ -65,7 +65,7 @@ def test_pytorch_gets_the_same_parameters_batches_and_rates(tmp_path):
     assert found.history.validation == {0: 5.5, 3: 3.5}
     case = json.loads((tmp_path / "given" / "case.json").read_text())
     assert case["rates"] == [PLAN.rate(step) for step in range(3)]
-    assert Plan.from_settings(case) == PLAN
+    assert PLAN.settings().items() <= case.items()
     with np.load(tmp_path / "given" / "arrays-0.npz") as arrays:
         given = dict(arrays)
     steps, held_out = given.pop("tokens of steps"), given.pop("tokens of validation")
@@ -93,7 +93,7 @@ def test_pytorch_is_told_how_tokens_are_routed(tmp_path, chosen, expected):
     torch_training.train_by_torch(python, plan, TEXT, {}, 0, [0], 1, microbatches=2)
     case = json.loads((tmp_path / "given" / "case.json").read_text())
     assert case["microbatches"] == 2 and expected.items() <= case["routing"].items()
-    assert Plan.from_settings(case) == plan
+    assert plan.settings().items() <= case.items()
 
 
 def test_a_training_that_pytorch_cannot_follow_is_refused():
