@@ -1,9 +1,15 @@
-"""Apply layers one after another: chains and residual blocks."""
+"""Apply layers one after another: chains, residual blocks, and layers that are recomputed.
+
+All policies of `mm3d.model.recomputation` are built with one wrapper, `Recomputed`, around layers
+that save only their input.  It is the same for every scheme and has no state.
+"""
 
 from typing import Any, Sequence
 
 from mm3d.arrays.backend import Array
-from mm3d.model.layers import Layer
+from mm3d.model.layers import Layer, LayerNorm, Linear
+from mm3d.model.parameters import Parameter
+from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap
 
 
@@ -86,3 +92,81 @@ class Residual(Chain):
         dx, operands = super().backward_input(dy, saved, overlap)
         dx += dy
         return dx, operands
+
+
+class Recomputed(Chain):
+    """Apply layers one after another, and save only the input from forward to backward.
+
+    Backward first recomputes the data that the layers would have saved, by the same operations in
+    the same order, so results are the same to the bit.  The last layer is a linear one; its output
+    is not needed, so its product is not recomputed.
+    """
+
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute the last layer's output; return it with x."""
+        y = x
+        for layer in self.layers:
+            y = layer.forward(y, overlap)[0]
+        return y, x
+
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+        """Recompute the saved data; compute the gradient from the last layer to the first."""
+        return super().backward(dy, self.recompute(saved, overlap), overlap)
+
+    def backward_input(self, dy: Array, saved: Any,
+                       overlap: Overlap | None = None) -> tuple[Array, list]:
+        """Recompute the saved data; compute the gradient, but not those of the weights.
+
+        The inputs of weights that were recomputed are among the operands that it returns, so that
+        nothing is recomputed a second time.
+        """
+        return super().backward_input(dy, self.recompute(saved, overlap), overlap)
+
+    def recompute(self, x: Array, overlap: Overlap | None = None) -> Any:
+        """Recompute the data that the layers save."""
+        return super().recompute_saved(x, overlap)
+
+    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+        """Return x, which is all that `forward` saves."""
+        return x
+
+
+def weighted_products(layer: Layer, backward: bool = False,
+                      recomputed: bool = False) -> list[tuple[Linear, bool]]:
+    """List the products with weights of a forward or a `backward` pass, in order.
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer or chain of layers.
+    backward : bool
+        Whether the pass is backward.
+    recomputed : bool
+        Whether the pass is a forward that only recomputes the saved data.
+
+    Returns
+    -------
+    list of (Linear, bool)
+        For each product the layer that holds the weight, and whether the product is a backward
+        one.
+    """
+    if isinstance(layer, Linear):
+        return [] if recomputed else [(layer, backward)]
+    layers = getattr(layer, "layers", ())
+    if not layers or recomputed and isinstance(layer, Recomputed):
+        return []
+    if not backward:
+        return [use for one in layers
+                for use in weighted_products(one, recomputed=recomputed and one is layers[-1])]
+    first = ([] if not isinstance(layer, Recomputed) else
+             weighted_products(Chain(*layers), recomputed=True))
+    return first + [use for one in reversed(layers) for use in weighted_products(one, True)]
+
+
+def vectors_of(layer: Layer) -> list[tuple[Parameter, Vector]]:
+    """List the vectors that a forward pass gathers, in order, each with how it is stored."""
+    if isinstance(layer, Linear):
+        return [(layer.bias, layer.vector)]
+    if isinstance(layer, LayerNorm):
+        return [(layer.weight, layer.vector), (layer.bias, layer.vector)]
+    return [use for one in getattr(layer, "layers", ()) for use in vectors_of(one)]

@@ -3,12 +3,11 @@
 from typing import Sequence
 
 from mm3d.model.builder import Builder
-from mm3d.model.chains import Chain, Residual
+from mm3d.model.chains import Chain, Recomputed, Residual
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.layers import Attention, Gelu, Layer, LayerNorm, Linear
 from mm3d.model.recomputation import parse_policy
-from mm3d.model.recomputed_layers import Recomputed
 from mm3d.model.sizes import ModelSizes
 
 

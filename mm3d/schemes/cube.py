@@ -79,9 +79,6 @@ def atb_backward(dC: Operand, A: Operand, B: Operand,
     return abt(B, dC, b, c, a), ab(A, dC, a, c, b)
 
 
-KEEP = ("none", "weight", "both")
-
-
 class CubeProduct(Product):
     """Compute C = A B of a linear layer, communicating A, B and C along three directions.
 
@@ -218,7 +215,8 @@ class Cube(Scheme):
     matrix_product = CubeMatrixProduct
 
     options = {
-        "keep": Option("none", KEEP, "gathered operands kept from forward to backward"),
+        "keep": Option("none", ("none", "weight", "both"),
+                       "gathered operands kept from forward to backward"),
         "rows": Option("auto", ("auto", "sequences", "positions"),
                        "rows are divided in whole sequences, or also by position"),
         "overlap": Option(False, (False, True, 2, 4, 8),
@@ -257,34 +255,25 @@ class Cube(Scheme):
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
         """Return the product of A_il and B_lj (on the way down, of A_ij and B_jl)."""
-        y, z = cls._crossed_directions(product)
+        y, z = "yz" if product.way == "up" else "zy"
         return [LocalProduct(*product.largest_blocks(sizes["x"], sizes[z], sizes[y]))]
 
     @classmethod
-    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                      recomputed: bool = False, keep: str = "none",
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """List the collectives: A along y, B along x, C along z (on the way down, z, x, y).
 
         A rank moves w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) forward, w(n) = (n-1)/n.
         """
-        (y, z), (M, N, K) = cls._crossed_directions(product), product.extents
+        (y, z), (M, N, K) = "yz" if product.way == "up" else "zy", product.extents
         A, B, C = (sizes[y] - 1) * M * N, (sizes["x"] - 1) * N * K, (sizes[z] - 1) * M * K
         forward = [Move(y, "all_gather", A), Move("x", "all_gather", B),
                    Move(z, "reduce_scatter", C)]
         backward = [Move(z, "all_gather", C), Move("x", "reduce_scatter", B),
                     Move(y, "reduce_scatter", A)]
-        if keep == "none":
+        if recomputed or keep == "none":
             backward.append(Move("x", "all_gather", B))
-        if keep != "both":
+        if recomputed or keep != "both":
             backward.append(Move(y, "all_gather", A))
         return forward, backward
-
-    @classmethod
-    def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options with keep="none": backward then gathers both operands itself."""
-        return {**options, "keep": "none"}
-
-    @staticmethod
-    def _crossed_directions(product: ProductShape) -> str:
-        """Return the directions along which A and C are communicated."""
-        return "yz" if product.way == "up" else "zy"

@@ -203,15 +203,11 @@ class Scheme(GridAlgorithm):
     @abstractmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the collectives of one product, forward and backward."""
+        """List the collectives of one product, forward and backward.
 
-    @classmethod
-    def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options with which the closed forms hold after `Product.recompute_saved`.
-
-        By default they are the same.
+        Among the options of the scheme may be ``recomputed=True``: backward then follows
+        `mm3d.schemes.product.Product.recompute_saved`, which saves no gathered operand.
         """
-        return options
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         """Create the outer and the inner space for `batch` sequences of `seq` positions."""

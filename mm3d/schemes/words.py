@@ -162,8 +162,7 @@ class Words:
                       recomputed: bool = False) -> tuple[list[Move], list[Move]]:
         """List the collectives of one product, forward and backward.
 
-        With `recomputed` backward follows `mm3d.schemes.scheme.Product.recompute_saved`, which
-        saves no gathered operand.
+        With `recomputed` backward follows `mm3d.schemes.product.Product.recompute_saved`.
         """
-        options = self.scheme.recomputation_options(self.options) if recomputed else self.options
-        return self.scheme.product_moves(self.grid, product, **options)
+        return self.scheme.product_moves(self.grid, product, recomputed=recomputed,
+                                         **self.options)

@@ -16,6 +16,7 @@ from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.grouped_products import Segment
 from mm3d.grid.layout import Layout
 from mm3d.model.builder import Builder
+from mm3d.model.chains import Recomputed
 from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.balance import balance_loss, z_loss
 from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
@@ -23,8 +24,8 @@ from mm3d.model.experts.dispatch import Dispatch, Plan
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.experts.recomputed import RecomputedExperts
 from mm3d.model.experts.router import Router
+from mm3d.model.experts.shared import Routings
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.functional import add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows
@@ -269,6 +270,37 @@ def _create_bias(build: Builder, name: str, count: int) -> Parameter:
     bias.first_copy = not any(axis.rank for axis in build.expert_ranks.replicas)
     build.routings.biases[build.full_name(name)] = bias
     return bias
+
+
+class RecomputedExperts(Recomputed):
+    """Apply layers, and save their input and the routings of those with experts.
+
+    Routers are not computed again: a choice that came out otherwise would send other rows than
+    those that the gradients belong to, and other ranks would wait for them.
+
+    Parameters
+    ----------
+    routings : Routings
+        Records and replays the routings of the model.
+    *layers : Layer
+        The layers.
+    """
+
+    def __init__(self, routings: Routings, *layers: Layer) -> None:
+        super().__init__(*layers)
+        self._routings = routings
+
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute the last layer's output; return it with x and the routings."""
+        with self._routings.recording() as recorded:
+            y, x = super().forward(x, overlap)
+        return y, (x, recorded)
+
+    def recompute(self, saved: Any, overlap: Overlap | None = None) -> Any:
+        """Recompute the data that the layers save, from x and the routings."""
+        x, recorded = saved
+        with self._routings.replaying(recorded):
+            return super().recompute(x, overlap)
 
 
 class Experts(ExpertOptions):

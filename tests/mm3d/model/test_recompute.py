@@ -11,7 +11,7 @@ from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.recomputation import POLICIES, Policy, parse_policy
-from mm3d.model.recomputed_layers import Recomputed
+from mm3d.model.chains import Recomputed
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace

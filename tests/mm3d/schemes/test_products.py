@@ -12,6 +12,7 @@ from reference import (SHAPES, every_grid, grids, grids_and_squares, integers, m
                        relative_error, schemes, words)
 
 pytestmark = pytest.mark.usefixtures("transport")
+KEEP = cube.Cube.options["keep"].choices
 
 
 every_grid_once = pytest.mark.ranks(1, 8, slow=(6,), first=(8,))
@@ -102,7 +103,7 @@ def test_rows_of_sequences_and_positions(comm, rows_A, rows_C):
 # --- keep: which gathered operands stay ----------------------------------------------------
 
 @every_grid
-@pytest.mark.parametrize("keep", cube.KEEP)
+@pytest.mark.parametrize("keep", KEEP)
 def test_keep_gives_the_same_bits_with_fewer_gathers(comm, keep):
     for grid in grids(comm):
         case = Case("ab", "xyz", grid, SHAPES[0])
@@ -158,7 +159,7 @@ class LayerCase:
         return zip((in_C, in_A, in_B), self.run(), self.serial())
 
 
-OPTIONS = [*({"keep": keep} for keep in cube.KEEP), {"rows": "positions"}, {"rows": "sequences"}]
+OPTIONS = [*({"keep": keep} for keep in KEEP), {"rows": "positions"}, {"rows": "sequences"}]
 every_way = pytest.mark.parametrize("way", ["up", "down"])
 OTHERS = [name for name in mm3d.SCHEMES if name != "3d"]
 
