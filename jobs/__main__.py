@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     rest.add_argument("--recompute", type=options.recompute, metavar="POLICY", help=(
         f"{options.RECOMPUTE} (default: the first of none, selective, full and so on with which "
         "the row fits the memory that the site file gives)"))
-    rest.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
+    rest.add_argument("--out", metavar="DIR", help="the results (default results/local/SITE)")
     row_options.add_variant(rest)
     verbs.add_parser("render", parents=[rest], help="write the scripts, and say what they ask for")
     submit = verbs.add_parser("submit", parents=[rest], help=(
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--site", required=True, metavar="SITE", help="as of the other verbs")
     one.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
                      help="number of ranks")
-    one.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
+    one.add_argument("--out", metavar="DIR", help="the results (default results/local/SITE)")
     one.add_argument("--submit", action="store_true", help="also submit the script")
     pipeline = verbs.add_parser("pipeline", parents=[one], help=(
         "write a script that runs bench pipeline with the words after --, and submit it"))
@@ -109,7 +109,7 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
         raise UsageError(f"--ranks {arguments.ranks}: these rows are for {', '.join(counts)} "
                          "ranks; choose some of them")
     cases = [one for one in cases if str(one.row.gpus) in wanted]
-    out = Path(arguments.out or Path("results") / Path(arguments.site).stem)
+    out = Path(arguments.out or atomic.LOCAL / Path(arguments.site).stem)
     work = Work(site, arguments.site, scripts.check_path(out), arguments.inside,
                 arguments.recompute)
     for one in cases:

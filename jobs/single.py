@@ -154,7 +154,7 @@ def progress(work: Work, name: str) -> str:
 def make_work(site: str, out: str | None) -> Work:
     """Return the work of a site, after making its folders."""
     work = Work(sites.load_site(site), site, scripts.check_path(
-        Path(out or Path("results") / Path(site).stem)))
+        Path(out or atomic.LOCAL / Path(site).stem)))
     for folder in (work.folder, work.folder / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     return work

@@ -34,7 +34,8 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add ``--out``, the folder of results."""
     parser.add_argument("--out", metavar="DIR", default=host.default_out(),
-                        help="write the .h5 files into this folder (default results/<machine>)")
+                        help="write the .h5 files into this folder "
+                             "(default results/local/<machine>)")
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:

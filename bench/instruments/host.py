@@ -12,6 +12,7 @@ from pathlib import Path
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from bench.cluster.spec import VARIABLE, Cluster
+from bench.records.atomic import LOCAL
 from bench.records.schema import UNKNOWN
 from bench.records.measurements import Setting
 from mm3d import control_groups, launcher
@@ -74,8 +75,8 @@ def mpi_name(library: str) -> str:
 
 
 def default_out() -> Path:
-    """Return the default of ``--out``: ``results/<machine>``."""
-    return Path("results") / machine_slug()
+    """Return the default of ``--out``: ``results/local/<machine>``."""
+    return LOCAL / machine_slug()
 
 
 def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:

@@ -13,6 +13,7 @@ import secrets
 from pathlib import Path
 from typing import Iterator
 
+LOCAL = Path("results", "local")    # measured here: git ignores it, beside committed results
 SHARED = 0o666    # permissions of a file, less the process' umask, which says who goes on with it
 
 

@@ -7,6 +7,7 @@ are right is for `bench.validation` to say.
 import functools
 import math
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any, Callable, Container, Mapping, Sequence
@@ -194,3 +195,27 @@ def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
         raise ValueError(f"{name} has numbers below 0")
     if not INFINITE.fullmatch(last) and np.isinf(values).any():
         raise ValueError(f"{name} has infinite numbers")
+
+
+def describe() -> str:
+    """Describe files of every kind as kinds.toml does: settings, and variables by dimensions."""
+    kinds = load()
+    lines = ["Settings, and what each is in files of every kind"]
+    lines += [f"  {about}: {' '.join(kinds['settings'][name].split())}"
+              for name, (about, _) in SETTINGS.items()]
+    lines += [f"  {name}: {' or '.join(choices.split())}"
+              for name, choices in kinds["choices"].items()]
+    for name, known in kinds.items():
+        if name in ("settings", "choices", "labels"):
+            continue
+        kind, _, group = name.partition(".")
+        lines += ["", {"common": "Any kind may have", "verification": "Verified kinds have"}.get(
+            kind, f"Kind {kind}" + f", group {group}" * bool(group))]
+        group = group or ("verification" if kind == "verification" else main_group(kind))
+        lines += [f"  /{place}: {' '.join(known[key].split())}" for key, place in (
+            ("settings", "configuration"), ("environment", "environment")) if key in known]
+        for key, about in (("variables", ""), ("optional", ", not in all"),
+                           ("derived", ", computed when a file is read")):
+            lines += [f"  /{group}/{variable} ({', '.join(dims.split())}){about}"
+                      for variable, dims in known.get(key, {}).items()]
+    return "\n".join(textwrap.fill(line, 99, subsequent_indent=4 * " ") for line in lines)

@@ -3,6 +3,7 @@
 import argparse
 
 from bench.errors import Unreadable
+from bench.records import schema
 from bench.records.folder import list_files
 from bench.validation.files import check_file
 from bench.command_line import options
@@ -12,9 +13,19 @@ GROUP = "Look at results"
 ON_ALL_RANKS = False
 
 
+class _Schema(argparse.Action):
+    """Print the schema instead of checking files, as ``--help`` prints the options."""
+
+    def __call__(self, parser, *_) -> None:
+        say(schema.describe())
+        parser.exit()
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``validate``."""
     options.add_sources(parser)
+    parser.add_argument("--schema", action=_Schema, nargs=0,
+                        help="print what files of each kind hold, and check none")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.records import merged, run_file
 from bench.reports import finish
-from jobs import scripts, site, slurm, standings
+from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
 from records import made_up
@@ -277,6 +277,13 @@ def test_the_time_tells_whether_ranks_that_are_asked_ran_out_of_it(
     executed(tmp_path, timeout=f"""if [[ "$*" == *census ]]; then exit {status}; fi""")
     found, = (tmp_path / "out").rglob("census.status")
     assert found.read_text() == ("timeout\n" if limit == 0 else f"{status}\n")
+
+
+def test_results_of_jobs_lie_beside_what_else_is_measured_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert single.make_work("cpu", None).folder == tmp_path / "results/local/cpu/jobs"
+    assert main(["render", "--site", "cpu", "--preset", "tiny", "--ranks", "8"]) == 0
+    assert [*(tmp_path / "results/local/cpu/jobs").glob("weak-3d-p008-*.sh")]
 
 
 def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):

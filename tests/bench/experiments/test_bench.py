@@ -4,6 +4,7 @@ import shlex
 import socket
 import sys
 from getpass import getuser
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -21,7 +22,7 @@ from bench.errors import UsageError
 from bench.experiments.rows import reproduction, row
 from bench.instruments import host
 from bench.instruments.host import command_line
-from bench.records import run_file
+from bench.records import atomic, run_file
 from bench.reports.paper_tables import words_agree
 from bench.verbs import reproduce as reproduce_verb
 from jobs import scripts, site
@@ -358,6 +359,12 @@ def test_the_machine_has_a_neutral_name(monkeypatch):
     monkeypatch.setattr(host, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
     monkeypatch.setattr(host.launcher, "cores", lambda: 8)
     assert host.machine_slug() == "amd-epyc-7763-8-cores"
+    assert host.default_out() == Path("results/local/amd-epyc-7763-8-cores")
+
+
+def test_what_is_measured_here_is_not_committed():
+    assert f"{atomic.LOCAL}/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert parser().parse_args(["gemm"]).out == host.default_out()
 
 
 @pytest.mark.parametrize("lines, name", [

@@ -109,7 +109,7 @@ def test_what_reports_divide_by_is_a_number_to_divide_by(tmp_path, record, chang
 
 @pytest.mark.parametrize("name, place", [
     ("layer-*", "measurements/memory"),
-    ("pipeline-*", "measurements/memory"), ("*-p008-*", "parts/seconds"),
+    ("pipeline-*", "measurements/memory"), ("*-p008-laptop-*", "parts/seconds"),
     ("*-p008-emulated-*", "memory/resident_growth")])
 def test_a_difference_of_two_measurements_may_be_below_0(tmp_path, name, place):
     """A rest that rounding took below 0, memory that was freed meanwhile: nothing is lost."""

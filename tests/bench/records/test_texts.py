@@ -53,8 +53,7 @@ def without(group, name):
     ("step", lambda file: mutate(file, "measurements/part_seconds", "", "all zero"),
      "parts take no time")])
 def test_what_reports_take_apart_is_read_once(tmp_path, kind, change, reason):
-    folders = {"strong": "*emulated*", "collectives": "*emulated*",
-               "train-serial": "*/experts-balance"}
+    folders = {"strong": "paper-emulated", "train-serial": "experts/balance"}
     found = sorted(RESULTS.glob(f"{folders.get(kind, '*')}/**/{kind}-*.h5"))
     path = shutil.copy(found[-1], tmp_path)
     run_file.read_run(path)

@@ -20,7 +20,7 @@ from records import limited
 from support import ROOT
 
 LONGHORN = machine_model.load_machine("longhorn")
-MEASURED = ROOT / "results" / "amd-epyc-2-cores"
+MEASURED = ROOT / "results" / "paper-laptop"
 SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
 # What draws, by the modules that make figures; each is covered below.
 MAKERS = {"cube", "prediction", "style"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.records import merged, run_file
+from bench.records import merged, run_file, schema
 from bench.records.folder import read_folder, read_runs
 from bench.validation.files import check_file
 from support import run_python, run_ranks
@@ -52,6 +52,22 @@ def test_what_was_measured_is_valid(measured, capsys):
         assert check_file(path)[0] == [], path
     assert main(["validate", str(measured)]) == 0
     assert capsys.readouterr().out.count(": valid\n") == 4
+
+
+def test_the_schema_is_printed_as_it_is_checked(capsys):
+    """Every variable of every kind, with its group and dimensions, without any file."""
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", "--schema"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code in (0, None)
+    for line in ("Kind model", "  /samples/forward (repetition, rank)",
+                 "  /traffic/moved (phase, rank, axis, collective), not in all",
+                 "  /measurements/rate (dtype, threads, size), computed when a file is read",
+                 "  /verification/error (quantity)", "  keep: none or weight or both"):
+        assert line in lines
+    kinds = [known for known in schema.load().values() if isinstance(known, dict)]
+    assert sum(line.startswith("  /") and "(" in line for line in lines) == sum(
+        len(known.get(key, {})) for known in kinds for key in ("variables", "optional", "derived"))
 
 
 @pytest.mark.slow
