@@ -125,9 +125,8 @@ class Transformer(Trained):
         dropout = plain_number(dropout)
         check_experts_given(experts)
         _check_dtypes(scheme, dtype, master)
-        self.recompute = recompute
-        self.policy, keep = parse_policy(recompute), getattr(scheme, "keep", "none")
-        if self.policy.selective and keep != "none":
+        self.recompute, keep = recompute, getattr(scheme, "keep", "none")
+        if parse_policy(recompute).selective and keep != "none":
             raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "
                              f"scheme gathers: leave one of them out, or choose recompute='full'")
         self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
@@ -333,12 +332,8 @@ class Transformer(Trained):
         for p in self.parameters:
             p.load(np.asarray(state[p.name]))
 
-    def saved_bytes(self, saved: Any) -> int:
-        """Count the bytes that this rank stores in the data that `forward` saved.
-
-        The operands that `backward_input` returned are counted likewise.
-        """
-        return saved_bytes(saved)
+    # Of the data that `forward` saved, or the operands that `backward_input` returned.
+    saved_bytes = staticmethod(saved_bytes)
 
 
 def _check_dtypes(scheme: Scheme, dtype: str, master: str | None) -> None:
