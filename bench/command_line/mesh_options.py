@@ -22,8 +22,8 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="1f1b", metavar="NAME",
                         help=f"schedule of the stages, of {', '.join(registry())} (default 1f1b)")
     parser.add_argument("--microbatches", type=options.whole(1), default=1, metavar="M",
-                        help="micro-batches of a replica's part of the batch, as equal"
-                             " as can be (default 1)")
+                        help="equal micro-batches of a replica, which divide the batch (default "
+                             "1)")
     parser.add_argument("--scheme", default="3d", metavar="NAME",
                         help="parallelism of the layers in a stage (default 3d)")
     options.add_grid(parser)

@@ -47,6 +47,8 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
     training.free()
     if found is not None:
         assert Plan.from_settings(found.configuration) == plan
+        earlier = found.configuration | {"experts_jitter": 0.0}    # of a router's input
+        assert Plan.from_settings(earlier) == plan
         entropy, dropped = (found.variables[name].values for name in ("entropy", "dropped_share"))
         assert (0 < entropy).all() and (entropy <= 1).all() and (dropped > 0).all()
         assert "experts' entropy 0." in progress_line(2, outcome.history, 2, 1)
