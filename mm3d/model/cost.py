@@ -162,7 +162,7 @@ def passes(sizes: ModelSizes, recompute: str = "none",
             found[second, "recomputed" if alone or last else "backward"] += 1
             found[first, "again"] += alone + (bool(policy.group_size) and not (last and alone))
             found[second, "again"] += bool(policy.group_size) and not last
-    return found
+    return +found    # without those that are not there
 
 
 def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",
@@ -195,18 +195,18 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     ValueError
         When there is no scheme of that name.
     """
-    of, found = Words(scheme, grid, sizes.batch, sizes.seq, **options), {
-        "forward": Counter(), "backward": Counter()}
-    calls = {phase: Counter() for phase in found}
+    of = Words(scheme, grid, sizes.batch, sizes.seq, **options)
+    found: dict[str, dict[Key, Move]] = {"forward": {}, "backward": {}}
     for (part, kind), times in passes(sizes, recompute, experts).items():
         forward, backward = _moves_of(part, of, sizes, experts, kind)
-        phase = "forward" if kind == "forward" else "backward"
+        own = found["forward" if kind == "forward" else "backward"]
         for move in forward if kind in ("forward", "again") else backward:
             if of.grid[move.axis] > 1:
-                found[phase][move.axis, move.collective] += times * move.words
-                calls[phase][move.axis, move.collective] += times * move.calls
-    return {phase: {key: Move(*key, words, calls[phase][key]) for key, words in moved.items()
-                    if calls[phase][key]} for phase, moved in found.items()}
+                key = move.axis, move.collective
+                before = own.get(key, Move(*key, 0, 0))
+                own[key] = Move(*key, before.words + times * move.words,
+                                before.calls + times * move.calls)
+    return found
 
 
 def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | None,
@@ -239,8 +239,9 @@ def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
                   again: bool) -> tuple[Moves, Moves]:
     """List the collectives of the products, vectors, gates and counts of a layer of experts.
 
-    Its products move what one product of all rows moves, with the weights of all experts.  The
-    router, and what counts its choices, are not recomputed.
+    Its products move what one product of all rows moves, with the weights of all experts; but in
+    2.5-D gathered gradients of weights are summed over the layers, which is more.  The router, and
+    what counts its choices, are not recomputed.
     """
     outer, inner, E = of.outer, of.inner, experts.count
     h, wide = sizes.hidden, sizes.mlp_factor * sizes.hidden

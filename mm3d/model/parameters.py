@@ -139,6 +139,22 @@ class Parameter:
         return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)
 
 
+class Trained:
+    """Change all parameters of a model together: those of its list `trained`."""
+
+    trained: list[Parameter]
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for p in self.trained:
+            p.zero_gradient()
+
+    def refresh(self) -> None:
+        """Round all masters to the model's dtype, into the values; call it after changing them."""
+        for p in self.trained:
+            p.refresh()
+
+
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that global arrays by name are those of a model, before they are loaded.
 

@@ -19,7 +19,7 @@ from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
 from mm3d.model.masks import MaskKey
-from mm3d.model.parameters import Parameter, check_state
+from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.sizes import ModelSizes
@@ -28,7 +28,7 @@ from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.scheme import Scheme
 
 
-class Transformer:
+class Transformer(Trained):
     """Stack pre-LN Transformer layers, without embedding and head, as in the paper's measurements.
 
     Each layer computes y = x + Attention(LN(x)), then y + MLP(LN(y)), with MLP factor 4 and GELU.
@@ -125,9 +125,8 @@ class Transformer:
         dropout = plain_number(dropout)
         check_experts_given(experts)
         _check_dtypes(scheme, dtype, master)
-        self.recompute = recompute
-        self.policy, keep = parse_policy(recompute), getattr(scheme, "keep", "none")
-        if self.policy.selective and keep != "none":
+        self.recompute, keep = recompute, getattr(scheme, "keep", "none")
+        if parse_policy(recompute).selective and keep != "none":
             raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "
                              f"scheme gathers: leave one of them out, or choose recompute='full'")
         self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
@@ -135,13 +134,13 @@ class Transformer:
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.dropout, self.mask_key = dropout, MaskKey(seed)
-        self._keyed = bool(dropout)
         more = {"dropout": dropout} if dropout else {}
         if experts is not None:
             more["experts"] = experts
-        self.builder = Builder(
-            scheme, self.outer, self.inner, self.library_dtype(self.dtype),
-            self.library_dtype(master), self.mask_key, parameter, expert_ranks)
+        types = [name and getattr(self.grid.backend.xp, name, name)
+                 for name in (self.dtype, master)]    # those of the array library
+        self.builder = Builder(scheme, self.outer, self.inner, *types, self.mask_key, parameter,
+                               expert_ranks)
         self.routings: Routings = self.builder.routings
         self.layers = Chain(*make_layers(self.builder, sizes, causal, recompute, **more))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
@@ -168,10 +167,6 @@ class Transformer:
         return [self]
 
     chains = chunks
-
-    def library_dtype(self, dtype: str | None) -> Any:
-        """Return the array library's dtype of that name."""
-        return dtype and getattr(self.grid.backend.xp, dtype, dtype)
 
     def random(self, name: str) -> Array:
         """Draw this rank's block of an activation from N(0, 1).
@@ -204,7 +199,7 @@ class Transformer:
         self._check_block("x", x)
         with self._begin_overlap(backward=False) as overlap:
             y, saved = self.layers.forward(x, overlap)
-        return y, ((self.mask_key.place, saved) if self._keyed else saved)
+        return y, ((self.mask_key.place, saved) if self.dropout else saved)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """Compute the gradient of the input, and add to the gradients of the parameters.
@@ -227,7 +222,7 @@ class Transformer:
             When `dy` does not have the shape or dtype of this rank's block.
         """
         self._check_block("dy", dy)
-        if self._keyed:
+        if self.dropout:
             self.mask_key.place, saved = saved
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward(dy, saved, overlap)
@@ -250,7 +245,7 @@ class Transformer:
             before `backward_weights`; all other saved data can be dropped now.
         """
         self._check_block("dy", dy)
-        if self._keyed:
+        if self.dropout:
             self.mask_key.place, saved = saved
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward_input(dy, saved, overlap)
@@ -288,16 +283,6 @@ class Transformer:
     def reset_traffic(self) -> None:
         """Reset the counts of traffic to zero."""
         self.grid.reset_traffic()
-
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
-        for p in self.parameters:
-            p.zero_gradient()
-
-    def refresh(self) -> None:
-        """Round all masters to the model's dtype, into the values; call it after changing them."""
-        for p in self.parameters:
-            p.refresh()
 
     def shard(self, x: np.ndarray) -> Array:
         """Return this rank's block of a global (batch, seq, hidden), in the model's dtype.
@@ -347,12 +332,8 @@ class Transformer:
         for p in self.parameters:
             p.load(np.asarray(state[p.name]))
 
-    def saved_bytes(self, saved: Any) -> int:
-        """Count the bytes that this rank stores in the data that `forward` saved.
-
-        The operands that `backward_input` returned are counted likewise.
-        """
-        return saved_bytes(saved)
+    # Of the data that `forward` saved, or the operands that `backward_input` returned.
+    saved_bytes = staticmethod(saved_bytes)
 
 
 def _check_dtypes(scheme: Scheme, dtype: str, master: str | None) -> None:

@@ -15,7 +15,7 @@ from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import gpt2_values
-from mm3d.model.parameters import Parameter, check_state
+from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary, draw_ends
@@ -27,7 +27,7 @@ from mm3d.training.schedules.schedule import Action
 from mm3d.training.tied import TiedStages
 
 
-class GPT(PlainNumbers):
+class GPT(PlainNumbers, Trained):
     """A causal language model of pre-LN Transformer layers, on any mesh.
 
     x = E[token] + P[position]; then the layers, a last layer norm, logits x W or, tied, x E^T,
@@ -249,8 +249,7 @@ class GPT(PlainNumbers):
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
-        for p in self.trained:
-            p.zero_gradient()
+        super().zero_gradients()
         if self._output is not None:
             self._output.zero_gradients()
 
@@ -262,11 +261,6 @@ class GPT(PlainNumbers):
         """
         if self.routings and self.mesh.scheme.grid.backend.has_contents:
             update_biases(self.pipeline.chunks, self.routings, self.experts.bias_rate)
-
-    def refresh(self) -> None:
-        """Round masters into values; call it after changing them."""
-        for p in self.trained:
-            p.refresh()
 
     @property
     def grids(self) -> list[GridAxes]:

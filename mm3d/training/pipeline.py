@@ -12,7 +12,7 @@ from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import GridAxes
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.parameters import Parameter, check_state
+from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_layers import transformer_layers
@@ -26,7 +26,7 @@ from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
 
 
-class Pipeline:
+class Pipeline(Trained):
     """Divide a Transformer among the stages of a mesh, and execute a schedule.
 
     Layers are numbered, named and drawn as in the model on one stage, so both are the same model.
@@ -248,16 +248,6 @@ class Pipeline:
         for grid in self.data_grids:
             grid.reset_traffic()
         self.hops.traffic = Traffic()
-
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
-        for chunk in self.chunks:
-            chunk.zero_gradients()
-
-    def refresh(self) -> None:
-        """Round all masters to the model's dtype, into the values; call it after changing them."""
-        for p in self.trained:
-            p.refresh()
 
     def state(self) -> dict[str, np.ndarray]:
         """Gather every parameter of all stages, as `mm3d.Transformer.state`; for checks."""

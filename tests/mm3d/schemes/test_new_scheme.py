@@ -10,6 +10,7 @@ from bench.instruments import placement
 from bench.prediction import machine_model, memory_fit, planner, work, work_list
 from bench.prediction.closed_form_plan import screen_grid
 from bench.records import run_file
+from mm3d.model.sizes import ModelSizes
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.matrix_product import FORMS
@@ -176,7 +177,8 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
                      *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
             found.append([run.events, run.traffic, run.peak, run.saved,
                           [work.predict_seconds(LONGHORN, one, "float32") for one in works],
-                          placement.direction_order("auto", name, grid, sizes),
+                          placement.direction_order("auto", name, grid,
+                                                    ModelSizes(**sizes)),
                           memory_fit.choose_policy(name, grid, "float32", sizes, 2 ** 16)])
         assert found[0] == found[1]
 

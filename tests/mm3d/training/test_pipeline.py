@@ -1,5 +1,6 @@
 """A pipeline computes what one stage computes, to the bit, whatever its schedule."""
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -99,8 +100,9 @@ def words_inside(mesh) -> dict:
 def words_of_layers(pipeline, scheme: str) -> dict:
     """The same by the closed form of the layers."""
     found = {}
-    for chunk in pipeline.chunks:
-        for phase in mm3d.cost.words(scheme, chunk.grid.shape, chunk.spec).values():
+    for chunk, stage in zip(pipeline.chunks, pipeline.schedule.stages[pipeline.mesh.stage]):
+        sizes = replace(chunk.sizes, layers=len(pipeline.parts[stage]))
+        for phase in mm3d.cost.words(scheme, chunk.grid.shape, sizes).values():
             for key, words in phase.items():
                 found[key] = found.get(key, 0) + M * words
     return found

@@ -1,8 +1,7 @@
 """The best schedule found for given times and memory."""
 
 from mm3d.training.schedules.builders.names import builder
-from mm3d.training.schedules.builders.one_f_one_b import one_f_one_b
-from mm3d.training.schedules.builders.zb_h import zb_h1, zb_h2
+from mm3d.training.schedules.builders.loops import one_f_one_b, zb_h1, zb_h2
 from mm3d.training.schedules.clock import clock
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.schedule import Schedule
