@@ -360,7 +360,7 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
     def watched(grid):
         seen.append(str(grid.shape))
         yield
-    small = "--layers 1 --hidden 8 --heads 2 --batch 6 --seq 6 --steps 1".split()
+    small = "--layers 1 --hidden 8 --heads 2 --batch 12 --seq 6 --steps 1".split()
     arguments = parser("train").parse_args([
         "train", "--compare", *small, "--out", str(tmp_path)])
     arguments.watched = watched
