@@ -3,6 +3,7 @@
 import argparse
 
 from bench.command_line import measuring, options
+from bench.command_line.scheme_options import add_scheme
 from bench.experiments.training.plan import Placement
 from mm3d.training.schedules import registry
 
@@ -19,13 +20,12 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         "(default 0: nothing)"))
     parser.add_argument("--stages", type=options.whole(1), default=1, metavar="P",
                         help="stages of the pipeline in each replica (default 1)")
-    parser.add_argument("--schedule", default="1f1b", metavar="NAME",
+    parser.add_argument("--schedule", type=options.schedule, default="1f1b", metavar="NAME",
                         help=f"schedule of the stages, of {', '.join(registry())} (default 1f1b)")
     parser.add_argument("--microbatches", type=options.whole(1), default=1, metavar="M",
                         help="micro-batches of a replica's part of the batch, as equal"
                              " as can be (default 1)")
-    parser.add_argument("--scheme", default="3d", metavar="NAME",
-                        help="parallelism of the layers in a stage (default 3d)")
+    add_scheme(parser)
     options.add_grid(parser)
     options.add_recompute(parser)
     measuring.add_backend(parser)

@@ -27,7 +27,7 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     parser.add_argument("--stages", type=options.whole(1), metavar="P", help=(
         f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
         f"grid of its own; the batch is that of all micro-batches{batch}"))
-    parser.add_argument("--schedule", metavar="NAME", help=(
+    parser.add_argument("--schedule", type=options.schedule, metavar="NAME", help=(
         f"with --stages: the schedule, of {', '.join(registry())} (default 1f1b)"))
     parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
                         help="with --stages: micro-batches of a step (default 2 for each stage)")
@@ -57,8 +57,8 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
     if arguments.stages is None:
         return arguments.ranks
     if arguments.ranks % arguments.stages:
-        raise UsageError(f"--stages {arguments.stages} does not divide --ranks {arguments.ranks}: "
-                         f"a divisor would do")
+        raise UsageError(f"--stages {arguments.stages} does not divide the {arguments.ranks} "
+                         f"ranks of a replica: a divisor would do")
     return arguments.ranks // arguments.stages
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError, WrongResult
+from bench.errors import UsageError, WrongResult
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
@@ -23,14 +23,14 @@ from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.reports.figures import style
 from bench.command_line import expert_options, measuring, mesh_options, options
 from bench.command_line.number_types import MOST_SECONDS, number
-from bench.command_line.publish import publish, report_failure
+from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.clock import wait_patiently
-from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.micro_tables import format_record
 from bench.validation.rules import failed_checks
 from mm3d.console import say
+from mm3d.model.sizes import SIZES
 
 GROUP = "Train a model"
 ON_ALL_RANKS = True
@@ -41,9 +41,9 @@ COMPARED = Plan(layers=4, hidden=24, heads=6, batch=24, seq=10, steps=50, dtype=
 CHECKPOINTS = "checkpoints"
 COURSE = tuple(Course.__dataclass_fields__)
 QUIET = 10.0    # seconds without a line of progress, at most
-NUMBERS = (("layers", 1, "Transformer layers"), ("hidden", 1, "features of a token"),
-           ("heads", 1, "attention heads"), ("batch", 1, "sequences of a step, of all replicas"),
-           ("seq", 1, "bytes in a sequence"), ("steps", 1, "steps of the whole training"),
+# Options of other names than the fields of `Plan` and `Course` that they set.
+OPTIONS = {"warmup": "lr_warmup", "keep": "keep_checkpoints", "max_seconds": "stop_after"}
+NUMBERS = (("steps", 1, "steps of the whole training"),
            ("seed", 0, "seed of parameters, of the order of the text and of dropout"),
            ("warmup", 0, "steps in which the learning rate of AdamW rises; then it falls to a "
                          "tenth, by half a cosine"))
@@ -60,25 +60,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     mesh_options.add_mesh(parser)
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
+    options.add_sizes(parser, **{name: default_of(name) for name in SIZES})
     for name, least, about in NUMBERS:
-        parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
-                            help=f"{about} ({default_of(name)})")
+        parser.add_argument(option_of(name), type=options.whole(least), metavar="N",
+                            help=f"{about} (default: {default_of(name)})")
     for name, about in RATES:
         parser.add_argument(f"--{name}", type=number(), metavar="X",
-                            help=f"{about} ({default_of(name)})")
+                            help=f"{about} (default: {default_of(name)})")
     parser.add_argument("--optimizer", choices=OPTIMIZERS,
-                        help=f"the optimizer ({default_of('optimizer')})")
-    parser.add_argument("--dtype", choices=DTYPES, help=(
-        f"dtype of all arrays ({default_of('dtype')}; 16 bits have masters of float32; bfloat16 "
-        f"needs the package ml_dtypes)"))
+                        help=f"the optimizer (default: {default_of('optimizer')})")
+    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=(
+        f"dtype of all arrays: {', '.join(DTYPES)} (default: {default_of('dtype')}; 16 bits have "
+        f"masters of float32; bfloat16 needs the package ml_dtypes)"))
     parser.add_argument("--untied", action="store_true", help=(
         "give the head a matrix of its own, instead of the embedding's table"))
     add_course(parser)
     parser.add_argument("--sample", type=options.whole(1), metavar="N",
                         help="print N bytes that the trained model writes")
-    parser.add_argument("--torch", metavar="PYTHON", help=(
-        "train the same model by PyTorch afterwards, by this interpreter, from the same "
-        "parameters on the same batches"))
+    options.add_torch(parser, "the same model is trained afterwards, from the same parameters on "
+                              "the same batches")
     parser.add_argument("--compare", action="store_true", help=(
         "instead, train the same steps on one rank and on a list of meshes of these ranks, and "
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
@@ -97,22 +97,27 @@ def add_course(parser: argparse.ArgumentParser) -> None:
             ("save-every", "steps between two checkpoints"),
             ("keep", "newest checkpoints that are kept")):
         default = getattr(Course, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=options.whole(1), metavar="N",
+        parser.add_argument(option_of(name), type=options.whole(1), metavar="N",
                             help=f"{about} (default {default})")
     parser.add_argument("--checkpoints", metavar="DIR", help=(
         f"folder of the checkpoints, from which the same command goes on (default: a folder of "
         f"its own for each text and settings, in ./{CHECKPOINTS}); none for none"))
-    parser.add_argument("--max-seconds", metavar="SECONDS", type=number(
+    parser.add_argument("--stop-after", metavar="SECONDS", type=number(
         above=True, most=MOST_SECONDS), help=(
         "stop after this time with a checkpoint, as after Ctrl-C (default: no limit)"))
     parser.add_argument("--stop-file", metavar="FILE", help=(
         "stop with a checkpoint when this file exists, as a job does near its time limit"))
 
 
+def option_of(name: str) -> str:
+    """Return the option that sets a field of `Plan` or `Course`."""
+    return f"--{OPTIONS.get(name, name).replace('_', '-')}"
+
+
 def default_of(name: str) -> str:
     """Say what an option is by default, and with ``--compare``."""
     first, second = (getattr(plan, name.replace("-", "_")) for plan in (TRAINED, COMPARED))
-    return f"default {first}" + (f"; {second} with --compare" if second != first else "")
+    return f"{first}" + (f"; {second} with --compare" if second != first else "")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -122,10 +127,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         torch_training.check_torch(plan)
         make_on_rank_0(lambda: check_interpreter(arguments.torch), comm,
                        wait=wait_patiently)
-    if arguments.pictures:
-        make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
-                                                     "--pictures"),
-                       comm, caught=StoreError, error=StoreError)
+    check_pictures(arguments.pictures, comm)
     measuring.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
                                  arguments.backend, comm)
     text = share_text(arguments.text, plan.batch, plan.seq, comm)
@@ -147,7 +149,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     """Return what is trained: the options that were given, and defaults for the others."""
     start = COMPARED if arguments.compare else TRAINED
     given = {name: value for name in start.settings()
-             if (value := getattr(arguments, name, None)) is not None}
+             if (value := getattr(arguments, OPTIONS.get(name, name), None)) is not None}
     if arguments.compare:
         refuse_unused(arguments)
     plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied,
@@ -163,7 +165,7 @@ def refuse_without_effect(plan: Plan, placement: Placement) -> None:
             (plan.experts is None, "expert-parallel", placement.expert_parallel - 1 and
              placement.expert_parallel, "--experts 8"),
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
-            (plan.optimizer == "sgd", "warmup", plan.warmup, "--optimizer adamw")):
+            (plan.optimizer == "sgd", "lr-warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
             raise UsageError(f"--{option} {value:g} would do nothing here: {remedy} would do, or "
                              f"leave it out")
@@ -172,8 +174,8 @@ def refuse_without_effect(plan: Plan, placement: Placement) -> None:
 def refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
     for name in ("torch", "sample", *COURSE):
-        if getattr(arguments, name, None) is not None:
-            raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
+        if getattr(arguments, OPTIONS.get(name, name), None) is not None:
+            raise UsageError(f"--compare with {option_of(name)}: it trains many models "
                              f"for a few steps; leave one of them out")
     for name in mesh_options.make_placement(arguments).given():
         raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains on a list of "
@@ -186,7 +188,8 @@ def make_course(arguments: argparse.Namespace, training: Training) -> Course:
     if folder is None:
         digest = hashlib.blake2b(json.dumps(training.settings()).encode(), digest_size=4)
         folder = str(Path(CHECKPOINTS) / digest.hexdigest())
-    given = {name: value for name in COURSE if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name in COURSE
+             if (value := getattr(arguments, OPTIONS.get(name, name))) is not None}
     return Course(**given | {"checkpoints": None if folder == "none" else folder})
 
 

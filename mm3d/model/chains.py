@@ -1,8 +1,9 @@
-"""Apply layers one after another: chains and residual blocks."""
+"""Apply layers one after another, as chains and residual blocks; find the arrays they save."""
 
-from typing import Any, Sequence
+import math
+from typing import Any, Iterator, Sequence
 
-from mm3d.arrays.backend import Array
+from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.layers import Layer
 from mm3d.schemes.overlap import Overlap
 
@@ -86,3 +87,22 @@ class Residual(Chain):
         dx, operands = super().backward_input(dy, saved, overlap)
         dx += dy
         return dx, operands
+
+
+def saved_arrays(saved: Any) -> Iterator[Array]:
+    """Iterate over all arrays in saved data, each as often as it is there."""
+    if isinstance(saved, (tuple, list)):
+        for item in saved:
+            yield from saved_arrays(item)
+    elif hasattr(saved, "array"):
+        yield saved.array
+    elif hasattr(saved, "arrays"):
+        yield from saved.arrays
+    elif saved is not None and not isinstance(saved, int):    # the place of masks
+        yield saved
+
+
+def saved_bytes(saved: Any) -> int:
+    """Count the bytes of the arrays in saved data, each array once."""
+    arrays = {id(a): a for a in saved_arrays(saved)}
+    return sum(math.prod(a.shape) * host_dtype(a).itemsize for a in arrays.values())

@@ -12,7 +12,7 @@ from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import Grid
 from mm3d.model.chain_specs import ModelSpec
-from mm3d.model.chains import Chain
+from mm3d.model.chains import Chain, saved_bytes
 from mm3d.model.definition import define_transformer
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
@@ -22,7 +22,6 @@ from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import vectors_of, weighted_products
-from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import Builder
 from mm3d.model.transformer_spec import model_spec

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable
 
 from mm3d.grid.shape import GridShape
-from mm3d.model.saved_arrays import saved_arrays
+from mm3d.model.chains import saved_arrays
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes import find_scheme
 from mm3d.schemes.creation import scheme as make_scheme

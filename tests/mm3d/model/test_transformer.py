@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.model.saved_arrays import saved_arrays
+from mm3d.model.chains import saved_arrays
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
 from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train

@@ -1,0 +1,51 @@
+"""Measure a training step, alone or beside PyTorch's own parallel trainings, under mpirun."""
+
+import argparse
+
+from bench.command_line import measuring, mesh_options, options
+from bench.command_line.publish import measure
+from bench.errors import UsageError
+from bench.experiments.torch.parallel import KINDS
+from bench.experiments.training import beside
+from bench.experiments.training.timed_step import MeasuredTraining, StepCase
+from bench.records.journal import claim_folder
+from bench.reports.micro_tables import format_record
+
+ON_ALL_RANKS = True
+SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "batch": 8, "seq": 256}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``measure step``."""
+    measuring.add_out(parser)
+    measuring.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
+    mesh_options.add_mesh(parser)
+    options.add_sizes(parser, **SIZES)
+    options.add_dtype(parser)
+    options.add_torch(parser, "PyTorch's training is measured beside it, in turns")
+    parser.add_argument("--torch-parallel", type=options.some_of(*KINDS), metavar="KIND,...",
+                        help=(
+        f"how PyTorch is parallel, of {', '.join(KINDS)}; one is one process with all cores "
+        f"(default: all)"))
+
+
+def run(arguments: argparse.Namespace, comm) -> int:
+    """Measure and write a step; return the exit status."""
+    limits, kinds = measuring.limits_of(arguments), arguments.torch_parallel or list(KINDS)
+    if arguments.torch_parallel and not arguments.torch:
+        raise UsageError(f"--torch-parallel {','.join(kinds)} without --torch: the name of an "
+                         f"interpreter that has PyTorch would do")
+    case = StepCase(*(getattr(arguments, name) for name in SIZES), arguments.seed, arguments.dtype)
+    if arguments.torch:
+        beside.refuse_case(case, kinds, comm.size)
+    measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
+                                 arguments.backend, comm)
+    out = claim_folder(arguments.out, comm)
+    subject = MeasuredTraining(comm, case, mesh_options.make_placement(arguments))
+    with arguments.watched(subject.mesh.scheme.grid):
+        status = measure(
+            f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
+            lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
+            format_record)
+    subject.free()
+    return status
