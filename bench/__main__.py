@@ -1,10 +1,12 @@
-"""Run a verb of `bench.verbs`, on one rank or on all: ``python -m bench VERB``."""
+"""Run a verb of `bench.verbs`, on one rank or on all: ``python -m bench VERB``, or ``mm3d VERB``.
+"""
 
 import argparse
 import gc
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Callable, NoReturn, Sequence
 
 from bench import mpi
@@ -18,46 +20,42 @@ from bench.errors import UsageError, in_options, in_short  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect  # noqa: E402
 
-
-class RanksParser(Parser):
-    """A parser whose messages come from one rank only."""
-
-    def _print_message(self, message: str, file=None) -> None:
-        if launcher.launcher_rank() == 0:
-            super()._print_message(message, file)
+COMMAND = "mm3d"    # the name of this program where it is installed
+PROGRAM = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m bench"
 
 
-class VerbsParser(RanksParser):
-    """The parser of the whole command line, whose help lists the verbs in groups."""
+class VerbsParser(Parser):
+    """A parser of verbs, or of the kinds of a verb, whose help lists them."""
+
+    renamed = verbs.RENAMED
 
     def format_help(self) -> str:
         """Return the help."""
+        if self._subparsers is None:
+            return super().format_help()
+        verb = "".join(self.prog.removeprefix(PROGRAM).split())
         width = max(40, min(100, shutil.get_terminal_size().columns)) - 2
         lines = [self.format_usage(), textwrap.fill(str(self.description), width)]
-        for group, entries in verbs.groups().items():
+        for group, entries in verbs.groups(verb).items():
             lines += ["", f"{group}:"]
             lines += [textwrap.fill(one.about, width, initial_indent=f"  {one.name:13}",
                                     subsequent_indent=" " * 15) for one in entries]
-        return "\n".join([*lines, "", "python -m bench VERB --help says more of a verb.", ""])
+        word = "KIND" if verb else "VERB"
+        return "\n".join([*lines, "", f"{self.prog} {word} --help says more.", ""])
 
 
-def parser(verb: str | None = None) -> argparse.ArgumentParser:
-    """Return the command line; with the options of `verb` alone, or of all verbs.
+def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Return the command line, with the options of all verbs, or of the verb `chosen` alone.
 
-    No other verb is imported than those whose options are there.
+    No other verb is imported than those whose options are there; `chosen` has a second word for a
+    kind.
     """
-    top = VerbsParser(prog="python -m bench", description=(
+    top = VerbsParser(prog=PROGRAM, description=(
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
-    subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB",
-                                    parser_class=RanksParser)
-    for name in verbs.names():
-        if verb in (None, name):
-            module = verbs.load(name)
-            module.add_options(subparsers.add_parser(
-                name, description=verbs.first_line(module.__doc__)))
-        else:
-            subparsers.add_parser(name)
+    top.add_version()
+    top.add_completion(COMMAND)
+    verbs.add_verbs(top, chosen)
     return top
 
 
@@ -111,24 +109,26 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb of a command line; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Before the verb there is no option that takes a value.
-    first = next((word for word in words if not word.startswith("-")), "")
-    arguments = parser(first).parse_args(words)
+    # Before the verb and its kind no option takes a value, but one that shows all verbs.
+    first = [word for word in words if not word.startswith("-")][:2]
+    whole = any(word.startswith("--print-completion") for word in words)
+    arguments = parser(None if whole else first).parse_args(words)
     arguments.words = words    # for verbs that start the same command again
-    verb = verbs.load(arguments.verb)
+    run, ranks = arguments.module.run, arguments.module.ON_ALL_RANKS
+    on_all_ranks = ranks(arguments) if callable(ranks) else ranks
     cluster = getattr(arguments, "cluster", None)
     if cluster and cluster != Cluster.from_environment():
         if launcher.launcher_rank():
             return 0    # one rank is enough to refuse
         from bench.cluster.run import run_verb_inside
         from bench.errors import status_of
-        return status_of(lambda: run_verb_inside(cluster, words, verb.ON_ALL_RANKS))
-    if verb.ON_ALL_RANKS:
-        return run_on_all_ranks(verb.run, arguments)
+        return status_of(lambda: run_verb_inside(cluster, words, on_all_ranks))
+    if on_all_ranks:
+        return run_on_all_ranks(run, arguments)
     if launcher.launcher_rank():
         return 0  # one rank is enough
     from bench.errors import status_of
-    return status_of(lambda: run_verb(verb.run, arguments))
+    return status_of(lambda: run_verb(run, arguments))
 
 
 def command() -> NoReturn:

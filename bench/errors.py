@@ -1,10 +1,11 @@
 """Errors that the benchmark reports to its user, and their exit status."""
 
 import re
-from typing import Any, Callable, Container, Iterable
+from typing import Any, Callable, Container
 
 WORD, MESSAGE = 300, 1000    # letters
-EXPERTS = {"count": "experts"}    # arguments of mm3d.Experts that have other names as options
+# Arguments of the library that have other names as options.
+OPTIONS = {"count": "experts", "warmup": "lr_warmup"}
 ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
 
@@ -59,7 +60,7 @@ def in_options(text: str, names: Container[str]) -> str:
         The arguments of the verb; what is none of them stays.
     """
     def option(found: re.Match[str]) -> str:
-        names_of_it = (found[1], f"expert_{found[1]}", EXPERTS.get(found[1]))
+        names_of_it = (found[1], f"expert_{found[1]}", OPTIONS.get(found[1]))
         name = next((one for one in names_of_it if one in names), None)
         if name is None:
             return found[0]
@@ -78,7 +79,7 @@ def require_known(known: dict, name: str, what: str, *also: str) -> Any:
     known : dict
         The values by name.
     name : str
-        The name that the user gave.
+        The name that the user gave, in any case, with or without hyphens.
     what : str
         The option, or the kind of thing that is named, for the message.
     *also : str
@@ -89,10 +90,11 @@ def require_known(known: dict, name: str, what: str, *also: str) -> Any:
     UsageError
         When the name is unknown; lists the choices.
     """
-    if name not in known:
-        choices: Iterable[str] = [*known, *also]
-        raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")
-    return known[name]
+    from mm3d.names import find_name    # here: other programs import neither NumPy nor MPI
+    try:
+        return known[find_name(name, known, what)]
+    except ValueError as error:
+        raise UsageError("; or ".join([str(error), *also])) from error
 
 
 class WrongResult(Exception):

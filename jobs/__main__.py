@@ -1,13 +1,11 @@
 """Run the command line of ``python -m jobs``: render, submit, status, collect."""
 
-import argparse
 import sys
 from pathlib import Path
 from typing import NoReturn, Sequence
 
 from bench.cases import variants
 from bench.cases.case import Case, make_case
-from bench.cases.paper import load_tables
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
@@ -22,69 +20,73 @@ from jobs.standings import DONE, UNCLEAR, UNDER_WAY
 from mm3d.console import complain, protect, say
 from mm3d.schemes import find_scheme
 
-SCRIPT = 0o777    # permissions of a script, less the umask
+COMMAND = "mm3d-jobs"    # the name of this program where it is installed
+PROGRAM = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m jobs"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the command line."""
-    top = Parser(prog="python -m jobs", description=(
-        "Measure the rows of both tables as batch jobs under Slurm."))
+    top = Parser(prog=PROGRAM, description=(
+        "Measure the rows of both tables, pipelines and trainings as batch jobs under Slurm."))
+    top.add_version()
+    top.add_completion(COMMAND)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    rest = Parser(add_help=False)
-    rest.add_argument("--site", required=True, metavar="SITE", help=(
-        f"what the cluster is like: {', '.join(sites.supplied_sites())}, or a .toml file"))
-    rest.add_argument("--table", default="all", metavar="NAMES",
-                      help="weak, strong, with commas between, or all (default)")
-    rest.add_argument("--scheme", default="paper", metavar="NAMES",
-                      help="1d, 2d, 3d or others, some with commas between; paper for those of "
-                           "the paper (default), or all")
-    rest.add_argument("--equal-tokens", action="store_true", help=(
-        "3-D rows also with the batch of each other scheme's row on as many ranks, and these "
-        "with that of 3-D"))
-    rest.add_argument("--ranks", metavar="N,...", help="only rows on so many ranks")
-    rest.add_argument("--preset", default="paper", choices=load_tables().presets,
-                      help="the sizes (default paper)")
-    rest.add_argument("--inside", metavar="AXIS", help=(
+    found = {}
+    for name, (about, add) in VERBS.items():
+        found[name] = verbs.add_parser(name, help=about, description=about.capitalize() + ".")
+        found[name].add_argument(
+            "--site", type=sites.full_name, required=True, metavar="SITE", help=(
+                f"what the cluster is like: {', '.join(sites.supplied_sites())}, or a .toml file"))
+        found[name].add_argument("--out", metavar="DIR", help=(
+            "write results, scripts and logs into this folder (default results/local/SITE)"))
+        add(found[name], name)
+    found["submit"].add_argument("--array", action="store_true",
+                                 help="one job array for each rank count instead of one job a row")
+    found["submit"].add_argument("--test-only", action="store_true",
+                                 help="only ask Slurm whether it would take the scripts")
+    found["train"].add_argument("--jobs", type=options.whole(1), default=1, metavar="N", help=(
+        "submit so many jobs: each goes on where the one before has stopped (default 1)"))
+    return top
+
+
+def add_rows(parser: Parser, verb: str) -> None:
+    """Add the options of a verb about rows."""
+    row_options.add_selection(parser, "paper")
+    parser.add_argument("--ranks", type=options.numbers, metavar="N,...",
+                        help="only the rows of these numbers of ranks (default: all)")
+    parser.add_argument("--inside", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node (default: the site file's, or the "
         "one that moves the most words)"))
-    rest.add_argument("--recompute", type=options.recompute, metavar="POLICY", help=(
+    parser.add_argument("--recompute", type=options.recompute, metavar="POLICY", help=(
         f"{options.RECOMPUTE} (default: the first of none, selective, full and so on with which "
         "the row fits the memory that the site file gives)"))
-    rest.add_argument("--out", metavar="DIR", help="the results (default results/local/SITE)")
-    row_options.add_variant(rest)
-    verbs.add_parser("render", parents=[rest], help="write the scripts, and say what they ask for")
-    submit = verbs.add_parser("submit", parents=[rest], help=(
-        "submit what has no result and is not under way, and a last job that collects"))
-    submit.add_argument("--array", action="store_true",
-                        help="one job array for each rank count instead of one job a row")
-    submit.add_argument("--test-only", action="store_true",
-                        help="only ask Slurm whether it would take the scripts")
-    one = Parser(add_help=False)
-    one.add_argument("--site", required=True, metavar="SITE", help="as of the other verbs")
-    one.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
-                     help="number of ranks")
-    one.add_argument("--out", metavar="DIR", help="the results (default results/local/SITE)")
-    one.add_argument("--submit", action="store_true", help="also submit the script")
-    pipeline = verbs.add_parser("pipeline", parents=[one], help=(
-        "write a script that runs bench pipeline with the words after --, and submit it"))
-    pipeline.add_argument("--name", metavar="NAME", help=(
-        "the job and its script (default pipeline-pRANKS and digits that stand for the options)"))
-    pipeline.add_argument("words", nargs="*", metavar="-- --stages P ...",
-                          help="options of bench pipeline")
-    train = verbs.add_parser("train", parents=[one], help=(
-        "write a script that runs bench train with the words after --, and submit it, or as many "
-        "jobs as go on one after the other"))
-    train.add_argument("--name", metavar="NAME", help=(
-        "the training, whose checkpoints have this name (default train-pRANKS)"))
-    train.add_argument("--jobs", type=options.whole(1), default=1, metavar="N", help=(
-        "submit so many jobs: each goes on where the one before has stopped (default 1)"))
-    train.add_argument("words", nargs="*", metavar="-- --steps N ...",
-                       help="options of bench train")
-    verbs.add_parser("status", parents=[rest], help=(
-        "how each row stands, and why; and each pipeline and training that was submitted"))
-    verbs.add_parser("collect", parents=[rest], help=(
-        "merge what is there, name what is missing, print the tables and draw the figures"))
-    return top
+    row_options.add_variant(parser)
+
+
+def add_single(parser: Parser, verb: str) -> None:
+    """Add the options of a verb about a job that is no row."""
+    parser.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
+                        help="ranks of the job, of all replicas")
+    parser.add_argument("--submit", action="store_true", help="also submit the script")
+    parser.add_argument("--name", metavar="NAME", help=(
+        "the job and its script, and the checkpoints of a training, have this name (default: "
+        "pipeline-pRANKS and digits that stand for the options, or train-pRANKS)"))
+    parser.add_argument("words", nargs="*", metavar="-- OPTION ...",
+                        help=f"options of bench {single.VERBS[verb]}")
+
+
+VERBS = {
+    "render": ("write the scripts, and say what they ask for", add_rows),
+    "submit": ("submit what has no result and is not under way, and a last job that collects",
+               add_rows),
+    "status": ("say how each row stands, and why; and each pipeline and training that was "
+               "submitted", add_rows),
+    "collect": ("merge what is there, name what is missing, print the tables and draw the "
+                "figures", add_rows),
+    "pipeline": ("write a script that runs bench measure pipeline with the words after --, and "
+                 "submit it", add_single),
+    "train": ("write a script that runs bench train with the words after --, and submit it, or "
+              "as many jobs as go on one after the other", add_single)}
 
 
 def work_and_cases(arguments) -> tuple[Work, list[Case]]:
@@ -103,12 +105,12 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
                                    recompute=arguments.recompute):
         raise UsageError(problem)
     cases = [make_case(row, arguments.preset, variant) for row in chosen]
-    counts = sorted({str(one.row.gpus) for one in cases}, key=int)
-    wanted = arguments.ranks.split(",") if arguments.ranks else counts
+    counts = sorted({one.row.gpus for one in cases})
+    wanted = arguments.ranks or counts
     if not set(wanted) <= set(counts):
-        raise UsageError(f"--ranks {arguments.ranks}: these rows are for {', '.join(counts)} "
-                         "ranks; choose some of them")
-    cases = [one for one in cases if str(one.row.gpus) in wanted]
+        raise UsageError(f"--ranks {texts(wanted)}: these rows are for "
+                         f"{', '.join(map(str, counts))} ranks; choose some of them")
+    cases = [one for one in cases if one.row.gpus in wanted]
     out = Path(arguments.out or atomic.LOCAL / Path(arguments.site).stem)
     work = Work(site, arguments.site, scripts.check_path(out), arguments.inside,
                 arguments.recompute)
@@ -127,13 +129,18 @@ def render(work: Work, cases: list[Case], arguments) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for one in cases:
         # As a whole: a job may be reading the old script.
-        atomic.replace(work.script(one), scripts.row_script(work, one), SCRIPT)
+        atomic.replace(work.script(one), scripts.row_script(work, one), scripts.MODE)
     again = [f"--site={site_name(work)}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
-             *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks),
+             *[f"--ranks={texts(arguments.ranks)}"] * bool(arguments.ranks),
              *["--equal-tokens"] * arguments.equal_tokens,
              *row_options.variant(arguments).arguments()]
-    atomic.replace(work.folder / "collect.sh", scripts.collect_script(work, again), SCRIPT)
+    atomic.replace(work.folder / "collect.sh", scripts.collect_script(work, again), scripts.MODE)
+
+
+def texts(numbers: list[int] | None) -> str:
+    """Return numbers as an option has them."""
+    return ",".join(map(str, numbers or ()))
 
 
 def site_name(work: Work) -> str:
@@ -200,7 +207,7 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
         jobs = [slurm.submit(work.script(group[0]))]
     else:
         script = work.folder / f"array-p{group[0].row.gpus:03d}-{group[0].preset}.sh"
-        atomic.replace(script, scripts.array_script(work, group), SCRIPT)
+        atomic.replace(script, scripts.array_script(work, group), scripts.MODE)
         number, sign, cluster = slurm.submit(script).partition(";")
         jobs = [f"{number}_{index}{sign}{cluster}" for index in range(len(group))]
     for one, job in zip(group, jobs):
@@ -234,37 +241,32 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused))
 
 
-def run_single(arguments) -> int:
-    """Write the script of a job that is no row, and submit it if asked to."""
-    given = arguments.site, arguments.out, arguments.ranks, arguments.words
-    if arguments.verb == "pipeline":
-        single.submit_pipeline(*given, arguments.name, arguments.submit)
-    else:
-        single.submit_training(*given, arguments.name, arguments.jobs * arguments.submit)
-    return 0
+def show_status(work: Work, cases: list[Case]) -> int:
+    """Say how all jobs stand; 2 where a queue is silent."""
+    queue = standings.read_queue(work)
+    say(*map(format_standing, standings.list_standings(work, cases, queue)),
+        *single.list_standings(work, queue))
+    for why in dict.fromkeys(queue.silent.values()):
+        complain(f"error: {why}")
+    return 2 if queue.silent else 0
 
 
 def run_verb(arguments) -> int:
     """Run the verb; return the exit status."""
-    if arguments.verb in ("pipeline", "train"):
-        return run_single(arguments)
+    if arguments.verb in single.VERBS:
+        times = getattr(arguments, "jobs", 1) * arguments.submit
+        single.write_and_submit(arguments.verb, arguments.site, arguments.out, arguments.ranks,
+                                arguments.words, arguments.name, times)
+        return 0
     work, cases = work_and_cases(arguments)
     if arguments.verb == "submit":
         return (test_only if arguments.test_only else submit)(work, cases, arguments)
     if arguments.verb == "collect":
         return collect(work, cases)
-    if arguments.verb == "render":
-        render(work, cases, arguments)
-        say(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
-    else:
-        queue = standings.read_queue(work)
-        for one in standings.list_standings(work, cases, queue):
-            say(format_standing(one))
-        for line in single.list_standings(work, queue):
-            say(line)
-        for why in dict.fromkeys(queue.silent.values()):
-            complain(f"error: {why}")
-        return 2 if queue.silent else 0
+    if arguments.verb == "status":
+        return show_status(work, cases)
+    render(work, cases, arguments)
+    say(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
     return 0
 
 

@@ -63,9 +63,10 @@ PROGRAMS = {
         none="table scheme rows preset equal-tokens out stop-file grid layers hidden heads batch "
              "seq dtype keep overlap causal work recompute cluster help"), {"h": "help"}),
     "bench train": Program(_keys(
-        run__backend="backend", none="out checkpoints stop-file max-seconds compare help"),
+        run__backend="backend", none="out checkpoints stop-file stop-after compare help"),
         {"h": "help"}),
-    "bench pipeline": Program(_keys(run__backend="backend", none="out help"), {"h": "help"}),
+    "bench measure pipeline": Program(
+        _keys(run__backend="backend", none="out help"), {"h": "help"}),
 }
 
 

@@ -25,6 +25,7 @@ from mm3d.arrays.device_choice import ORDER_VARIABLE
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
 STOPPING = ("run", "train")                   # verbs with a --stop-file
 UNDECODED = frozenset(map(chr, range(0xdc80, 0xdd00)))    # bytes of a name that are no UTF-8
+MODE = 0o777                                  # permissions of a script, less the umask
 LIMIT = 120                                   # seconds for each step of the pre-flight checks
 # Options of sbatch of which srun hears by a variable: SLURM_HINT.
 HANDED_ON = ("gpus-per-node", "gpu-bind", "gpu-freq", "hint", "mem-bind", "mem-per-cpu",
@@ -222,12 +223,12 @@ def row_script(work: Work, case: Case) -> str:
 
 
 def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
-    """Write the script that runs ``bench pipeline`` with `words` on a number of ranks."""
+    """Write the script that runs ``bench measure pipeline`` with `words` on so many ranks."""
     folder = word(check_path(work.folder / "runs" / name))
     run = [f"--out={word(work.out / 'pipeline')}", f"--backend={work.site.run.backend}",
            *map(word, words)]
-    return _script(work, "pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}", ranks, folder,
-                   run, [])
+    return _script(work, "measure pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}", ranks,
+                   folder, run, [])
 
 
 def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
@@ -261,7 +262,8 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: st
     options = [*row_options(work, name, ranks, stops), *more]
     names = {option.removeprefix("--").partition("=")[0] for option in options}
     return TEMPLATES.get_template("row.sh.j2").render(
-        verb=verb, stops=stops, title=title, site=site, root=word(ROOT), folder=folder,
+        verb=verb, words=verb.split(), stops=stops, title=title, site=site, root=word(ROOT),
+        folder=folder,
         options=options, handed_on=[one.upper().replace("-", "_") for one in HANDED_ON
                                     if one in names],
         launch=launch_command(site, ranks),

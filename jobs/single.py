@@ -13,16 +13,21 @@ from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 from mm3d.console import say
 
-SCRIPT = 0o777    # permissions of a script, less the umask
+VERBS = {"pipeline": "measure pipeline", "train": "train"}    # of bench
 DIGITS = 8        # that tell the options of pipelines apart in names
 
 
-def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
-                    name: str | None = None, submit: bool = False) -> None:
-    """Write the script that runs ``bench pipeline`` with `words`, and submit it if asked to.
+def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: list[str],
+                     name: str | None = None, times: int = 0) -> None:
+    """Write the script that runs a pipeline or a training, and submit it so many times.
+
+    Slurm runs one job of a name at a time, so those of one training never meet, also when it is
+    submitted again while a job is under way.
 
     Parameters
     ----------
+    verb : {"pipeline", "train"}
+        What is run; see `VERBS`.
     site : str
         A supplied site, or a file.
     out : str or None
@@ -30,50 +35,33 @@ def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
     ranks : int
         Number of ranks.
     words : list of str
-        Options of the verb.
+        Options of the verb of bench.
     name : str or None
-        The job, by default one for each number of ranks and `words`.
-    submit : bool
-        Whether to submit the script.
+        The job; by default one for each number of ranks, and of pipelines for their `words`.
+    times : int
+        How many jobs to submit.
 
     Raises
     ------
     UsageError
         For words that make no job.
     """
-    check_words("pipeline", words)
+    for problem in list_verb_problems(VERBS[verb], words):
+        raise UsageError(f"{verb}: after --: {problem}")
     digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
-    name = check_name(name or f"pipeline-p{ranks:03d}-{digest[:DIGITS]}")
+    name = check_name(name or f"{verb}-p{ranks:03d}" + f"-{digest[:DIGITS]}" * (
+        verb == "pipeline"))
     work = make_work(site, out)
     script = work.folder / f"{name}.sh"
-    write(script, scripts.pipeline_script(work, name, ranks, words))
-    if submit:
-        _submit(work, "pipeline", name, script)
-
-
-def submit_training(site: str, out: str | None, ranks: int, words: list[str],
-                    name: str | None = None, jobs: int = 0) -> None:
-    """Write the script that runs ``bench train`` with `words`, and submit it so many times.
-
-    Slurm runs one job of a name at a time, so those of one training never meet, also when it is
-    submitted again while a job is under way.  Parameters and errors are as for `submit_pipeline`.
-
-    Further parameters
-    ------------------
-    name : str or None
-        The training, by default one for each number of ranks.
-    jobs : int
-        How many jobs to submit.
-    """
-    check_words("train", words)
-    name = check_name(name or f"train-p{ranks:03d}")
-    work = make_work(site, out)
-    script = work.folder / f"{name}.sh"
-    write(script, scripts.training_script(work, name, ranks, words))
-    say(f"{name}: {standing(work, name)}")
+    write = scripts.pipeline_script if verb == "pipeline" else scripts.training_script
+    atomic.replace(script, write(work, name, ranks, words), scripts.MODE)    # as a whole: a job
+    say(script)                                                          # may be reading the old
+    kind = "pipeline" if verb == "pipeline" else "training"
+    if kind == "training":
+        say(f"{name}: {standing(work, name)}")
     cluster = ""    # all on one: only there Slurm runs them one at a time
-    for _ in range(jobs):
-        cluster = slurm.cluster_of(_submit(work, "training", name, script, cluster))
+    for _ in range(times):
+        cluster = slurm.cluster_of(_submit(work, kind, name, script, cluster))
 
 
 def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -> str:
@@ -116,18 +104,6 @@ def _last_lines(work: Work, job: str) -> list[str]:
     return found
 
 
-def check_words(verb: str, words: list[str]) -> None:
-    """Refuse options that the job's script says itself, or that the verb does not take.
-
-    Raises
-    ------
-    UsageError
-        When `words` are not all options of the verb, or lack one that it needs.
-    """
-    for problem in list_verb_problems(verb, words):
-        raise UsageError(f"{verb}: after --: {problem}")
-
-
 def check_name(name: str) -> str:
     """Return the name of a job; UsageError for one that is no name of a file and of a job."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
@@ -158,9 +134,3 @@ def make_work(site: str, out: str | None) -> Work:
     for folder in (work.folder, work.folder / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     return work
-
-
-def write(script: Path, text: str) -> None:
-    """Write a script as a whole, and print where it is: a job may be reading the old one."""
-    atomic.replace(script, text, SCRIPT)
-    say(script)

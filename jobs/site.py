@@ -15,6 +15,7 @@ from bench.text_files import read_text
 from jobs import environment
 from jobs.own_options import list_overrides, list_verb_problems
 from jobs.site_tables import Site, decode_site
+from mm3d.names import plain
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
@@ -30,6 +31,11 @@ def supplied_sites() -> dict[str, Path]:
     """List the site files of this package by name."""
     folder = Path(str(resources.files("jobs").joinpath("sites")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def full_name(name: str) -> str:
+    """Return the name of the supplied site that `name` stands for; otherwise `name`, a file."""
+    return {plain(one): one for one in supplied_sites()}.get(plain(name), name)
 
 
 def load_site(name: str) -> Site:

@@ -110,7 +110,8 @@ class Division:
                      "parameters too", 0, choices=(0, 1, 2, 3))
     stages: int = said("stages of the pipeline in each replica", 1, least=1)
     schedule: Any = said("schedule of the stages", "1f1b")
-    microbatches: int = said("equal micro-batches of a replica, which divide the batch", 1, least=1)
+    microbatches: int = said("equal micro-batches of a replica, which divide the batch", 1,
+                             least=1)
     scheme: str = said("tensor parallelism in each stage", "3d")
     grid: Any = said("sizes of the grid's directions, such as 2x2x2", None,
                      nothing="a cube; a square for 2d, a line for 1d")

@@ -49,13 +49,13 @@ def select_rows(tables: str = "all", schemes: str = "paper",
     wanted_tables = _parse_names(tables, list(HEADINGS), "--table")
     wanted_schemes = {"paper": PAPER, "all": [
         name for name in TITLES if find_scheme(name).divides_work]}.get(
-            schemes) or _parse_names(schemes, list(TITLES), "--scheme")
+            schemes.lower()) or _parse_names(schemes, list(TITLES), "--scheme")
     rows = [row for row in load_tables().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
     return rows + [unpublished_row(table, scheme, count) for table in wanted_tables
                    for scheme in wanted_schemes if scheme not in PAPER
                    for count in ([ranks] if ranks else _ranks_with_grid(table, scheme))
-                   if schemes != "all" or _has_grid(scheme, count)]
+                   if schemes.lower() != "all" or _has_grid(scheme, count)]
 
 
 def rows_by_name(pairs: str, ranks: int) -> list[Row]:
@@ -76,7 +76,7 @@ def rows_by_name(pairs: str, ranks: int) -> list[Row]:
             raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
         scheme, colon, like = scheme.partition(":")
         if colon:
-            require_known(TITLES, like, "--rows")
+            like = require_known({name: name for name in TITLES}, like, "--rows")
         found += [msgspec.structs.replace(row, like=like)
                   for row in select_rows(table, scheme, ranks)]
     return list({(row.key, row.like): row for row in found}.values())
@@ -107,7 +107,7 @@ def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
 
 def _parse_names(given: str, known: list[str], option: str) -> list[str]:
     names = [name.strip() for name in given.split(",")]
-    if names == ["all"]:
+    if given.lower() == "all":
         return known
-    return [require_known({k: k for k in known}, name, option, "all")
-            for name in dict.fromkeys(names)]
+    return list(dict.fromkeys(require_known({k: k for k in known}, name, option, "all")
+                              for name in names))

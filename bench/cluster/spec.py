@@ -66,12 +66,15 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Read ``16x4:200Mbit`` or ``16x4:200Mbit,1ms``: nodes x ranks, link, latency."""
-        found = re.fullmatch(r"(\d{1,9})x(\d{1,9}):([^,]*)(?:,(.*))?", text)
+        """Read nodes x ranks, link and latency: ``16x4``, ``16x4:200Mbit``, ``16x4:200Mbit,1ms``.
+        """
+        found = re.fullmatch(r"(\d{1,9})x(\d{1,9})(?::([^,]*)(?:,(.*))?)?", text)
         if not found:
-            raise UsageError(f"cluster {text!r}: NODESxRANKS:LINK or NODESxRANKS:LINK,LATENCY "
-                             f"would do, such as 16x4:200Mbit or 16x4:1Gbit,1ms")
-        return cls(int(found[1]), int(found[2]), parse_rate(found[3]),
+            raise UsageError(f"cluster {text!r}: NODESxRANKS, NODESxRANKS:LINK or "
+                             f"NODESxRANKS:LINK,LATENCY would do, such as 16x4:200Mbit or "
+                             f"16x4:1Gbit,1ms")
+        return cls(int(found[1]), int(found[2]),
+                   parse_rate(found[3] if found[3] is not None else UNLIMITED),
                    parse_latency(found[4]) if found[4] is not None else 0.0)
 
     @classmethod

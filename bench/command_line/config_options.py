@@ -4,7 +4,7 @@ import argparse
 from dataclasses import Field, fields
 from typing import Any, Callable, Iterable, Mapping
 
-from bench.command_line import options
+from bench.command_line import options, scheme_options
 from bench.command_line.number_types import number, whole
 from mm3d.config import Division
 from mm3d.training.schedules import registry
@@ -13,14 +13,15 @@ MESH = ("data", "shards", "zero", "stages", "schedule", "microbatches", "scheme"
         "recompute", "backend")
 # What is read from text, and what a help adds.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "grid": options.grid_sizes, "recompute": options.recompute}
+    "grid": options.grid_sizes, "recompute": options.recompute, "schedule": options.schedule,
+    "scheme": scheme_options.scheme}
 MORE = {"recompute": options.RECOMPUTE.partition(": ")[2], "schedule": ", ".join(registry())}
 LETTERS = {"stages": "P", "microbatches": "M", "grid": "XxYxZ", "recompute": "POLICY"}
 
 
 def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str],
                defaults: Mapping[str, Any] = {}, said: Callable[[str], str] | None = None,
-               before: str = "") -> None:
+               before: str = "", renamed: Mapping[str, str] = {}) -> None:
     """Add an option for each of some fields.
 
     Parameters
@@ -37,6 +38,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str]
         Returns for a name what the help says of its default.
     before : str
         What comes first in each help, such as when the options have an effect.
+    renamed : mapping
+        Names of options that are not those of their fields.
     """
     found = {one.name: one for one in fields(kind)}
     for one in map(found.__getitem__, names):
@@ -44,8 +47,9 @@ def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str]
         nothing = one.metadata.get("nothing", default)
         ending = said(one.name) if said else f"default {nothing}"
         about = ": ".join(filter(None, [one.metadata["about"], MORE.get(one.name)]))
-        parser.add_argument(f"--{one.name.replace('_', '-')}", default=default,
-                            help=f"{before}{about} ({ending})", **_values(one))
+        option = renamed.get(one.name, one.name).replace("_", "-")
+        parser.add_argument(f"--{option}", default=default, help=f"{before}{about} ({ending})",
+                            **_values(one))
 
 
 def _values(one: Field) -> dict[str, Any]:

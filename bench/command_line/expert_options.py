@@ -12,21 +12,19 @@ from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
 # What add_choice and add_layers define, with the fields of Experts that they set.
-CHOICE = {name: name for name in ("top", "capacity", "gate", "convention", "min_capacity",
-                                  "order")}
+CHOICE = {"expert_top": "top", "capacity": "capacity", "gate": "gate", "convention": "convention",
+          "min_capacity": "min_capacity", "expert_order": "order"}
 LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z",
           "bias_rate": "bias_rate"}
 
 
-def add_choice(parser: argparse.ArgumentParser, capacity: float | None,
-               top: str = "--top") -> None:
+def add_choice(parser: argparse.ArgumentParser, capacity: float | None) -> None:
     """Add the options that say how tokens choose experts, and which tokens these take.
 
-    `capacity` is the default that `experts_from` is given; `top` the name of the number of
-    choices, "--expert-top" where a verb has another use for the short one.
+    `capacity` is the default that `experts_from` is given.
     """
     field = Experts.__dataclass_fields__
-    parser.add_argument(top, type=options.whole(1), metavar="N", help=(
+    parser.add_argument("--expert-top", type=options.whole(1), metavar="N", help=(
         f"experts that a token is sent to (default {field['top'].default})"))
     parser.add_argument("--capacity", type=read_capacity, metavar="X", help=(
         "tokens that an expert takes, as a multiple of an equal share, or none for all (default "
@@ -38,17 +36,17 @@ def add_choice(parser: argparse.ArgumentParser, capacity: float | None,
         f"{field['convention'].default})"))
     parser.add_argument("--min-capacity", type=options.whole(0), metavar="N", help=(
         "tokens that an expert takes at least (default 4 with --convention deepspeed, else 0)"))
-    parser.add_argument("--order", choices=ORDERS, help=(
+    parser.add_argument("--expert-order", choices=ORDERS, help=(
         "whose tokens a full expert drops: the last ones by position, or second choices before "
-        "first ones (default choice with --gate gshard, and with --convention deepspeed --top 2; "
-        "else position)"))
+        "first ones (default choice with --gate gshard, and with --convention deepspeed "
+        "--expert-top 2; else position)"))
 
 
-def add_layers(parser: argparse.ArgumentParser, top: str = "--top") -> None:
-    """Add the options of a model some of whose layers have experts; `top` as for `add_choice`."""
+def add_layers(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model some of whose layers have experts."""
     parser.add_argument("--experts", type=options.whole(1), metavar="N", help=(
         "put N experts in place of the perceptron of some layers (default: none)"))
-    add_choice(parser, Experts.capacity, top)
+    add_choice(parser, Experts.capacity)
     parser.add_argument("--expert-every", type=options.whole(1), metavar="N", help=(
         f"one layer of so many has experts, with 1 all (default {Experts.every})"))
     for name, default, about in (
@@ -91,7 +89,7 @@ def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
-    for name in _options(arguments):
+    for name in LAYERS:
         if getattr(arguments, name) is not None:
             raise _without_effect(arguments, name, "--experts 8")
     return None
@@ -115,8 +113,7 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     UsageError
         When they are not possible, or an option would do nothing beside the others.
     """
-    named = _options(arguments)
-    given = {field: value for name, field in named.items()
+    given = {field: value for name, field in LAYERS.items()
              if (value := getattr(arguments, name, None)) is not None}
     if given.get("convention") == "huggingface":
         capacity = None
@@ -126,8 +123,8 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     for name, nothing, remedy in (
             ("bias_rate", found["gate"] != "sigmoid-bias", "--gate sigmoid-bias"),
             ("min_capacity", found["capacity"] is None, "--capacity 1.25"),
-            ("order", found["capacity"] is None, "--capacity 1.25")):
-        if name in given and nothing:
+            ("expert_order", found["capacity"] is None, "--capacity 1.25")):
+        if LAYERS[name] in given and nothing:
             raise _without_effect(arguments, name, remedy)
     experts = Experts(arguments.experts, **found)
     try:
@@ -135,13 +132,6 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     except ValueError as error:
         raise UsageError(str(error)) from error
     return experts
-
-
-def _options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names of options, with the fields of Experts that they set."""
-    if not hasattr(arguments, "expert_top"):
-        return LAYERS
-    return {"expert_top" if name == "top" else name: field for name, field in LAYERS.items()}
 
 
 def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:

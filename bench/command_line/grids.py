@@ -1,5 +1,6 @@
 """Read the sizes of a model and of a grid from options."""
 
+import argparse
 from typing import Any
 
 from bench.cases.paper import load_tables
@@ -26,6 +27,23 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
         raise UsageError(f"--hidden {hidden}: must be a multiple of the {heads} heads; give "
                          f"--heads")
     return chosen
+
+
+def divide_among_replicas(arguments: argparse.Namespace) -> None:
+    """Make ``--ranks`` and ``--batch``, of the job, those of one of its ``--data`` replicas.
+
+    Raises
+    ------
+    UsageError
+        When the replicas do not divide them.
+    """
+    data = arguments.data or 1
+    for name in ("ranks", "batch"):
+        value = getattr(arguments, name)
+        if value % data:
+            raise UsageError(f"--data {data} does not divide --{name} {value}, which is that of "
+                             f"all replicas: a multiple would do")
+        setattr(arguments, name, value // data)
 
 
 def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,

@@ -26,7 +26,7 @@ ROUNDS = 3
 Rates = list[float | None]
 # Options of single rows, with what they are when they are not given.
 OF_ROWS = {"warmup": None, "max_repetitions": None, "max_seconds": None, "width": 0.05,
-           "traced": None, "memory": None, "software_share": None, "trace": None,
+           "traced": None, "node_memory": None, "software_share": None, "trace": None,
            "stop_file": None, "equal_tokens": False}
 
 

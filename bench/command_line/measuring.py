@@ -14,6 +14,8 @@ from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 
+CLUSTER = "NxR[:LINK[,LATENCY]]"
+
 
 def add_stall(parser: argparse.ArgumentParser) -> None:
     """Add ``--stall`` to a verb of several ranks; see `mm3d.tracing.watchdog`."""
@@ -26,7 +28,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add ``--cluster``, by which a verb is run in an emulated cluster; see `bench.cluster`."""
-    parser.add_argument("--cluster", type=cluster, metavar="NxR:LINK[,LATENCY]", help=(
+    parser.add_argument("--cluster", type=cluster, metavar=CLUSTER, help=(
         "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
         "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself"))
 
@@ -57,10 +59,15 @@ def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: 
     parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
                         help="repeat until the 95 %% confidence interval is no wider than this "
                              "fraction of the median (default 0.05)")
+    add_seed(parser)
+    add_stall(parser)
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Add ``--seed``."""
     parser.add_argument("--seed", type=whole(0, SEEDS), default=0, metavar="N",
                         help="seed of the numbers in arrays and of the order of measurements "
                              "(default 0)")
-    add_stall(parser)
 
 
 def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:

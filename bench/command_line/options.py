@@ -6,11 +6,31 @@ from typing import Callable, Iterable
 from bench.command_line.number_types import MOST, MOST_RANKS, refused, whole
 from bench.errors import in_options
 from mm3d.model.recomputation import parse_policy
+from mm3d.names import find_name
+from mm3d.training.schedules.builders import full_name
 
 RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but products with "
              "weights; full, each layer from its input; uniform:N, every N layers from the first "
              "one's input; full+selective or uniform:N+selective")
 COUNTS = {3: "three", 4: "four"}
+
+
+# What sizes of a model are.
+SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
+         "heads": "attention heads", "batch": "sequences in a batch, of all replicas",
+         "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
+
+
+def add_sizes(parser: argparse.ArgumentParser, least: int = 1, **defaults: int | str) -> None:
+    """Add options for some of `SIZES`, with their defaults.
+
+    A text says what the default is where it is no number; "" is for sizes that must be given.
+    """
+    for name, default in defaults.items():
+        number = default if isinstance(default, int) else None
+        said = f" (default{':' * (number is None)} {default})" if default != "" else ""
+        parser.add_argument(f"--{name}", type=whole(least), default=number, metavar="N",
+                            required=default == "", help=f"{SIZES[name]}{said}")
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +40,13 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
                              "alone for cubes; may be repeated")
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add ``--dtype`` of a microbenchmark."""
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"),
-                        help="dtype of all arrays (default float32)")
+def add_dtype(parser: argparse.ArgumentParser, *choices: str) -> None:
+    """Add ``--dtype``, float32 by default; `choices` are those of a microbenchmark if not given.
+    """
+    parser.add_argument("--dtype", default="float32", metavar="NAME",
+                        choices=choices or ("float32", "float64"), help=(
+                            f"dtype of all arrays: {', '.join(choices or ('float32', 'float64'))} "
+                            f"(default float32)"))
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
@@ -31,15 +54,6 @@ def add_grid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", type=grid_sizes, metavar="XxYxZ",
                         help="sizes of the grid's directions, such as 2x2x2 (default: a cube; a "
                              "square for 2d, a line for 1d)")
-
-
-def add_machine_file(parser: argparse.ArgumentParser, content: str) -> None:
-    """Add ``--machine`` and ``--base``, by which `content` is put into a machine file."""
-    parser.add_argument("--machine", metavar="FILE", help=(
-        f"also put {content} into this machine file, a .toml file for --machine of plan, predict "
-        f"and check; it is made if there is none"))
-    parser.add_argument("--base", metavar="NAME", help=(
-        "copy everything else in a new machine file from this machine (default cpu)"))
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -51,20 +65,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the number of ranks and the sizes of the model that is predicted."""
-    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="P",
-                        help="number of ranks")
-    parser.add_argument("--hidden", type=whole(1), required=True, metavar="N",
-                        help="features of a token")
-    for name, default, about in (("layers", 24, "Transformer layers"),
-                                 ("batch", 384, "sequences in a batch"),
-                                 ("seq", 512, "tokens in a sequence")):
-        parser.add_argument(f"--{name}", type=whole(1), default=default, metavar="N",
-                            help=f"{about} (default {default})")
-    parser.add_argument("--heads", type=whole(1), metavar="N",
-                        help="attention heads (default: those of the paper's row of this "
-                             "--hidden, or heads of 128 features)")
-    parser.add_argument("--dtype", default="float32", choices=("float16", "float32", "float64"),
-                        help="dtype of all arrays (default float32)")
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N",
+                        help="ranks of the job, of all replicas")
+    add_sizes(parser, hidden="", layers=24, batch=384, seq=512,
+              heads="those of the paper's row of this --hidden, or heads of 128 features")
+    add_dtype(parser, "float16", "float32", "float64")
 
 
 def add_recompute(parser: argparse.ArgumentParser) -> None:
@@ -81,9 +86,10 @@ def add_overlap(parser: argparse.ArgumentParser, what: str) -> None:
                             f"panels of rows"))
 
 
-def add_folder(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of results that a verb reads."""
-    parser.add_argument("folder", metavar="DIR", help="folder with the .h5 files")
+def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--torch``, the interpreter that has PyTorch; `what` it is for."""
+    parser.add_argument("--torch", metavar="PYTHON", help=(
+        f"an interpreter that has PyTorch, by which {what} (default: nothing is)"))
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
@@ -105,12 +111,30 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 
 def recompute(text: str) -> str:
-    """Check that `text` is a policy of `mm3d.model.recomputation`."""
+    """Return the policy of `mm3d.model.recomputation` that `text` names."""
     try:
-        parse_policy(text)
+        parse_policy(text.lower())
     except ValueError as error:
         raise argparse.ArgumentTypeError(in_options(str(error), {"recompute"})) from error
-    return text
+    return text.lower()
+
+
+def schedule(text: str) -> str:
+    """Return the name of the schedule that `text` stands for, such as ``interleaved:3``."""
+    return name_of(lambda: full_name(text))
+
+
+def schedules(text: str) -> list[str]:
+    """Return the names of schedules with commas between."""
+    return [*map(schedule, text.split(","))]
+
+
+def name_of(find: Callable[[], str]) -> str:
+    """Return what `find` returns; what is wrong with a name is said of the option."""
+    try:
+        return find()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def numbers(text: str) -> list[int]:
@@ -157,12 +181,7 @@ def sizes(names: str) -> Callable[[str], tuple[int, ...]]:
 def some_of(*known: str) -> Callable[[str], list[str]]:
     """Return the type of an option that is one or more of the names `known`."""
     def chosen(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose of "
-                                                 f"{', '.join(known)}")
-        return found
+        return [name_of(lambda: find_name(name, known, "name")) for name in text.split(",")]
     return chosen
 
 

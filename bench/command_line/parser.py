@@ -1,14 +1,107 @@
-"""Parse options, and say what is wrong with them in lines that can be read."""
+"""Parse options, and say in one line what is wrong with them and what may have been meant."""
 
 import argparse
-from typing import NoReturn
+from typing import Any, Mapping, NoReturn, Sequence
 
+import mm3d
 from bench.errors import in_short
+from mm3d import launcher
+from mm3d.console import say
+from mm3d.names import find_name, suggestion
+
+PACKAGE = "mm3d[completion]"    # with which shells can complete
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors show of long texts the beginning alone."""
+    """A parser whose messages come from one rank only, and say in short what would do.
+
+    Options are given in full.  Choices are taken in any case, with or without hyphens.
+
+    Attributes
+    ----------
+    renamed : mapping of str to str
+        What verbs of old names are called now.
+    """
+
+    renamed: Mapping[str, str] = {}
+
+    def __init__(self, *names: Any, **settings: Any) -> None:
+        super().__init__(*names, **{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Print how the program is used, and what is wrong; exit with status 2."""
-        super().error(in_short(message))
+        """Print what is wrong, in a line; exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {in_short(message)}\n")
+
+    def add_version(self) -> None:
+        """Add ``--version``."""
+        self.add_argument("--version", action="version", version=f"mm3d {mm3d.__version__}")
+
+    def add_completion(self, command: str) -> None:
+        """Add ``--print-completion``, for a shell that shall complete `command`."""
+        self.add_argument("--print-completion", metavar="SHELL", action=PrintCompletion,
+                          choices=("bash", "zsh", "tcsh"), command=command, help=(
+                              f"print what lets a shell complete {command}: bash, zsh or tcsh"))
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse options; an unknown one is refused before one that is missing."""
+        if args is not None:
+            self._refuse_unknown(args)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        rest = any(action.nargs in (argparse.PARSER, argparse.REMAINDER)
+                   for action in self._actions)
+        for word in words:
+            if word == "--" or rest and not word.startswith("-"):
+                return    # what follows is not this parser's
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in self._option_string_actions:
+                self.error(f"{option} is no option of {self.prog}"
+                           f"{suggestion(option, self._option_string_actions)}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        value = super()._get_value(action, arg_string)
+        if isinstance(value, str) and action.choices and action.nargs != argparse.PARSER:
+            try:
+                return find_name(value, action.choices, "")
+            except ValueError as error:
+                raise argparse.ArgumentError(action, str(error).strip()) from error
+        return value
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.nargs == argparse.PARSER and value not in action.choices:
+            if value in self.renamed:
+                raise argparse.ArgumentError(
+                    action, f"{value} is called {self.renamed[value]} now")
+            raise argparse.ArgumentError(action, (
+                f"{value!r} is unknown: choose one of {', '.join(action.choices)}"
+                f"{suggestion(value, action.choices)}"))
+        super()._check_value(action, value)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if launcher.launcher_rank() == 0:
+            super()._print_message(message, file)
+
+
+class PrintCompletion(argparse.Action):
+    """Print what lets a shell complete a command, and exit."""
+
+    def __init__(self, *names: Any, command: str, **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.command = command
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: Any, option_string: str | None = None) -> None:
+        """Print it; refuse in words where shtab is not installed."""
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option_string} needs the package shtab: pip install '{PACKAGE}' "
+                         f"would do")
+        parser.prog = self.command
+        if launcher.launcher_rank() == 0:
+            say(shtab.complete(parser, values))
+        parser.exit()

@@ -53,8 +53,8 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
     if arguments.stages is None:
         return arguments.ranks
     if arguments.ranks % arguments.stages:
-        raise UsageError(f"--stages {arguments.stages} does not divide --ranks {arguments.ranks}: "
-                         f"a divisor would do")
+        raise UsageError(f"--stages {arguments.stages} does not divide the {arguments.ranks} "
+                         f"ranks of a replica: a divisor would do")
     return arguments.ranks // arguments.stages
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Callable
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError
+from bench.errors import StoreError, UsageError, WrongResult
 from bench.records import run_file
 from bench.records.measurements import Measurements
 from mm3d.console import say
@@ -47,11 +47,38 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     return status
 
 
+def measure(name: str, work: Callable[[], Measurements | None], out: Path, comm,
+            table: Callable[[Measurements], str] | None = None) -> int:
+    """Publish the record that `work` returns; report the failure where a result was wrong.
+
+    The other parameters and the status are those of `publish`.
+    """
+    try:
+        record = work()
+    except WrongResult as wrong:
+        return report_failure(name, f"{wrong}; no times were written", comm)
+    return publish(record, out, name, comm, table)
+
+
 def report_failure(name: str, reason: object, comm) -> int:
     """Print, on rank 0, that a measurement failed; return 1, the exit status."""
     if comm.rank == 0:
         say(f"failed: {name}: {reason}")
     return 1
+
+
+def check_pictures(folder: str | None, comm) -> None:
+    """Check that rank 0 can write into the folder of ``--pictures``, if it was given.
+
+    Raises
+    ------
+    StoreError
+        The same on every rank, when it cannot.
+    """
+    if folder:
+        make_on_rank_0(
+            lambda: run_file.check_folder(folder, "the pictures' folder", "--pictures"), comm,
+            caught=StoreError, error=StoreError)
 
 
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:

@@ -37,26 +37,28 @@ def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> 
     preset : str or None
         The default preset; None for the best that the machine can.
     """
-    _add_selection(parser, preset)
+    add_selection(parser, preset)
+    measuring.add_out(parser)
     _add_steps(parser)
     _add_arrays(parser)
-    parser.add_argument("--memory", metavar="SIZE", help=(
+    parser.add_argument("--node-memory", metavar="SIZE", help=(
         "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
         "none: no row is (default: the available memory that the system reports; on a GPU none)"))
     measuring.add_stall(parser)
     measuring.add_cluster(parser)
 
 
-def _add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
+def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
+    """Add the options that say which rows are measured, and at what sizes, by default `preset`."""
     default = preset or ("emulated with --equal-tokens where this machine can emulate a cluster "
                          "and ranks are not told what to do, else laptop")
     presets = "; ".join(f"{name}: {preset.about}"
                         for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
-                        help=f"measure rows of these tables: {', '.join(HEADINGS)}, several "
+                        help=f"rows of these tables: {', '.join(HEADINGS)}, several "
                              f"separated by commas, or all (default)")
     parser.add_argument("--scheme", default="paper", metavar="NAMES",
-                        help=f"measure rows of these schemes: {', '.join(TITLES)}, several "
+                        help=f"rows of these schemes: {', '.join(TITLES)}, several "
                              f"separated by commas, all that divide the work, or those of the "
                              f"paper, {', '.join(PAPER)} (default: paper)")
     parser.add_argument("--preset", default=preset, choices=load_tables().presets,
@@ -64,7 +66,6 @@ def _add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
     parser.add_argument("--equal-tokens", action="store_true", help=(
         "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
         "these with that of 3-D, so that speed-ups at equal batches can be read"))
-    measuring.add_out(parser)
 
 
 def _preset_values(name: str) -> str:
@@ -260,16 +261,17 @@ def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Va
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:
-    """Return the bytes of ``--memory``, infinite for none; None if it is not given.
+    """Return the bytes of ``--node-memory``, infinite for none; None if it is not given.
 
     Raises
     ------
     UsageError
         When it is not a size.
     """
-    if arguments.memory is None:
+    if arguments.node_memory is None:
         return None
-    return math.inf if arguments.memory == "none" else memory_fit.parse_size(arguments.memory)
+    given = arguments.node_memory
+    return math.inf if given.lower() == "none" else memory_fit.parse_size(given)
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:

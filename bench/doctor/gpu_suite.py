@@ -1,9 +1,9 @@
-"""Run everything that needs a GPU, one step after another, whatever fails.
+"""Run everything that needs a GPU for ``bench doctor --gpu whole``, whatever fails.
 
 The steps are the doctor, the self-test of every transport, the tests that need a GPU on 1 and 8
-ranks, and each part of ``bench gpu``.  Each is a process of its own with a time limit: one that
-crashes or hangs does not affect the others.  The output of each is in ``DIR/NAME.log`` as soon as
-it is printed, results are in DIR, and ``DIR/summary.txt`` has a line for each.
+ranks, and each part of ``bench measure gpu``.  Each is a process of its own with a time limit: one
+that crashes or hangs does not affect the others.  The output of each is in ``DIR/NAME.log`` as
+soon as it is printed, results are in DIR, and ``DIR/summary.txt`` has a line for each.
 """
 
 import sys
@@ -79,7 +79,7 @@ def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step
         measured["gpu-layer-graph"] = ["--part", "layer", "--graph"]
     scale = ["--backend", "numpy", "--scale", "tiny"] if rehearse else []
     for name, words in measured.items():
-        command = [*python, "bench", "gpu", *words, *scale, "--out", str(out / name)]
+        command = [*python, "bench", "measure", "gpu", *words, *scale, "--out", str(out / name)]
         found.append(Step(name, command, limit))
     return found
 

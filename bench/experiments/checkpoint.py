@@ -74,7 +74,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
             raise WrongResult(f"{differing} {QUANTITY}")
         samples, ended_by = subject.sample(limits)
     except OSError as error:
-        raise UsageError(f"--folder {folder}: {error}") from error
+        raise UsageError(f"--disk {folder}: {error}") from error
     finally:
         # No barrier: all that ends here on every rank has ended in a collective, and where one
         # rank fails alone the others do not come.
@@ -93,7 +93,7 @@ def make_work_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="checkpoint-files-", dir=folder))
     except OSError as error:
-        raise UsageError(f"--folder {folder}: {error}") from error
+        raise UsageError(f"--disk {folder}: {error}") from error
 
 
 def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int,

@@ -9,7 +9,10 @@ from bench.prediction import machine_model
 from bench.records import atomic
 from mm3d.console import say
 
-ADOPTED = "as of "    # begins the sources of figures that were not measured
+HEADER = """\
+# A machine's model for `python -m bench`: `sources` says where each figure is from,
+# `bench.prediction.machine_model.Machine` its units.
+"""
 
 
 def check_writable(option: str, path: Path, comm) -> None:
@@ -65,7 +68,7 @@ def format_machine(machine: machine_model.Machine) -> str:
     """Format a machine as TOML, its numbers with six digits."""
     import tomli_w
     plain = msgspec.to_builtins(machine, str_keys=True)
-    return _header(machine) + tomli_w.dumps(_round_numbers(plain))
+    return HEADER + tomli_w.dumps(_round_numbers(plain))
 
 
 def _round_numbers(value):
@@ -77,16 +80,6 @@ def _round_numbers(value):
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
     return value
-
-
-def _header(machine: machine_model.Machine) -> str:
-    """Return the comments at the top of the file; they name the figures not measured."""
-    adopted = [name for name in machine.__struct_fields__
-               if machine.sources.get(name, "").startswith(ADOPTED)]
-    return "\n".join([
-        "# A machine's model for `python -m bench`: `sources` says where each figure is from,",
-        "# `bench.prediction.machine_model.Machine` its units.",
-        *[f"# Not measured here: {', '.join(adopted)}."] * bool(adopted), ""])
 
 
 def publish_machine(machine: machine_model.Machine | None, path: str | Path, comm) -> int:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError
+from bench.errors import UsageError, require_known
 from bench.text_files import read_text
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
@@ -239,15 +239,13 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     UsageError
         When there is no such machine, the file does not describe one, or it has no such rate.
     """
-    supplied = {Path(file.name).stem: file
-                for file in resources.files("bench.prediction").joinpath("machines").iterdir()
+    folder = resources.files("bench.prediction").joinpath("machines")
+    supplied = {Path(file.name).stem: file for file in sorted(folder.iterdir(), key=str)
                 if file.name.endswith(".toml")}
-    file: Any = Path(name) if name.endswith(".toml") else supplied.get(name)
-    if file is None:
-        raise UsageError(f"machine {name!r} is unknown: choose one of "
-                         f"{', '.join(sorted(supplied))}, or name a .toml file")
+    file: Any = (Path(name) if name.endswith(".toml") else
+                 require_known(supplied, name, "machine", "name a .toml file"))
     text = read_text(file, f"machine file {name}",
-                     f"a .toml file, or one of {', '.join(sorted(supplied))},")
+                     f"a .toml file, or one of {', '.join(supplied)},")
     try:
         tree = {key: value for key, value in tomllib.loads(text).items() if key not in RETIRED}
         problem = _find_problem(tree)

@@ -124,8 +124,9 @@ def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: li
         other = estimate_by_dry_runs(one, grid, name, block)
         if all(other.on(node) <= node.available for node in nodes):
             return (f"{line}--recompute {name} would fit, with "
-                    f"{memory_fit.format_gib(other.on(worst))}; --memory none tries in any case")
-    return f"{line}no policy of recomputation fits; --memory none tries in any case"
+                    f"{memory_fit.format_gib(other.on(worst))}; --node-memory none tries in any "
+                    f"case")
+    return f"{line}no policy of recomputation fits; --node-memory none tries in any case"
 
 
 def check_memory(one: Case, grid: tuple[int, ...], recompute: str, backend: Backend,

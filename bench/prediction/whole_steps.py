@@ -13,8 +13,8 @@ from bench.least_squares import solve_nonnegative
 import mm3d
 from bench.agreement import agree
 from bench.checks import against_serial
-from bench.errors import WrongResult
-from bench.experiments.products import matmul
+from bench.errors import UsageError, WrongResult
+from bench.experiments.products import matmul, operands
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
@@ -28,6 +28,7 @@ from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.trace import Trace
+from mm3d.transport.choice import HOST_TRANSPORTS
 
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
 WORKS_OF_A_LINE = 8    # verified, before a line of progress
@@ -259,3 +260,27 @@ def barriers_by_line(machine: machine_model.Machine, trace: Trace) -> Counter:
         level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
         found[level, event.size] += times * barriers(event)
     return found
+
+
+def check_machine(machine: machine_model.Machine, name: str, comm) -> str:
+    """Return how the collectives of `comm` travel, for which the machine `name` is a model.
+
+    Raises
+    ------
+    UsageError
+        When the machine was measured with other ranks, in another emulated cluster or with
+        another transport.
+    """
+    count = machine.measured_ranks
+    if machine.passes and count != comm.size:
+        raise UsageError(f"--machine {name} was measured with {count} rank{'s' * (count > 1)}, "
+                         f"not {comm.size}: start that many, or calibrate with {comm.size}")
+    machine_model.check_cluster(machine, name)
+    transport = operands.default_transport(comm)
+    if not machine.matches_transport(transport):
+        remedy = ("start more ranks, or " if comm.size == 1 else
+                  f"set MM3D_TRANSPORT={machine.transport}, or "
+                  * (machine.transport in HOST_TRANSPORTS))
+        raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
+                         f"{transport}: {remedy}calibrate again")
+    return transport

@@ -4,51 +4,64 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 
 - a docstring whose first line is its help,
 - ``GROUP``, the heading under which ``--help`` lists it,
-- ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone),
+- ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone), or a function
+  that says so of its options,
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
 - ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.
 
-No verb imports another: they share what is in `bench.command_line`.
+A folder is a verb whose next word is the name of a file in it, such as ``measure matmul``; that
+file is like a verb, without a heading.  No verb imports another: they share what is in
+`bench.command_line`.
 """
 
 import argparse
 import ast
 import importlib
+import importlib.util
 import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, Sequence
 
+from bench.command_line.parser import Parser
 from bench.errors import UsageError
 
-# As a person needs them; a verb that is not here comes last in its group.
-ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "validate", "gemm",
-         "collectives", "matmul", "scalapack", "layer", "experts", "pipeline", "checkpoint",
-         "train", "step", "gpu", "dry", "plan", "predict", "calibrate", "check", "schedule",
-         "cube", "cluster", "doctor", "gpusuite", "start")
+# As a person needs them; what is not here comes last.
+ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "dry",
+         "plan", "predict", "calibrate", "schedule", "cube", "cluster", "doctor",
+         # kinds of measure
+         "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
+         "gpu", "start")
+# What verbs of old names are called.
+RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
+           "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
+           **{name: f"measure {name}" for name in ORDER[16:] if name != "matmul"},
+           "matmul": "measure matmul"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A verb as ``--help`` lists it."""
+    """A verb, or a kind of one, as ``--help`` lists it."""
 
     name: str
     group: str
     about: str
 
 
-def names() -> list[str]:
-    """List the verbs, in the order in which a person needs them."""
-    found = {module.name for module in pkgutil.iter_modules(__path__)}
+def names(verb: str = "") -> list[str]:
+    """List the verbs, or the kinds of `verb`, in the order in which a person needs them."""
+    folder = Path(__path__[0]) / verb
+    found = {module.name for module in pkgutil.iter_modules([str(folder)])}
     return [*(name for name in ORDER if name in found), *sorted(found - {*ORDER})]
 
 
 def load(name: str) -> ModuleType:
-    """Import the verb `name`."""
-    return importlib.import_module(f"{__name__}.{name}")
+    """Import a verb, or a kind such as ``measure matmul``."""
+    return importlib.import_module(".".join([__name__, *name.split()]))
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """A parser that raises its message."""
 
     def error(self, message: str) -> NoReturn:
@@ -64,26 +77,55 @@ def check_words(name: str, words: Sequence[str]) -> None:
     UsageError
         When one of them is unknown, has a wrong value, or is missing.
     """
-    parser = _Parser(add_help=False)
+    parser = _Parser(prog=f"bench {name}", add_help=False)
     load(name).add_options(parser)
     parser.parse_args(words)
 
 
+def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
+              verb: str = "") -> None:
+    """Add all verbs to a parser, or all kinds of `verb`.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        The parser, of the type of theirs.
+    chosen : sequence of str or None
+        The verb, and its kind, whose options are added; None for all.  Others are not imported.
+    verb : str
+        The verb whose kinds are added; "" for verbs.
+    """
+    several = parser.add_subparsers(dest="kind" if verb else "verb", required=True,
+                                    metavar="KIND" if verb else "VERB")
+    for name in names(verb):
+        if chosen is not None and name not in chosen[:1]:
+            several.add_parser(name)
+            continue
+        module = load(f"{verb} {name}")
+        about = first_line(module.__doc__ or "")
+        one = several.add_parser(name, help=about, description=about)
+        if names(name):
+            add_verbs(one, chosen and chosen[1:], name)
+        else:
+            module.add_options(one)
+            one.set_defaults(module=module)
+
+
 def entry(name: str) -> Entry:
-    """Read the heading and the help of the verb `name` from its source, without importing it."""
-    source = pkgutil.get_data(__name__, f"{name}.py")
-    assert source is not None
-    tree = ast.parse(source)
-    group = next(ast.literal_eval(node.value) for node in tree.body
-                 if isinstance(node, ast.Assign)
-                 and [ast.unparse(target) for target in node.targets] == ["GROUP"])
-    return Entry(name, group, first_line(ast.get_docstring(tree) or ""))
+    """Read the heading and the help of a verb from its source, without importing it."""
+    spec = importlib.util.find_spec(".".join([__name__, *name.split()]))
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+    group = next((ast.literal_eval(node.value) for node in tree.body
+                  if isinstance(node, ast.Assign)
+                  and [ast.unparse(target) for target in node.targets] == ["GROUP"]), "Kinds")
+    return Entry(name.split()[-1], group, first_line(ast.get_docstring(tree) or ""))
 
 
-def groups() -> dict[str, list[Entry]]:
-    """List the verbs by heading."""
+def groups(verb: str = "") -> dict[str, list[Entry]]:
+    """List the verbs, or the kinds of `verb`, by heading."""
     found: dict[str, list[Entry]] = {}
-    for one in map(entry, names()):
+    for one in (entry(f"{verb} {name}") for name in names(verb)):
         found.setdefault(one.group, []).append(one)
     return found
 

@@ -3,9 +3,8 @@
 import argparse
 
 from bench.cluster.run import refuse_launcher, run_inside
-from bench.cluster.spec import Cluster, parse_latency, parse_rate
+from bench.command_line import measuring
 from bench.errors import UsageError
-from bench.command_line import options
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -13,20 +12,15 @@ ON_ALL_RANKS = False
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``cluster``."""
-    parser.usage = ("%(prog)s --nodes N --ranks R [--link RATE] [--latency TIME] -- COMMAND ...")
+    parser.usage = f"%(prog)s {measuring.CLUSTER} -- COMMAND ..."
     parser.description += (
         "  Each node is a network namespace with a link of its own to a switch; Linux only, no "
         "root needed.  An mpirun in COMMAND fills one node with ranks after the other.  It has to "
         "be MPICH's or Open MPI's.  COMMAND's exit status is this one's.")
-    parser.add_argument("--nodes", type=options.whole(1), required=True, metavar="N",
-                        help="number of nodes")
-    parser.add_argument("--ranks", type=options.whole(1), required=True, metavar="R",
-                        help="ranks on a node, at most")
-    parser.add_argument("--link", default="unlimited", metavar="RATE", help=(
-        "rate of each node's link in each direction, in bit, kbit, Mbit or Gbit per second, such "
-        "as 200Mbit (default unlimited)"))
-    parser.add_argument("--latency", default="0s", metavar="TIME", help=(
-        "delay of what a node sends, such as 1ms, where the kernel has netem (default none)"))
+    parser.add_argument("where", type=measuring.cluster, metavar=measuring.CLUSTER, help=(
+        "nodes, the most ranks of each, the rate of its link in each direction, in bit, kbit, "
+        "Mbit or Gbit per second (default unlimited), and the delay of what it sends, where the "
+        "kernel has netem (default none): 4x2:200Mbit or 4x2:1Gbit,1ms"))
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND",
                         help="the command and its arguments")
 
@@ -43,7 +37,5 @@ def run(arguments: argparse.Namespace) -> int:
     if not command:
         raise UsageError("no command to run: -- COMMAND would do, such as -- mpirun -n 8 python "
                          "PROGRAM")
-    cluster = Cluster(arguments.nodes, arguments.ranks, parse_rate(arguments.link),
-                      parse_latency(arguments.latency))
     refuse_launcher("cluster")
-    return run_inside(cluster, command)
+    return run_inside(arguments.where, command)

@@ -21,8 +21,8 @@ ON_ALL_RANKS = False
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
-    parser.add_argument("--ranks", type=options.whole(1), default=2, metavar="N",
-                        help="number of ranks that the launcher shall start (default 2)")
+    parser.add_argument("--ranks", type=options.whole(1), metavar="N", help=(
+        "number of ranks that the launcher shall start (default 2; 8 with --gpu whole)"))
     parser.add_argument("--launcher", metavar="COMMAND",
                         help="command that starts that many ranks of a program, such as 'srun "
                              "--mpi=pmix -n 8' (default: mpirun)")
@@ -36,17 +36,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variable", action="append", default=[], type=variable,
                         metavar="NAME=VALUE", help=(
         "fail when this environment variable does not reach a rank; may be repeated"))
-    parser.add_argument("--gpu", action="store_true", help=(
+    parser.add_argument("--gpu", nargs="?", choices=("usable", "whole"), const="usable", help=(
         "also check that the GPU here computes every dtype right, and which transports move its "
-        "arrays"))
+        "arrays; whole: run everything that needs a GPU, one step after another, whatever fails, "
+        "with logs, summary.txt and results in --out"))
+    parser.add_argument("--only", metavar="NAME,...", help=(
+        "with --gpu whole: run these steps alone (default: all); a wrong name lists them"))
+    parser.add_argument("--rehearse", action="store_true", help=(
+        "with --gpu whole: run the steps on NumPy at tiny sizes, without a GPU"))
     parser.add_argument("--device-buffers", action="store_true",
                         help="fail when MPI cannot read and write device memory")
     parser.add_argument("--module", action="append", default=[], metavar="NAME",
                         help="fail when this environment module is not loaded; may be repeated")
     parser.add_argument("--out", metavar="DIR",
                         help="fail when results cannot be written into this folder")
-    parser.add_argument("--limit", type=number(above=True), default=60.0, metavar="SECONDS",
-                        help="the longest that a child job may take (default 60)")
+    parser.add_argument("--limit", type=number(above=True), metavar="SECONDS", help=(
+        "the longest that a child job may take (default 60; 600 with --gpu whole, and half of it "
+        "for a self-test)"))
     parser.add_argument("--seen", metavar="DIR",
                         help="start no child job: read the output of bench.doctor.census in this "
                              "folder, as batch jobs do")
@@ -58,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every finding; return 1 when a check has failed, otherwise 0.
+    """Print every finding, or every step of ``--gpu whole``; return 1 when one failed, else 0.
 
     Raises
     ------
@@ -68,10 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
                          "python -m bench doctor --launcher 'mpirun -n 8'")
+    if arguments.gpu == "whole":
+        return test_gpu(arguments)
+    if arguments.only or arguments.rehearse:
+        raise UsageError("--only and --rehearse are for --gpu whole: give it too, or leave them "
+                         "out")
+    arguments.ranks = arguments.ranks or 2
     facts = Facts(arguments.ranks, launcher_command(arguments), arguments.ranks_per_node,
                   arguments.gpus_per_node, arguments.backend, arguments.device_buffers,
                   dict(arguments.variable), arguments.module,
-                  arguments.out, arguments.limit,
+                  arguments.out, arguments.limit or 60.0,
                   Path(arguments.seen) if arguments.seen else None, arguments.clean)
     checks = list(CHECKS)
     if arguments.gpu:
@@ -86,6 +98,30 @@ def run(arguments: argparse.Namespace) -> int:
         for one in findings:
             say(f"{one.state:8}{one.check:12}{one.text}")
     return int(any(one.state == FAILED for one in findings))
+
+
+def test_gpu(arguments: argparse.Namespace) -> int:
+    """Run the steps of ``--gpu whole``, a line for each; return 1 when one failed, else 0.
+
+    Tests that are all skipped prove nothing: they fail too, but in a rehearsal, which has no GPU.
+
+    Raises
+    ------
+    UsageError
+        When there is no ``--out``, or no such step.
+    """
+    from bench.doctor import gpu_suite
+    if not arguments.out:
+        raise UsageError("--gpu whole writes logs and results: give --out DIR too")
+    out = Path(arguments.out).absolute()
+    steps = gpu_suite.list_steps(out, arguments.ranks or 8, arguments.limit or 600,
+                                 arguments.rehearse)
+    status = 0
+    for outcome in gpu_suite.run_steps(gpu_suite.select_steps(steps, arguments.only), out):
+        say(str(outcome))
+        skipped = outcome.skipped and not arguments.rehearse
+        status = max(status, int(bool(outcome.problem) or skipped))
+    return status
 
 
 def variable(text: str) -> tuple[str, str]:

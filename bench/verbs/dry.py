@@ -13,13 +13,14 @@ from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
 from bench.command_line import expert_options, grids, options, pipeline_options
 from bench.command_line.number_types import MOST_RANKS
+from bench.command_line.scheme_options import add_scheme
 from mm3d import ModelSizes
 from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
-from mm3d.schemes import find_scheme, registry
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 from mm3d.training.mesh import stage_grids
@@ -32,7 +33,7 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``dry``."""
     options.add_model(parser)
-    parser.add_argument("--scheme", default="3d", help="parallelism (default 3d)")
+    add_scheme(parser)
     parser.add_argument("--grid", metavar="XxYxZ",
                         help="sizes of the grid's directions, or auto for the planner's choice; "
                              "with --stages and commas between, one for each stage (default: the "
@@ -41,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
-                        help="gathered operands kept for backward in 3d (default none)")
+                        help="gathered operands that 3d keeps from forward for backward (default "
+                             "none)")
     options.add_overlap(parser, (
         f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
         f"tables count the collectives in flight, and the memory of their buffers"))
@@ -53,14 +55,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--halves", action="store_true", help=(
         "count backward in two halves, as schedules of pipelines compute it: the gradients of "
         "inputs, then those of weights"))
-    parser.add_argument("--causal", action="store_true", help="attention looks backward only")
+    parser.add_argument("--causal", action="store_true",
+                        help="let tokens attend to themselves and earlier ones only")
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending the counts of three, which "
                              "gives the same")
     parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
-        "where N replicas of --ranks ranks divide them, in each stage of ZeRO; with --stages or "
-        "--experts also what the replicas, each with --batch sequences, send each other"))
+        "where N replicas, of equally many ranks and sequences, divide them, in each stage of "
+        "ZeRO; with --stages or --experts also what the replicas send each other"))
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
@@ -71,10 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
+    grids.divide_among_replicas(arguments)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
-    if arguments.scheme not in registry():
-        raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
-                         f"{', '.join(registry())}")
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)

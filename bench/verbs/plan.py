@@ -37,10 +37,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "dry runs and as the documentation of Colossal-AI prints it, and what a Transformer layer "
         "costs the least, the mean and the busiest rank in every scheme"))
     options.add_recompute(parser)
-    pipeline_options.add_replicas(parser, "N replicas of --ranks ranks, each with --batch "
-                                          "sequences")
+    pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
+                                          "batch are divided")
     pipeline_options.add_pipeline(parser, " of a replica")
-    expert_options.add_layers(parser, "--expert-top")
+    expert_options.add_layers(parser)
     options.add_pictures(parser)
     options.add_format(parser, FORMATS)
 
@@ -53,13 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When there are fewer than 2 ranks or no plan to print.
     """
-    pipeline_options.stage_ranks(arguments)
+    pipeline_options.check_stages(arguments)
     if arguments.data and not arguments.stages:
         raise UsageError(f"--data {arguments.data}: give --stages too, such as --stages 1; plans "
                          f"without are of one replica")
+    grids.divide_among_replicas(arguments)
+    pipeline_options.stage_ranks(arguments)
     ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
     if ranks < 2:
-        raise UsageError(f"--ranks {ranks}: at least 2 ranks would do")
+        raise UsageError(f"--ranks {ranks}: at least 2 ranks would do, in each replica")
     machine = machine_model.load_machine(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     experts = expert_options.experts_of(arguments)

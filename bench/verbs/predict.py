@@ -1,20 +1,34 @@
-"""Predict the paper's tables by a machine model fitted on some of their rows."""
+"""Predict the paper's tables, or what was or is measured, by the model of a machine."""
 
 import argparse
 from functools import partial
 
 from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
+from bench.command_line import measuring, options, pipeline_options
 from bench.errors import UsageError
+from bench.instruments import host
 from bench.prediction import machine_model
 from bench.reports.document import Notes
-from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
-from bench.command_line import options, pipeline_options
+from bench.reports.formats import FORMATS, render
 from mm3d.console import say
+from mm3d.schemes import registry
 
 GROUP = "Plan and predict"
-ON_ALL_RANKS = False
+# Options of predictions, and of measurements: each has no use beside the other's.
+PREDICTED = {"results": None, "table": None, "stages": None, "data": None, "grid": None,
+             "pictures": None}
+MEASURED = {"layers": 1, "rounds": 20, "scheme": [], "inside": [], "dtype": "float32", "seed": 0,
+            "out": host.default_out(), "stall": None, "cluster": None}
+
+
+def measures(arguments: argparse.Namespace) -> bool:
+    """Return whether something is measured, on all ranks."""
+    return bool(arguments.matmul or arguments.layer)
+
+
+ON_ALL_RANKS = measures
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_machine(parser)
     parser.add_argument("--results", metavar="DIR",
                         help="set predictions beside the measurements in this folder instead")
-    parser.add_argument("--table", metavar="NAMES", help="weak, strong or all (default)")
+    parser.add_argument("--table", metavar="NAMES", help=(
+        f"rows of these tables: {', '.join(HEADINGS)}, several separated by commas, or all "
+        f"(default)"))
     pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
                                           "batch of a row are divided")
     pipeline_options.add_pipeline(parser, " and replicas")
@@ -32,10 +48,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "scheme, such as a cube)"))
     options.add_pictures(parser)
     options.add_format(parser, FORMATS)
+    add_measured(parser.add_argument_group(
+        "to measure every scheme and grid now, under mpirun, beside the predictions of a machine "
+        "that was calibrated with as many ranks"))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print predictions beside the paper's tables, or beside measurements of ``--results``; 0."""
+def add_measured(parser: argparse._ArgumentGroup) -> None:
+    """Add the options of what is measured."""
+    parser.add_argument("--matmul", type=options.shape, action="append", metavar="M,N,K",
+                        help="a product: C is M x K, the sum has N terms; may be repeated")
+    parser.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
+                        metavar="HIDDEN,HEADS,BATCH,SEQ", help="a Transformer; may be repeated")
+    options.add_sizes(parser, layers=1)
+    parser.add_argument("--rounds", type=options.whole(1), default=20, metavar="N",
+                        help="rounds over all measurements, whose medians count (default 20)")
+    known = [name for name, scheme in registry().items() if scheme.divides_work]
+    parser.add_argument("--scheme", type=options.some_of(*known), default=[], metavar="NAMES",
+                        help=f"only these, separated by commas (default: {', '.join(known)})")
+    parser.add_argument("--inside", type=lambda text: text.split(","), default=[],
+                        metavar="AXES", help=(
+                            "directions such as x,y,z: measure each grid once for each, placed "
+                            "so that lines along it stay inside a node, where ranks fill one node "
+                            "after the other (default: in the order of the grid alone)"))
+    options.add_dtype(parser)
+    measuring.add_seed(parser)
+    measuring.add_out(parser)
+    measuring.add_stall(parser)
+    measuring.add_cluster(parser)
+
+
+def run(arguments: argparse.Namespace, comm=None) -> int:
+    """Print predictions: of the paper's tables, or beside measurements; return the exit status."""
+    for name, default in (PREDICTED if measures(arguments) else MEASURED).items():
+        if getattr(arguments, name) != default:
+            raise UsageError(f"--{name} would do nothing here: it is of predictions "
+                             + ("that are not measured now; leave it, or --matmul and --layer, "
+                                "out" if measures(arguments) else
+                                "that are measured now; give --matmul or --layer too"))
+    if measures(arguments):
+        return _measure(arguments, comm)
     pipeline_options.check_stages(arguments)
     if not arguments.stages:
         _refuse(arguments, ["data", "grid"], "it is of --stages: give that too")
@@ -107,3 +158,49 @@ def _measured(arguments: argparse.Namespace) -> int:
         parts.append(Notes("Left out:", problems))
     say(render(parts, arguments.format))
     return 0
+
+
+def _measure(arguments: argparse.Namespace, comm) -> int:
+    """Measure products and layers, print them beside the model's seconds; 0 when written.
+
+    Raises
+    ------
+    UsageError
+        When a scheme has no grid of so many ranks, or the machine is a model for other ranks,
+        another transport or other dtypes.
+    """
+    from bench.agreement import make_on_rank_0
+    from bench.command_line.publish import publish, report_failure
+    from bench.errors import WrongResult
+    from bench.prediction import whole_steps, work_list
+    from bench.prediction.beside_measured import read_measured
+    from bench.prediction.work import predict_seconds
+    from bench.records.journal import claim_folder
+    from bench.reports.measured_tables import compare_predictions
+    machine = machine_model.load_machine(arguments.machine, arguments.dtype)
+    known = sorted({axis for scheme in registry().values() for axis in scheme.directions})
+    unknown = [axis for axis in arguments.inside if axis not in known]
+    if unknown:
+        raise UsageError(f"--inside {','.join(arguments.inside)}: no grid has a direction "
+                         f"{unknown[0]!r}; {', '.join(known)} would do")
+    transport = whole_steps.check_machine(machine, arguments.machine, comm)
+    out = claim_folder(arguments.out, comm)
+    try:
+        works = work_list.list_works(
+            comm.size, arguments.matmul or (),
+            [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
+            arguments.inside, arguments.scheme)
+        expected = comm.bcast(make_on_rank_0(
+            lambda: [sum(predict_seconds(machine, work, arguments.dtype).values())
+                     for work in works], comm))
+        record = whole_steps.measure_works(works, expected, comm, arguments.dtype, arguments.seed,
+                                           arguments.rounds, transport,
+                                           lambda line: say(line) if comm.rank == 0 else None)
+    except WrongResult as wrong:
+        return report_failure("predict", f"{wrong}; no times were written", comm)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return publish(record if comm.rank == 0 else None, out, "check", comm,
+                   lambda record: render(
+                       compare_predictions(machine, list(read_measured(record))),
+                       arguments.format))

@@ -1,22 +1,55 @@
-"""Write all results of a folder into one HTML page."""
+"""Print the tables of a folder of results, or draw its figures, or write all into an HTML page."""
 
 import argparse
 
-from bench.reports import page
 from bench.command_line import options
+from bench.errors import UsageError
+from bench.reports import formats, merit, page, paper_tables
+from bench.reports.figures import every_figure
+from bench.reports.figures.style import METADATA, NotDrawn
 from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
+NEEDED = {"format": "", "parts": "", "figure_format": "figures", "out": "page"}    # "": tables
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
-    options.add_folder(parser)
+    parser.add_argument("folder", metavar="DIR", help="folder with the .h5 files")
+    parser.add_argument("--parts", action="store_true", default=None, help=(
+        "print the parts of the time of each run, and its figures of merit, instead"))
+    options.add_format(parser, formats.FORMATS)
+    parser.add_argument("--figures", nargs="?", const="", metavar="NAMES", help=(
+        "draw the figures into the folder instead: all, or those whose names begin so, with "
+        "commas between"))
+    parser.add_argument("--figure-format", metavar="NAMES", type=options.some_of(*METADATA), help=(
+        "png, svg or pdf, or several with commas between (default png)"))
+    parser.add_argument("--page", action="store_true", help=(
+        "write tables and figures into one HTML page instead"))
     parser.add_argument("--out", metavar="FILE", help="the page (default DIR/report.html)")
+    parser.set_defaults(format=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and name its file; 0."""
-    say(page.write_page(arguments.folder, arguments.out))
-    return 0
+    """Print the tables, draw the figures, write the page; 1 when one cannot be drawn, else 0."""
+    folder, draws = arguments.folder, arguments.figures is not None
+    for name, needed in NEEDED.items():
+        if getattr(arguments, name) is not None and not (
+                getattr(arguments, needed) not in (None, False) if needed else
+                not draws and not arguments.page):
+            raise UsageError(f"--{name.replace('_', '-')} would do nothing here: "
+                             + (f"give --{needed} too, or leave it out" if needed else
+                                "it is of tables; leave --figures and --page out"))
+    left_out: list[Exception] = []
+    if draws:
+        drawn, left_out = every_figure.draw_figures(
+            folder, tuple(arguments.figure_format or ["png"]), arguments.figures)
+        say(*drawn, *[f"not drawn: {why}" for why in left_out])
+    if arguments.page:
+        say(page.write_page(folder, arguments.out))
+    if not draws and not arguments.page:
+        form = arguments.format or "text"
+        say(formats.render(merit.merit_document(folder), form) if arguments.parts else
+            paper_tables.format_tables(folder, form))
+    return int(any(isinstance(why, NotDrawn) for why in left_out))

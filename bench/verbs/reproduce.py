@@ -261,7 +261,7 @@ def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[st
     if arguments.software_share is not None:
         words.append(f"--software-share={arguments.software_share or 'none'}")
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
-                 "backend", "seed", "stall", "recompute", "memory", "machine", "work_scale"):
+                 "backend", "seed", "stall", "recompute", "node_memory", "machine", "work_scale"):
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name.replace('_', '-')}={value}")

@@ -29,8 +29,7 @@ from bench.reports import link_sweep
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
 from bench.reports.formats import render
-from bench.command_line import grids, link_rates, row_options
-from bench.command_line.number_types import whole
+from bench.command_line import grids, link_rates, options, row_options
 from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.console import say
@@ -44,11 +43,7 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     row_options.add_rows(parser)
-    for name, about in (("layers", "Transformer layers"), ("hidden", "features of a token"),
-                        ("heads", "attention heads"), ("batch", "sequences in a batch"),
-                        ("seq", "tokens in a sequence")):
-        parser.add_argument(f"--{name}", type=whole(1), metavar="N",
-                            help=f"{about} (default: the preset's)")
+    options.add_sizes(parser, **dict.fromkeys(SIZES, "the preset's"))
     parser.add_argument("--rows", metavar="NAMES", help=(
         "measure these rows, instead of --table and --scheme: weak:3d,strong:1d; weak:3d:1d is "
         "the row of 3d with the batch of 1d"))

@@ -23,30 +23,30 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--name", metavar="NAME", help=(
+    what.add_argument("--schedule", type=options.schedule, metavar="NAME", help=(
         f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
         f"is searched for, with one stage a rank"))
     what.add_argument("--file", metavar="FILE", help=(
         "a schedule as this verb prints it, such as an edited one; it is checked"))
     parser.add_argument("--stages", type=options.whole(1), metavar="P",
                         help=(
-        "ranks of the pipeline, each with one or more chunks of layers (needed with --name)"))
+        "ranks of the pipeline, each with one or more chunks of layers (needed with --schedule)"))
     parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
-                        help="micro-batches of a step (needed with --name)")
+                        help="micro-batches of a step (needed with --schedule)")
     parser.add_argument("--times", type=fractions("F,B,W"), default=(Fraction(1),) * 3,
                         metavar="F,B,W", help=(
         "times of all layers of a rank for one micro-batch, in any unit: forward, gradient of the "
         "input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--hop", type=fraction, default=Fraction(0), metavar="TIME",
                         help="time of a message between ranks, in the unit of --times (default 0)")
-    parser.add_argument("--memory", type=fraction, metavar="N", help=(
+    parser.add_argument("--max-activations", type=fraction, metavar="N", help=(
         "the most that auto may hold, in activations of one micro-batch (default: as many as "
         "stages); others that hold more are named"))
     parser.add_argument("--kept", type=fraction, default=Fraction(1), metavar="SHARE",
                         help=(
         "share of the activations, 0 to 1, kept after the gradient of the input until that of the "
         "weights is done (default 1)"))
-    parser.add_argument("--compare", type=lambda text: text.split(","), default=[],
+    parser.add_argument("--beside", type=options.schedules, default=[],
                         metavar="NAMES", help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
                         help="draw all of them: .png, .svg or .pdf")
@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a schedule and what it costs, and draw it; UsageError when that cannot be."""
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
-    names = list(dict.fromkeys([*[arguments.name] * (not schedule), *arguments.compare]))
+    names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
     schedule_costs.check_requests(names, pipeline, bool(arguments.curves))
     if schedule:
         timelines = {arguments.file: schedule_costs.timed_schedule(schedule, pipeline)}
     else:
-        timelines = {arguments.name: schedule_costs.timed(arguments.name, pipeline)}
+        timelines = {arguments.schedule: schedule_costs.timed(arguments.schedule, pipeline)}
     first = next(iter(timelines.values()))
-    timelines |= {name: schedule_costs.timed(name, pipeline) for name in arguments.compare}
+    timelines |= {name: schedule_costs.timed(name, pipeline) for name in arguments.beside}
     warnings = [f"MEMORY: {name} {problem}" for name, timeline in timelines.items()
                 if (problem := schedule_costs.over_memory(timeline, pipeline))]
     say(format_schedule(first.schedule))
@@ -88,8 +88,9 @@ def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
         if schedule and value not in (None, getattr(schedule, own)):
             raise UsageError(f"--{option} {value}: {arguments.file} has {getattr(schedule, own)}")
         if not schedule and value is None:
-            raise UsageError(f"--name {arguments.name}: give --{option} too")
+            raise UsageError(f"--schedule {arguments.schedule}: give --{option} too")
         sizes.append(getattr(schedule, own) if schedule else value)
     if arguments.kept > 1:
         raise UsageError(f"--kept {arguments.kept}: a share from 0 to 1 would do")
-    return Pipeline(*sizes, arguments.times, arguments.hop, arguments.memory, arguments.kept)
+    return Pipeline(*sizes, arguments.times, arguments.hop, arguments.max_activations,
+                    arguments.kept)

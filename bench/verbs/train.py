@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError, WrongResult
+from bench.errors import UsageError, WrongResult
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
@@ -22,9 +22,8 @@ from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.reports.figures import style
 from bench.command_line import config_options, expert_options, measuring, options
 from bench.command_line.number_types import MOST_SECONDS, number
-from bench.command_line.publish import publish, report_failure
+from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.clock import wait_patiently
-from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.micro_tables import format_record
@@ -44,6 +43,8 @@ COURSE = tuple(Course.__dataclass_fields__)
 QUIET = 10.0    # seconds without a line of progress, at most
 FIELDS = ("layers", "hidden", "heads", "batch", "seq", "steps", "seed", "dropout", "optimizer",
           "lr", "warmup", "weight_decay", "clip", "momentum", "dtype")
+# Options of other names than the fields of `Plan` and `Course` that they set.
+OPTIONS = {"warmup": "lr_warmup", "keep": "keep_checkpoints", "max_seconds": "stop_after"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,15 +54,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     config_options.add_mesh(parser)
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
-    config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of)
+    config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
+                              renamed=OPTIONS)
     parser.add_argument("--untied", action="store_true", help=(
         "give the head a matrix of its own, instead of the embedding's table"))
     add_course(parser)
     parser.add_argument("--sample", type=options.whole(1), metavar="N",
                         help="print N bytes that the trained model writes")
-    parser.add_argument("--torch", metavar="PYTHON", help=(
-        "train the same model by PyTorch afterwards, by this interpreter, from the same "
-        "parameters on the same batches"))
+    options.add_torch(parser, "the same model is trained afterwards, from the same parameters on "
+                              "the same batches")
     parser.add_argument("--compare", action="store_true", help=(
         "instead, train the same steps on one rank and on a list of meshes of these ranks, and "
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
@@ -80,16 +81,21 @@ def add_course(parser: argparse.ArgumentParser) -> None:
             ("save-every", "steps between two checkpoints"),
             ("keep", "newest checkpoints that are kept")):
         default = getattr(Course, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=options.whole(1), metavar="N",
+        parser.add_argument(option_of(name), type=options.whole(1), metavar="N",
                             help=f"{about} (default {default})")
     parser.add_argument("--checkpoints", metavar="DIR", help=(
         f"folder of the checkpoints, from which the same command goes on (default: a folder of "
         f"its own for each text and settings, in ./{CHECKPOINTS}); none for none"))
-    parser.add_argument("--max-seconds", metavar="SECONDS", type=number(
+    parser.add_argument("--stop-after", metavar="SECONDS", type=number(
         above=True, most=MOST_SECONDS), help=(
         "stop after this time with a checkpoint, as after Ctrl-C (default: no limit)"))
     parser.add_argument("--stop-file", metavar="FILE", help=(
         "stop with a checkpoint when this file exists, as a job does near its time limit"))
+
+
+def option_of(name: str) -> str:
+    """Return the option that sets a field of `Plan` or `Course`."""
+    return f"--{OPTIONS.get(name, name).replace('_', '-')}"
 
 
 def default_of(name: str) -> str:
@@ -105,10 +111,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         torch_training.check_torch(plan)
         make_on_rank_0(lambda: check_interpreter(arguments.torch), comm,
                        wait=wait_patiently)
-    if arguments.pictures:
-        make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
-                                                     "--pictures"),
-                       comm, caught=StoreError, error=StoreError)
+    check_pictures(arguments.pictures, comm)
     measuring.check_model_memory(plan.layers, plan.hidden, plan.batch * plan.seq,
                                  arguments.backend, comm)
     text = share_text(arguments.text, plan.batch, plan.seq, comm)
@@ -130,7 +133,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     """Return what is trained: the options that were given, and defaults for the others."""
     start = COMPARED if arguments.compare else TRAINED
     given = {name: value for name in start.settings()
-             if (value := getattr(arguments, name, None)) is not None}
+             if (value := getattr(arguments, OPTIONS.get(name, name), None)) is not None}
     if arguments.compare:
         refuse_unused(arguments)
     plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied,
@@ -146,7 +149,7 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
             (plan.experts is None, "expert-parallel", division.expert_parallel - 1 and
              division.expert_parallel, "--experts 8"),
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
-            (plan.optimizer == "sgd", "warmup", plan.warmup, "--optimizer adamw")):
+            (plan.optimizer == "sgd", "lr-warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
             raise UsageError(f"--{option} {value:g} would do nothing here: {remedy} would do, or "
                              f"leave it out")
@@ -155,8 +158,8 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
 def refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
     for name in ("torch", "sample", *COURSE):
-        if getattr(arguments, name, None) is not None:
-            raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
+        if getattr(arguments, OPTIONS.get(name, name), None) is not None:
+            raise UsageError(f"--compare with {option_of(name)}: it trains many models "
                              f"for a few steps; leave one of them out")
     for name in config_options.read(Division, arguments).given():
         raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains on a list of "
@@ -169,7 +172,8 @@ def make_course(arguments: argparse.Namespace, training: Training) -> Course:
     if folder is None:
         digest = hashlib.blake2b(json.dumps(training.settings()).encode(), digest_size=4)
         folder = str(Path(CHECKPOINTS) / digest.hexdigest())
-    given = {name: value for name in COURSE if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name in COURSE
+             if (value := getattr(arguments, OPTIONS.get(name, name))) is not None}
     return Course(**given | {"checkpoints": None if folder == "none" else folder})
 
 

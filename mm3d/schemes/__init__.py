@@ -4,6 +4,7 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 
+from mm3d.names import find_name
 from mm3d.schemes.scheme import SCHEMES, Scheme
 
 
@@ -21,7 +22,7 @@ def registry() -> dict[str, type[Scheme]]:
 
 
 def find_scheme(name: str) -> type[Scheme]:
-    """Return the class of the scheme called `name`.
+    """Return the class of the scheme called `name`, as ``3d`` or ``3D``.
 
     Raises
     ------
@@ -29,6 +30,4 @@ def find_scheme(name: str) -> type[Scheme]:
         When there is none.
     """
     known = registry()
-    if name not in known:
-        raise ValueError(f"scheme {name!r} is unknown: choose one of {', '.join(known)}")
-    return known[name]
+    return known[find_name(name, known, "scheme")]

@@ -29,7 +29,7 @@ def test_a_policy_is_refused_as_it_is_typed(program, verb):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("words", [["collectives"], ["train", "--steps", "1"]])
+@pytest.mark.parametrize("words", [["measure", "collectives"], ["train", "--steps", "1"]])
 def test_a_grid_is_advised_as_it_is_typed(tmp_path, words):
     done = run_ranks(2, "-m", "bench", *words, "--out", str(tmp_path))
     assert done.returncode == 2

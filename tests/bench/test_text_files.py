@@ -94,9 +94,12 @@ def loops(tmp_path):
 
 
 @pytest.mark.parametrize("words, status", [
-    (["table", "."], 0), (["table", "loop"], 2), (["report", "."], 0), (["report", "loop"], 2),
-    (["report", ".", "--out", "loop"], 2), (["validate", "."], 1), (["validate", "loop"], 2),
-    (["merge", "loop", "."], 2), (["merge", "all.h5", "loop.h5"], 2), (["plot", "loop"], 2),
+    (["report", "."], 0), (["report", "loop"], 2), (["report", ".", "--page"], 0),
+    (["report", "loop", "--page"], 2),
+    (["report", ".", "--page", "--out", "loop"], 2), (["validate", "."], 1), (["validate", "loop"],
+                                                                              2),
+    (["merge", "loop", "."], 2), (["merge", "all.h5", "loop.h5"], 2),
+    (["report", "loop", "--figures"], 2),
     (["compare", ".", "loop"], 2), (["predict", "--results", "loop"], 2), (["cube", "loop"], 2),
     (["cube", "loop/a.png"], 1), (["schedule", "--file", "loop"], 2),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "loop.toml"], 2)])

@@ -16,7 +16,7 @@ import mm3d
 from support import ROOT
 
 FLOORS = {
-    "mm3d": ["console", "blas_kernels control_groups", "launcher shared_room",
+    "mm3d": ["console names", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
              "config", "tracing training", "checkpoints", "selftest", "__init__", "examples"],
     "bench": ["errors mpi statistics least_squares", "text_files", "agreement", "cases cluster",
@@ -28,7 +28,7 @@ FLOORS = {
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 # Rooms that see less than what lies below them.
 NARROWER = {
-    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays", "mm3d.launcher"},
+    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays", "mm3d.launcher", "mm3d.names"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "mm3d.console",
                       # whose parsers read the texts of a record
@@ -239,8 +239,6 @@ REACH = {
     **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
     "bench.verbs.merge": (60, 8000),
     "bench.verbs.compare": (60, 8250),    # 60 files, 8,000 lines, and so the next four
-    "bench.verbs.table": (117, 18100),
-    "bench.verbs.plot": (140, 21750),
     "bench.verbs.report": (141, 21900),
     "bench.verbs.validate": (113, 17500),
     "bench.verbs.run": (157, 24700)}    # 120 files, 16,000 lines

@@ -99,9 +99,9 @@ def test_the_oldest_of_everything_works_together(parent):
     run("-m", "bench", "doctor", "--ranks", "2", "--out", "out")
     run("-m", "bench", "reproduce", "--preset", "tiny", "--scheme", "3d", "--table", "weak",
         "--ranks", "8", "--out", "out")
-    assert "3-D" in run("-m", "bench", "table", "out")
+    assert "3-D" in run("-m", "bench", "report", "out")
     run("-m", "bench", "validate", "out")
-    run("-m", "bench", "report", "out")
+    run("-m", "bench", "report", "out", "--page")
     mpirun = str(parent / "oldest" / "bin" / "mpirun")
     trained = outside(parent, mpirun, "-n", "2", python, "-m", "bench", "train", "--scheme", "1d",
                       "--steps", "3", "--out", "out")

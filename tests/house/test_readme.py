@@ -26,10 +26,14 @@ WRITTEN = {"jobs/all.h5"}
 TESTED = {"MM3D_CUDA_MPI"}    # variables that README gives to the tests
 
 
-def verbs(program: str) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each verb."""
-    return next(action.choices for action in PROGRAMS[program]()._actions
-                if isinstance(action, argparse._SubParsersAction))
+def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each verb, and of each kind of one."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, one in action.choices.items():
+                found |= {name: one} | verbs(one)
+    return found
 
 
 def commands() -> set[tuple[str, str]]:
@@ -41,7 +45,7 @@ def commands() -> set[tuple[str, str]]:
 @pytest.mark.parametrize("program, words", sorted(commands()))
 def test_commands_are_understood(program, words):
     first, *rest = shlex.split(words)
-    assert first in verbs(program) or first == "--help"
+    assert first in verbs(PROGRAMS[program]()) or first == "--help"
     if rest == ["--schema"]:    # printed at once
         with pytest.raises(SystemExit, match="^(None|0)$"):
             PROGRAMS[program]().parse_args([first, *rest])
@@ -51,8 +55,9 @@ def test_commands_are_understood(program, words):
 
 def test_options_are_those_of_some_verb():
     named = {found[1] for word in LITERALS if (found := re.match(r"(--[a-z-]+)", word))}
-    known = {option for program in PROGRAMS for verb in verbs(program).values()
-             for option in verb._option_string_actions}
+    programs = [program() for program in PROGRAMS.values()]
+    known = {option for program in programs for one in (program, *verbs(program).values())
+             for option in one._option_string_actions}
     assert len(named) > 10 and named - OTHERS <= known
 
 

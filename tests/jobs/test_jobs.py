@@ -299,7 +299,8 @@ def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
     assert done.returncode == 0 and ended.read_text() == "done\n", done.stderr
     said = (tmp_path / "said").read_text()
     assert "doctor" in said and "--stop-file" not in said
-    assert "-m bench pipeline" in script.read_text() and "'1f1b,zb-h1'" in script.read_text()
+    text = script.read_text()
+    assert "-m bench measure pipeline" in text and "'1f1b,zb-h1'" in text
     assert not {"stop", "USR1"} & set(re.findall(r"[A-Z1]+|[a-z]+", script.read_text()))
     assert main(["pipeline", "--site", name, "--ranks", "8", "--out", str(out)]) == 2
     assert ("pipeline: after --: the following arguments are required: --stages"
@@ -355,8 +356,8 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--", "--max-seconds=5"],
-     "after --: --max-seconds: the job says it, or has no use for it; leave it out"),
+    (["--", "--stop-after=5"],
+     "after --: --stop-after: the job says it, or has no use for it; leave it out"),
     (["--", "--checkpoints", "x"], "--checkpoints: "), (["--", "--compare"], "--compare: "),
     (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
 def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):
@@ -454,13 +455,13 @@ def test_how_pipelines_and_trainings_stand(tmp_path, monkeypatch, capsys):
     assert status(_7="RUNNING", _9="PENDING") == [
         "pipeline flow: running, job 7; jobs/logs/mm3d-flow-7.out: 1f1b 8",
         "training whale: waiting, job 9; Priority; no checkpoint yet"]
-    for name, job, why in (("flow", 7, "bench pipeline ended with status 3, see the log"),
+    for name, job, why in (("flow", 7, "bench measure pipeline ended with status 3, see the log"),
                            ("whale", 9, "stopped near the time limit, status 0")):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / f"ended-{job}").write_text(why + "\n")
     assert status() == [
-        "pipeline flow: failed, job 7; TIMEOUT; bench pipeline ended with status 3, see the log; "
-        "jobs/logs/mm3d-flow-7.out: 1f1b 8",
+        "pipeline flow: failed, job 7; TIMEOUT; bench measure pipeline ended with status 3, see "
+        "the log; jobs/logs/mm3d-flow-7.out: 1f1b 8",
         "training whale: stopped early, job 9; TIMEOUT; stopped near the time limit, status 0; "
         "no checkpoint yet"]
     (folder / "runs" / "flow" / "ended-7").write_text("done\n")

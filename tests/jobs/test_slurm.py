@@ -58,8 +58,9 @@ def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_pa
 
 def test_tasks_without_an_mpi_say_what_is_wrong_once(cluster):
     done = cluster.command("srun", "--mpi=none", "--nodes=2", "--ntasks=4", sys.executable, "-m",
-                           "bench", "layer", "--hidden", "7", "--scheme", "3d", cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.count("error: --hidden 7 --head 64") == 1
+                           "bench", "measure", "layer", "--hidden", "7", "--scheme", "3d",
+                           cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("error: --hidden 7 --head-size 64") == 1
 
 
 def test_two_who_submit_at_once(cluster, tmp_path):

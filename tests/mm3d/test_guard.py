@@ -105,7 +105,7 @@ def test_where_it_is_installed(ranks, before, variables, name):
 
 def test_ranks_that_leave_together_are_left_alone():
     """As those of bench do when all refuse the same arguments: no word of an aborted job."""
-    done = run_ranks(2, "-m", "bench", "matmul", "--shape", "nonsense")
+    done = run_ranks(2, "-m", "bench", "measure", "matmul", "--shape", "nonsense")
     assert done.returncode == 2 and "Abort" not in done.stderr, done.stderr
 
 
@@ -174,11 +174,11 @@ raise ValueError("the same")
 def test_an_error_of_the_program_itself_on_all_ranks_is_printed_once():
     done = run_ranks(3, "-c", """
 from bench import verbs, __main__ as program
-verb = verbs.load("gemm")
+verb = verbs.load("measure gemm")
 def run(*_):
     raise ZeroDivisionError("a mistake")
 verb.run = run
-program.main(["gemm", "--sizes", "8"])
+program.main(["measure", "gemm", "--sizes", "8"])
 """)
     text = done.stdout + done.stderr
     assert done.returncode and text.count("ZeroDivisionError: a mistake") == 1, text

@@ -2,7 +2,6 @@
 import io
 from contextlib import redirect_stderr, redirect_stdout
 
-from bench import verbs
 from bench.__main__ import parser
 from bench.errors import StoreError, UsageError
 
@@ -13,8 +12,8 @@ def refused(comm, *words: str) -> str:
     printed, error = io.StringIO(), ""
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
-            arguments = parser(words[0]).parse_args(words)
-            status = verbs.load(words[0]).run(arguments, comm)
+            arguments = parser(words[:2]).parse_args(words)
+            status = arguments.module.run(arguments, comm)
         except (UsageError, StoreError) as caught:
             status, error = 2, f"error: {caught}\n"
         except SystemExit as ended:

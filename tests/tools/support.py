@@ -54,7 +54,7 @@ def run_python(*argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None 
     Parameters
     ----------
     *argv : str
-        Arguments of the interpreter, such as `"-m", "bench", "table", folder`.
+        Arguments of the interpreter, such as `"-m", "bench", "report", folder`.
     timeout : float
         Seconds after which the program and all that it started are killed.
     cwd : path, optional

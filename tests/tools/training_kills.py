@@ -32,7 +32,7 @@ from support import ROOT, clean_environment
 
 STEPS, PATIENCE = 60, 10.0    # the latter in seconds
 OPTIONS = ("--layers", "2", "--hidden", "16", "--heads", "2", "--batch", "4", "--seq", "8",
-           "--steps", str(STEPS), "--warmup", "5", "--dropout", "0.1",
+           "--steps", str(STEPS), "--lr-warmup", "5", "--dropout", "0.1",
            "--data", "2", "--zero", "2", "--microbatches", "2", "--save-every", "3",
            "--validate-every", "7")
 SCHEMES = {2: "serial", 4: "1d"}    # by the number of ranks

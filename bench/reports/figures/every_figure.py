@@ -92,8 +92,8 @@ def _sizes(record: Measurements) -> str:
     return f"{chosen['form']}-{'x'.join(str(chosen[letter]) for letter in 'MNK')}"
 
 
-def draw_figures(folder: str | Path,
-                 formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
+def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
+                 names: str = "") -> tuple[list[Path], list[LeftOut]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
     Parameters
@@ -102,6 +102,8 @@ def draw_figures(folder: str | Path,
         With the results.
     formats : tuple of str
         Of `style.METADATA`.
+    names : str
+        Beginnings of the names of figures, with commas between; "" draws all.
 
     Returns
     -------
@@ -113,14 +115,15 @@ def draw_figures(folder: str | Path,
     StoreError
         When there are no results in `folder`.
     UsageError
-        When a format is unknown.
+        When no figure has such a name.
     """
-    unknown = [form for form in formats if form not in style.METADATA]
-    if unknown:
-        raise UsageError(f"--format {','.join(formats)}: {', '.join(style.METADATA)} would do, "
-                         f"with commas between")
     found = read_folder(folder)
-    drawn, left_out = style.save_drawings(make_drawings(found), found.folder, formats)
+    drawings = [one for one in make_drawings(found)
+                if one.name.casefold().startswith(tuple(names.casefold().split(",")))]
+    if names and not drawings:
+        raise UsageError(f"--figures {names}: none of "
+                         f"{', '.join(one.name for one in make_drawings(found)) or 'no figures'}")
+    drawn, left_out = style.save_drawings(drawings, found.folder, formats)
     if not drawn and not left_out:
         left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
     return drawn, left_out

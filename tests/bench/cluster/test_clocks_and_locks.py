@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.limit(400)]
 
 
 def inside(*words, **options):
-    done = run_python("-m", "bench", "cluster", "--nodes=2", "--ranks=2", "--link=100Mbit", "--",
+    done = run_python("-m", "bench", "cluster", "2x2:100Mbit", "--",
                       *words, cwd=ROOT, timeout=300, **options)
     if done.returncode == 2 and "error: this kernel" in done.stderr:
         pytest.skip(done.stderr.strip())

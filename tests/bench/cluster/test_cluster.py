@@ -22,8 +22,7 @@ SHARE = 2 ** 20
 
 def cluster(*words, nodes=2, ranks=2, link="100Mbit", **options):
     """Run ``bench cluster``; the test is skipped where the kernel refuses."""
-    done = run_python("-m", "bench", "cluster", f"--nodes={nodes}", f"--ranks={ranks}",
-                      f"--link={link}", "--", *words, **options)
+    done = run_python("-m", "bench", "cluster", f"{nodes}x{ranks}:{link}", "--", *words, **options)
     if done.returncode == 2 and "error: this kernel" in done.stderr:
         pytest.skip(done.stderr.strip())
     return done
@@ -69,7 +68,7 @@ def test_links_take_no_packets_apart(link):
     (["mpirun", "-n", "5", "true"], 2, "error: 5 ranks on 2 nodes of 2: at most 4 would do"),
     (["sh", "-c", "kill -9 $$"], 137, ""),
     (["sh", "-c", "kill -9 1; sleep 1; exit 5"], 5, ""),    # process 1 is out of reach inside
-    ([sys.executable, "-m", "bench", "cluster", "--nodes=1", "--ranks=1", "--", "true"], 2,
+    ([sys.executable, "-m", "bench", "cluster", "1x1", "--", "true"], 2,
      "error: this is inside an emulated cluster already"),
     (["on-node", "2", "true"], 1, "error: there is no node '2': 0 to 1 would do")])
 def test_failures_inside(words, status, message):
@@ -92,7 +91,7 @@ def test_nodes_and_networks_of_the_users_own_are_refused(words, message):
 
 @pytest.mark.slow
 def test_latency_where_the_kernel_has_it():
-    done = run_python("-m", "bench", "cluster", "--nodes=2", "--ranks=1", "--latency=20ms", "--",
+    done = run_python("-m", "bench", "cluster", "2x1:unlimited,20ms", "--",
                       "mpirun", "-n", "2", sys.executable, RANKS_OF_NODES, "1")
     if done.returncode == 2:
         assert done.stderr.count("\n") == 1
@@ -110,7 +109,7 @@ def test_a_kernel_without_user_namespaces():
         "namespaces.unshare(namespaces.USER)\n"
         "open('/proc/self/uid_map', 'w').write(f'0 {user} 1')\n"
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
-        "os.execv(sys.executable, [sys.executable, *'-m bench cluster --nodes=2 --ranks=2 "
+        "os.execv(sys.executable, [sys.executable, *'-m bench cluster 2x2 "
         "-- true'.split()])"))
     if "namespaces.unshare" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
@@ -137,7 +136,7 @@ def test_a_kernel_without_a_filter(kind, message):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on(number, tmp_path):
     script = "trap 'echo ended; exit 9' INT TERM; echo begun; while :; do sleep 0.1; done"
-    command = [sys.executable, "-m", "bench", "cluster", "--nodes=1", "--ranks=1", "--", "sh",
+    command = [sys.executable, "-m", "bench", "cluster", "1x1", "--", "sh",
                "-c", script]
     # What was started in the background of a shell ignores SIGINT, and so do its children.
     with subprocess.Popen(command, env=clean_environment(), text=True, cwd=ROOT,
@@ -152,7 +151,7 @@ def test_signals_are_passed_on(number, tmp_path):
 
 @pytest.mark.slow
 def test_two_clusters_beside_each_other():
-    command = [sys.executable, "-m", "bench", "cluster", "--nodes=2", "--ranks=1", "--", "mpirun",
+    command = [sys.executable, "-m", "bench", "cluster", "2x1", "--", "mpirun",
                "sh", "-c", "hostname; sleep 2"]
     begun = time.monotonic()
     both = [subprocess.Popen(command, env=clean_environment(), text=True, cwd=ROOT,
@@ -167,7 +166,7 @@ def test_two_clusters_beside_each_other():
 
 @pytest.mark.slow
 def test_a_verb_and_its_file(tmp_path):
-    done = run_python("-m", "bench", "matmul", "--shape=64", "--repetitions=1",
+    done = run_python("-m", "bench", "measure", "matmul", "--shape=64", "--repetitions=1",
                       "--max-repetitions=1", "--cluster=2x2:1Gbit", "--grid=2x2x1",
                       f"--out={tmp_path}")
     if done.returncode == 2 and "error: this kernel" in done.stderr:

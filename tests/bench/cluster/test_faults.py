@@ -23,8 +23,8 @@ pytestmark = pytest.mark.limit(600)
 
 def broken(fault, node, line, size, *command, nodes=2, ranks=2):
     """Run a command that is broken in the middle; what it printed, errors, and how it ended."""
-    done = run_python("-m", "bench", "cluster", f"--nodes={nodes}", f"--ranks={ranks}",
-                      "--link=100Mbit", "--", sys.executable, BREAK, str(node), fault, line,
+    done = run_python("-m", "bench", "cluster", f"{nodes}x{ranks}:100Mbit", "--", sys.executable,
+                      BREAK, str(node), fault, line,
                       str(size), *command, timeout=400, cwd=ROOT)
     if done.returncode == 2 and "error: this kernel" in done.stderr:
         pytest.skip(done.stderr.strip())

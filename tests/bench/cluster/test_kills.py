@@ -123,7 +123,7 @@ def kill_clusters(starts: int, python: str, **variables: str) -> None:
     for start in range(starts):
         mark = f"MARK_OF_A_TEST={secrets.token_hex(8)}"
         name, _, value = mark.partition("=")
-        command = [python, "-m", "bench", "cluster", "--nodes=3", "--ranks=2", "--link=1Gbit",
+        command = [python, "-m", "bench", "cluster", "3x2:1Gbit",
                    "--", "mpirun", python, "-c",
                    "import time; from mpi4py import MPI; time.sleep(600)"]
         process = subprocess.Popen(command, env=clean_environment(**variables | {name: value}),

@@ -30,7 +30,7 @@ def bench(tmp_path):
 @pytest.mark.slow
 def test_ranks_and_links(bench):
     """Ranks share the memory of their node alone; between nodes every byte takes the link."""
-    done = bench("cluster", "--nodes=2", "--ranks=2", "--link=100Mbit", "--", "sh", "-c",
+    done = bench("cluster", "2x2:100Mbit", "--", "sh", "-c",
                  f"on-node 1 touch /dev/shm/mine-1; mpirun {sys.executable} {RANKS_OF_NODES} "
                  f"{SHARE}; exit 7")
     assert done.returncode == 7, done.stdout + done.stderr
@@ -49,7 +49,7 @@ def test_ranks_and_links(bench):
     (["-n", "5", "true"], "error: 5 ranks on 2 nodes of 2: at most 4 would do"),
     (["--mca", "btl", "self,tcp,uct", "true"], "error: OMPI_MCA_btl=self,tcp,uct: an emulated")])
 def test_failures_inside(bench, words, message):
-    done = bench("cluster", "--nodes=2", "--ranks=2", "--", "mpirun", *words)
+    done = bench("cluster", "2x2", "--", "mpirun", *words)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
 
@@ -57,7 +57,7 @@ def test_failures_inside(bench, words, message):
 @pytest.mark.slow
 def test_a_product(bench, tmp_path):
     """Verified, counted, and no faster than the link lets its words pass."""
-    done = bench("matmul", "--shape=512", "--grid=2x2x1", "--repetitions=3",
+    done = bench("measure", "matmul", "--shape=512", "--grid=2x2x1", "--repetitions=3",
                  "--max-repetitions=3", "--cluster=2x2:200Mbit", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     run = run_file.read_run(next(tmp_path.glob("*.h5")))
@@ -76,7 +76,7 @@ def test_a_product(bench, tmp_path):
 def test_a_link_that_is_cut(bench, tmp_path):
     """The first of two rows is done; the second is under way, and the job ends with the reason,
     though a daemon of Open MPI is left on the node."""
-    done = bench("cluster", "--nodes=2", "--ranks=2", "--link=100Mbit", "--",
+    done = bench("cluster", "2x2:100Mbit", "--",
                  sys.executable, BREAK, "1", "cut+restore", "done: ", "100000",
                  sys.executable, "-m", "bench", "reproduce", "--preset=tiny", "--scheme=1d-sp",
                  "--ranks=4", "--repetitions=2", "--max-repetitions=2", "--stall=15", "--order=1",

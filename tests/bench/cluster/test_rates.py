@@ -66,7 +66,7 @@ def in_cluster(*words):
 
 @pytest.mark.slow
 def test_a_rate_is_changed_while_ranks_run():
-    words = in_cluster("-m", "bench", "cluster", "--nodes=2", "--ranks=1", "--link=1Gbit", "--",
+    words = in_cluster("-m", "bench", "cluster", "2x1:1Gbit", "--",
                        "mpirun", sys.executable, "-c", MEASURE)
     fast, slow, free = map(float, words.split())
     assert slow >= 0.9 * 2 ** 23 / 2e7 > fast >= 0.9 * 2 ** 23 / 2e8 and free < slow / 4

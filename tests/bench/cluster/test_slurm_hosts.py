@@ -19,7 +19,7 @@ def test_a_row_on_two_hosts_by_each_launcher(tmp_path):
     """From submission to the result: pre-flight, placement, and the checks of the row."""
     if slurm_cluster.missing():
         pytest.skip(slurm_cluster.missing())
-    done = run_python("-m", "bench", "cluster", "--nodes=2", "--ranks=4", "--link=1Gbit", "--",
+    done = run_python("-m", "bench", "cluster", "2x4:1Gbit", "--",
                       sys.executable, HOSTS, str(tmp_path), "srun", "mpirun", timeout=800,
                       cwd=ROOT, PYTHONPATH=os.pathsep.join((str(ROOT), TOOLS)))
     if done.returncode == 2 and "error: this kernel" in done.stderr:

@@ -46,24 +46,30 @@ def test_a_wrong_cluster_is_refused(text, message, capsys):
     with pytest.raises(UsageError, match=message):
         Cluster.parse(text)
     with pytest.raises(SystemExit) as ended:
-        main(["matmul", "--shape=8", f"--cluster={text}"])
+        main(["measure", "matmul", "--shape=8", f"--cluster={text}"])
     assert ended.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--nodes=2", "--ranks=2"], "no command to run"),
-    (["--nodes=251", "--ranks=2", "--", "true"], "251 nodes: 1 to 250"),
-    (["--nodes=2", "--ranks=2", "--link=quick", "--", "true"], "link 'quick'"),
-    (["--nodes=2", "--ranks=2", "--latency=1", "--", "true"], "latency '1'"),
+    (["251x2", "--", "true"], "251 nodes: 1 to 250"),
+    (["2x2:quick", "--", "true"], "link 'quick'"),
+    (["2x2:unlimited,1", "--", "true"], "latency '1'"),
 ])
 def test_a_wrong_verb_is_refused(words, message, capfd):
-    assert main(["cluster", *words]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", *words])
     error = capfd.readouterr().err
+    assert ended.value.code == 2
     assert message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["cluster", "--nodes=2", "--ranks=2", "--", "true"],
-                                   ["matmul", "--shape=8", "--cluster=2x2:1Gbit"],
+def test_a_cluster_needs_a_command(capfd):
+    assert main(["cluster", "2x2"]) == 2
+    assert "no command to run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["cluster", "2x2", "--", "true"],
+                                   ["measure", "matmul", "--shape=8", "--cluster=2x2:1Gbit"],
                                    ["reproduce", "--cluster=2x2:1Gbit"]])
 def test_mpirun_goes_inside(words, monkeypatch, capfd):
     monkeypatch.setenv("PMI_RANK", "0")
@@ -75,7 +81,7 @@ def test_another_cluster_inside_is_refused(monkeypatch, capfd):
     for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(VARIABLE, Cluster(2, 2).to_environment())
-    assert main(["matmul", "--shape=8", "--cluster=2x2:1Gbit"]) == 2
+    assert main(["measure", "matmul", "--shape=8", "--cluster=2x2:1Gbit"]) == 2
     assert "inside an emulated cluster already" in capfd.readouterr().err
 
 

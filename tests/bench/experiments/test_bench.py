@@ -213,8 +213,10 @@ def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message
 
 
 @pytest.mark.parametrize("words", [
-    ["run"], ["reproduce"], ["gemm"], ["collectives"], ["matmul", "--shape", "8"],
-    ["scalapack", "--shape", "8"], ["layer"], ["gpu"], ["check", "--machine", "cpu"]])
+    ["run"], ["reproduce"], ["measure", "gemm"], ["measure", "collectives"],
+    ["measure", "matmul", "--shape", "8"],
+    ["measure", "matmul", "--beside", "scalapack", "--shape", "8"], ["measure", "layer"],
+    ["measure", "gpu"], ["predict", "--machine", "cpu", "--matmul", "8"]])
 def test_seeds_below_zero_are_refused_by_every_verb(words, capsys):
     with pytest.raises(SystemExit) as ended:
         parser().parse_args([*words, "--seed", "-1"])
@@ -226,26 +228,29 @@ def test_seeds_below_zero_are_refused_by_every_verb(words, capsys):
 
 @pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("words", [
-    ["run", "--table", "weak", "--scheme", "1d-sp", *TINY], ["collectives"], ["layer"],
-    ["matmul", "--shape", "8", "--scheme", "1d"], ["gemm"], ["gpu"]])
+    ["run", "--table", "weak", "--scheme", "1d-sp", *TINY], ["measure", "collectives"],
+    ["measure", "layer"],
+    ["measure", "matmul", "--shape", "8", "--scheme", "1d"], ["measure", "gemm"], ["measure",
+                                                                                   "gpu"]])
 def test_no_verb_measures_arrays_without_contents(comm, shared_tmp_path, words):
-    if comm.size > 1 and words[0] in ("gemm", "gpu"):
+    if comm.size > 1 and words[1] in ("gemm", "gpu"):
         return    # of one rank
     arguments = parser().parse_args([*words, "--backend", "dry", "--out", str(shared_tmp_path)])
     with pytest.raises(UsageError, match="'dry' is unknown: choose one of numpy, cupy"):
-        verbs.load(words[0]).run(arguments, comm)
+        arguments.module.run(arguments, comm)
     assert not list(shared_tmp_path.glob("*.h5"))
 
 
-@pytest.mark.parametrize("verb", ["matmul", "scalapack"])
+@pytest.mark.parametrize("more", [(), ("--beside", "scalapack")])
 @pytest.mark.parametrize("calls", ["0", "-1"])
-def test_a_sample_has_at_least_one_call(verb, calls, capsys):
+def test_a_sample_has_at_least_one_call(more, calls, capsys):
+    words = ["measure", "matmul", *more, "--shape", "8", "--calls"]
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args([verb, "--shape", "8", "--calls", calls])
+        parser().parse_args([*words, calls])
     assert ended.value.code == 2
     said = f"argument --calls: '{calls}': a whole number of at least 1 would do"
     assert capsys.readouterr().err.count(said) == 1
-    assert parser().parse_args([verb, "--shape", "8", "--calls", "1"]).calls == 1
+    assert parser().parse_args([*words, "1"]).calls == 1
 
 
 @pytest.mark.slow_but_first
@@ -263,10 +268,10 @@ def test_reproduce_runs_every_rank_count_and_shows_the_results(reproduced, ranks
     assert done.stdout.splitlines()[-1].startswith(
         f"all tables: {out}/tables.txt; page: {out}/report.html; figures: ")
     assert [run.ranks for run in runs(out)] == ranks
-    again = run_python("-m", "bench", "table", str(out))
+    again = run_python("-m", "bench", "report", str(out))
     assert again.returncode == 0 and again.stdout == (out / "tables.txt").read_text()
     if len(ranks) > 1:
-        again = run_python("-m", "bench", "plot", str(out))
+        again = run_python("-m", "bench", "report", str(out), "--figures")
         assert again.returncode == 0 and again.stdout
 
 

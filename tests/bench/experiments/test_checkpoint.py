@@ -20,7 +20,7 @@ SMALL = ("--layers", "1", "--hidden", "8", "--heads", "2", "--repetitions", "2",
 
 
 def test_checkpoints_are_measured_beside_the_disk(tmp_path):
-    done = run_python("-m", "bench", "checkpoint", *SMALL, "--out", str(tmp_path))
+    done = run_python("-m", "bench", "measure", "checkpoint", *SMALL, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     path, = tmp_path.glob("*.h5")
     run = run_file.read_run(path)
@@ -81,7 +81,7 @@ def test_files_of_others_are_neither_read_nor_removed(tmp_path):
     assert found.variables["samples"].values.shape == (4, 1)
     assert left.is_dir() and os.listdir(tmp_path) == ["checkpoint-files"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="--folder .*file"):
+    with pytest.raises(UsageError, match="--disk .*file"):
         measure(MPI.COMM_SELF, tmp_path / "file")
 
 
@@ -92,7 +92,7 @@ def test_a_disk_that_fails_on_one_rank_is_said_by_all(comm, shared_tmp_path, mon
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(subject.plain))
     if comm.rank == 1:
         monkeypatch.setattr(checkpoint._Subject, name, fail)
-    with pytest.raises(UsageError, match="--folder .*Input/output error: .*plain-1"):
+    with pytest.raises(UsageError, match="--disk .*Input/output error: .*plain-1"):
         measure(comm, shared_tmp_path)
     comm.Barrier()
     assert not os.listdir(shared_tmp_path)

@@ -23,7 +23,7 @@ FOLDER = ROOT / "bench" / "experiments"
 PROGRAMS = {"startup.py", "torch/serve.py"}
 MODULES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 # Tables, files and command lines, which belong to the verbs.
-ABOVE = {"argparse", "bench.prediction.machine_update", "bench.reports.formats",
+ABOVE = {"argparse", "bench.reports.formats",
          "bench.records.journal", "bench.reports.layer_table",
          "bench.prediction.machine_file", "bench.reports.micro_tables", "mm3d.console",
          "bench.verbs"}

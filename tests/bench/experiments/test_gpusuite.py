@@ -50,7 +50,7 @@ def test_a_suite_whose_tests_are_all_skipped_has_failed(tmp_path, monkeypatch, m
     """But not in a rehearsal, which has no GPU."""
     step = Step("tests-1", [sys.executable, "-c", "print('74 skipped in 1 s')", "pytest"], 30)
     monkeypatch.setattr(gpu_suite, "list_steps", lambda *arguments: [step])
-    assert main(["gpusuite", str(tmp_path / "out"), *more]) == status
+    assert main(["doctor", "--gpu", "whole", "--out", str(tmp_path / "out"), *more]) == status
 
 
 def test_everything_is_asked(tmp_path):
@@ -69,7 +69,8 @@ def test_everything_is_asked(tmp_path):
 @pytest.mark.slow
 def test_a_rehearsal_needs_no_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["gpusuite", "out", "--rehearse", "--ranks", "2", "--only",
+    assert main(["doctor", "--gpu", "whole", "--out", "out", "--rehearse", "--ranks", "2",
+                 "--only",
                  "selftest-mpi,gpu-elementwise"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert [line.split()[:2] for line in said.splitlines()] == [
@@ -80,6 +81,7 @@ def test_a_rehearsal_needs_no_gpu(tmp_path, monkeypatch, capsys):
 
 
 def test_steps_that_are_unknown_are_refused(tmp_path, capsys):
-    assert main(["gpusuite", str(tmp_path / "out"), "--rehearse", "--only", "doctor,all"]) == 2
+    assert main(["doctor", "--gpu", "whole", "--out", str(tmp_path / "out"), "--rehearse",
+                 "--only", "doctor,all"]) == 2
     assert not (tmp_path / "out").exists()
     assert "--only doctor,all: choose of doctor, selftest-mpi" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from made_up_torch import make_up
 from refused import refused
 from support import run_ranks
 
-QUICK = ("--hidden", "32", "--head", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
+QUICK = ("--hidden", "32", "--head-size", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
          "--max-repetitions", "2", "--grid", "1x2x2", "--dtype", "float64")
 
 # In the place of PyTorch: the serial scheme, and FACTOR times its output.
@@ -44,7 +44,8 @@ def reference(folder, factor):
 
 
 def measured(folder, *options, **env):
-    done = run_ranks(4, "-m", "bench", "layer", *QUICK, *options, "--out", str(folder), **env)
+    done = run_ranks(4, "-m", "bench", "measure", "layer", *QUICK, *options, "--out", str(folder),
+                     **env)
     files = list(folder.glob("*.h5"))
     return done, run_file.read_run(files[0]) if files else None
 
@@ -98,9 +99,11 @@ def test_what_differs_from_the_reference_gets_no_times(tmp_path):
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("hidden, head", [(100, 64), (200, 64), (32, 64)])
 def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
-    arguments = parser().parse_args(["layer", "--hidden", f"64,{hidden}", f"--head={head}",
+    arguments = parser().parse_args(["measure", "layer", "--hidden", f"64,{hidden}",
+                                     f"--head-size={head}",
                                      "--out", "/dev/null/out"])
-    with pytest.raises(UsageError, match=f"--hidden {hidden} --head {head}: a head of at least"):
+    with pytest.raises(UsageError,
+                       match=f"--hidden {hidden} --head-size {head}: a head of at least"):
         layer.run(arguments, comm)
 
 
@@ -109,8 +112,8 @@ def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
     (("--torch", "/nowhere/python"), "--torch /nowhere/python: No such file"),
     (("--torch", "false"), "could not do the layer"),
     (("--overlap", "--scheme", "1d"), "--overlap --scheme 1d: only products of 3d can overlap"),
-    (("--hidden", "33"), "--hidden 33 --head 8: a head of at least 1 feature"),
+    (("--hidden", "33"), "--hidden 33 --head-size 8: a head of at least 1 feature"),
     (("--scheme", "4d"), "scheme '4d' is unknown")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
-    said = refused(comm, "layer", *QUICK, *options, "--out", str(shared_tmp_path))
+    said = refused(comm, "measure", "layer", *QUICK, *options, "--out", str(shared_tmp_path))
     assert said.count(message) == 1 and not list(shared_tmp_path.glob("*.h5")), said

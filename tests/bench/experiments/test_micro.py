@@ -41,7 +41,8 @@ MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
         ("2d", 4, "2x2", [MN + NK, NK + MK, MN + MK]),
         ("3d", 8, "2x2x2", [MN + NK + MK] * 3), ("1d", 3, "3", [2 * MN] * 3)))])
 def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words):
-    done = run_ranks(ranks, "-m", "mpi4py", "-m", "bench", "matmul", "--shape", "19,14,23",
+    done = run_ranks(ranks, "-m", "mpi4py", "-m", "bench", "measure", "matmul", "--shape",
+                     "19,14,23",
                      "--form", "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
                      "--dtype", "float64", "--calls", "2", *QUICK, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -147,7 +148,7 @@ def test_a_wrong_collective_writes_no_times(tmp_path):
     """A sum of which one rank has a thousandth too much is named, by four ranks."""
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
-    done = run_ranks(4, str(script), "collectives", "--grid", "1x2x2", *QUICK, "--out",
+    done = run_ranks(4, str(script), "measure", "collectives", "--grid", "1x2x2", *QUICK, "--out",
                      str(tmp_path / "out"))
     assert done.returncode == 1, done.stderr
     assert "reduce_scatter of " in done.stdout and "no times were written" in done.stdout
@@ -170,7 +171,8 @@ def wrong(a, b, empty=None):
 products.matmul = wrong
 sys.exit(main(sys.argv[1:]))
 """)
-    done = run_python(str(script), "gemm", "--sizes", "8", "--threads", "1", *QUICK, "--out",
+    done = run_python(str(script), "measure", "gemm", "--sizes", "8", "--threads", "1", *QUICK,
+                      "--out",
                       str(tmp_path / "out"))
     assert done.returncode == 1, done.stderr
     assert "C of 8 x 8" in done.stdout and "no times were written" in done.stdout
@@ -210,7 +212,8 @@ def test_collectives_are_checked_exactly(comm, kind):
 def test_a_wrong_product_writes_no_times(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
-    done = run_ranks(4, str(script), "matmul", "--shape", "32", "--grid", "1x2x2", *QUICK,
+    done = run_ranks(4, str(script), "measure", "matmul", "--shape", "32", "--grid", "1x2x2",
+                     *QUICK,
                      "--out", str(tmp_path / "out"))
     assert done.returncode == 1, done.stderr
     assert "no times were written" in done.stdout and "GFLOP" not in done.stdout
@@ -218,7 +221,8 @@ def test_a_wrong_product_writes_no_times(tmp_path):
 
 
 def test_gemm(tmp_path):
-    done = run_python("-m", "bench", "gemm", "--sizes", "8,32", "--threads", "1", *QUICK,
+    done = run_python("-m", "bench", "measure", "gemm", "--sizes", "8,32", "--threads", "1",
+                      *QUICK,
                       "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     run = only(tmp_path)
@@ -233,7 +237,8 @@ def test_gemm(tmp_path):
 
 
 def test_collectives(tmp_path):
-    done = run_ranks(4, "-m", "bench", "collectives", "--grid", "2x1x2", "--least", "64",
+    done = run_ranks(4, "-m", "bench", "measure", "collectives", "--grid", "2x1x2", "--least",
+                     "64",
                      "--most", "1100", *QUICK, "--out", str(tmp_path), MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr
     run = only(tmp_path)
@@ -319,13 +324,15 @@ def test_the_fit_finds_latency_and_bandwidth():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options, message", [
-    (("gemm",), "gemm measures one rank"),
-    (("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
-    (("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
-    (("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
-    (("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: "),
-    (("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
-    (("collectives", "--grid", "2x1x1", "--repetitions", "0"), "a whole number of at least 1")])
+    (("measure", "gemm",), "measure gemm measures one rank"),
+    (("measure", "matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
+    (("measure", "matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
+    (("measure", "matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
+    (("measure", "matmul", "--shape", "8", "--grid", "2x1"),
+     "scheme 3d has the directions x, y, z: "),
+    (("measure", "collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
+    (("measure", "collectives", "--grid", "2x1x1", "--repetitions", "0"),
+     "a whole number of at least 1")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
     said = refused(comm, *options, "--out", str(shared_tmp_path / "out"))
     assert said.count(message) == 1, said
@@ -333,7 +340,7 @@ def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message
 
 @pytest.mark.ranks(1)
 def test_more_threads_than_blas_has_are_refused(comm, tmp_path):
-    said = refused(comm, "gemm", "--threads", "1,99999", "--out", str(tmp_path / "out"))
+    said = refused(comm, "measure", "gemm", "--threads", "1,99999", "--out", str(tmp_path / "out"))
     assert said.count("--threads 99999: BLAS takes ") == 1, said
 
 
@@ -366,9 +373,10 @@ command()
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks, files, verb", [
-    (1, 1, ("gemm", "--sizes", "16")),
-    (2, 1, ("collectives", "--grid", "2x1x1", "--most", "1024")),
-    (2, 2, ("matmul", "--shape", "16", "--shape", "8", "--grid", "2x1x1", "--calls", "1"))])
+    (1, 1, ("measure", "gemm", "--sizes", "16")),
+    (2, 1, ("measure", "collectives", "--grid", "2x1x1", "--most", "1024")),
+    (2, 2, ("measure", "matmul", "--shape", "16", "--shape", "8", "--grid", "2x1x1", "--calls",
+            "1"))])
 def test_files_are_written_also_where_nobody_reads_the_tables(tmp_path, ranks, files, verb):
     """And what comes after the first table that could not be printed is measured."""
     program = tmp_path / "deaf.py"

@@ -6,7 +6,8 @@ from bench.experiments.products import pgemm, scalapack
 from bench.experiments.rows import settings
 from support import run_python, run_ranks
 
-SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "--grid", "1x2x2",
+SMALL = ("-m", "bench", "measure", "matmul", "--beside", "scalapack", "--shape", "48,40,56",
+         "--block", "8,16", "--grid", "1x2x2",
          "--repetitions", "1", "--max-repetitions", "1", "--calls", "1")
 
 

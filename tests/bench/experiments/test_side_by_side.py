@@ -131,6 +131,7 @@ def test_grids_of_a_record():
 
 @pytest.mark.slow
 def test_all_refuses_what_it_does_not_measure(tmp_path):
-    done = run_ranks(1, "-m", "bench", "matmul", "--scheme", "all", "--shape", "8", "--backward",
+    done = run_ranks(1, "-m", "bench", "measure", "matmul", "--scheme", "all", "--shape", "8",
+                     "--backward",
                      "--out", str(tmp_path))
     assert done.returncode == 2 and "leave out --backward" in done.stderr

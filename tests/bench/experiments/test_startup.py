@@ -13,7 +13,7 @@ from support import run_python, run_ranks
 
 @pytest.mark.slow
 def test_many_ranks_are_started_and_timed():
-    done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
+    done = run_python("-m", "bench", "measure", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [row[:2] for row in rows] == [["1", "mpi"], ["8", "shared"]]
@@ -38,7 +38,7 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
 
 
 def test_a_number_of_ranks_that_is_no_cube_is_refused():
-    done = run_python("-m", "bench", "start", "--ranks", "8,9")
+    done = run_python("-m", "bench", "measure", "start", "--ranks", "8,9")
     assert done.returncode == 2
     assert done.stderr.strip() == ("error: --ranks 9: give cubes, such as 8,27,64, of at most "
                                    "4096 ranks")
@@ -46,6 +46,6 @@ def test_a_number_of_ranks_that_is_no_cube_is_refused():
 
 @pytest.mark.slow
 def test_start_is_not_for_mpirun():
-    done = run_ranks(2, "-m", "bench", "start", "--ranks", "8")
+    done = run_ranks(2, "-m", "bench", "measure", "start", "--ranks", "8")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count("start starts mpirun itself") == 1

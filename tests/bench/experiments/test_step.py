@@ -98,8 +98,9 @@ def test_what_cannot_be_divided_is_refused(comm, shared_tmp_path):
                                ("tp", {"vocab": 13}, "--vocab 13"), ("dp", {}, "ddp, fsdp2")):
         with pytest.raises(UsageError, match=named):
             beside.refuse_case(Model(**{**vars(CASE), **sizes}), (kind,), comm.size)
-    assert "without --torch" in refused(comm, "step", "--torch-parallel", "ddp")
-    assert "/nowhere" in refused(comm, "step", "--torch", "/nowhere", "--torch-parallel", "tp",
+    assert "without --torch" in refused(comm, "measure", "step", "--torch-parallel", "ddp")
+    assert "/nowhere" in refused(comm, "measure", "step", "--torch", "/nowhere",
+                                 "--torch-parallel", "tp",
                                  "--hidden", "8", "--heads", "2", "--vocab", "8", "--layers", "1",
                                  "--batch", "2", "--seq", "2", "--scheme", "1d", "--out",
                                  str(shared_tmp_path / "out"))

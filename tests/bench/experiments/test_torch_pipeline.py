@@ -158,5 +158,5 @@ def test_overhead_is_what_exceeds_the_clock():
     ("--stages 2 --torch false --layers 2", "could not execute the pipeline")])
 def test_what_cannot_be_compared_is_refused(comm, shared_tmp_path, words, said):
     every = ["--torch", "false", *words.split(), "--hidden", "8", "--heads", "2"]
-    assert said in refused(comm, "pipeline", *every, "--out", str(shared_tmp_path))
+    assert said in refused(comm, "measure", "pipeline", *every, "--out", str(shared_tmp_path))
     assert not list(shared_tmp_path.glob("*.h5"))

@@ -370,9 +370,9 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
 
 @pytest.mark.parametrize("options", [
     ["--data", "2"], ["--scheme", "1d"], ["--grid", "1x2x1"], ["--backend", "numpy"],
-    ["--recompute", "full"], ["--max-seconds", "5"], ["--sample", "3"], ["--checkpoints", "none"],
+    ["--recompute", "full"], ["--stop-after", "5"], ["--sample", "3"], ["--checkpoints", "none"],
     ["--validate-every", "50"], ["--validation-batches", "4"], ["--save-every", "9"],
-    ["--keep", "2"], ["--stop-file", "stop"]])
+    ["--keep-checkpoints", "2"], ["--stop-file", "stop"]])
 def test_what_a_comparison_would_ignore_is_refused(options):
     train.make_plan(parser().parse_args(["train", *options]))
     with pytest.raises(UsageError, match=f"--compare with {options[0]}: .*leave one of them out"):
@@ -382,10 +382,10 @@ def test_what_a_comparison_would_ignore_is_refused(options):
 @pytest.mark.parametrize("words, said", [
     ("--zero 3", "--zero 3 would do nothing here: --data 2 or more"),
     ("--momentum 0.9", "--momentum 0.9 would do nothing here: --optimizer sgd"),
-    ("--warmup 5 --optimizer sgd", "--warmup 5 would do nothing here: --optimizer adamw")])
+    ("--lr-warmup 5 --optimizer sgd", "--lr-warmup 5 would do nothing here: --optimizer adamw")])
 def test_what_would_have_no_effect_is_refused(words, said):
     train.make_plan(parser().parse_args([
-        "train", *"--zero 3 --data 2 --momentum 0 --warmup 5".split()]))
+        "train", *"--zero 3 --data 2 --momentum 0 --lr-warmup 5".split()]))
     with pytest.raises(UsageError, match=said):
         train.make_plan(parser().parse_args(["train", *words.split()]))
 

@@ -154,7 +154,8 @@ def test_progress_warns_of_experts_that_get_nothing():
     ([], {}),
     (["--capacity", "none"], {"capacity": None}),
     (["--convention", "huggingface"], {"capacity": None, "convention": "huggingface"}),
-    (["--convention", "deepspeed", "--top", "1", "--min-capacity", "0", "--order", "choice"],
+    (["--convention", "deepspeed", "--expert-top", "1", "--min-capacity", "0", "--expert-order",
+      "choice"],
      {"convention": "deepspeed", "top": 1, "min_capacity": 0, "order": "choice"}),
     (["--gate", "sigmoid-bias", "--bias-rate", "0.01", "--z-loss", "0", "--expert-every", "1"],
      {"gate": "sigmoid-bias", "bias_rate": 0.01, "z": 0.0, "every": 1})])
@@ -177,11 +178,12 @@ def test_every_convention_is_verified(chosen):
 @pytest.mark.parametrize("options, message", [
     (["--compare", "--experts", "4", "--data", "2", "--expert-parallel", "2"],
      "--compare with --data"),
-    (["--experts", "2", "--top", "3"], "top=3 experts cannot be chosen among count=2"),
-    (["--top", "2"], "--top 2 would do nothing here: --experts 8 would do"),
+    (["--experts", "2", "--expert-top", "3"], "top=3 experts cannot be chosen among count=2"),
+    (["--expert-top", "2"], "--expert-top 2 would do nothing here: --experts 8 would do"),
     (["--experts", "4", "--bias-rate", "0.1"], "--bias-rate 0.1 .* --gate sigmoid-bias would do"),
     (["--experts", "4", "--capacity", "none", "--min-capacity", "4"], "--min-capacity 4 would"),
-    (["--experts", "4", "--convention", "huggingface", "--order", "choice"], "--order choice"),
+    (["--experts", "4", "--convention", "huggingface", "--expert-order", "choice"],
+     "--expert-order choice"),
     (["--experts", "4", "--convention", "huggingface", "--capacity", "1"], "drops no token")])
 def test_options_of_experts_that_do_not_fit_are_refused(options, message):
     with pytest.raises(UsageError, match=message):

@@ -94,8 +94,8 @@ def test_the_table_of_the_wire():
 def in_cluster(spec: str, *argv: str, **variables: str):
     """Run a command in an emulated cluster; the test is skipped where the kernel refuses."""
     nodes, _, ranks = spec.partition("x")
-    done = run_python("-m", "bench", "cluster", "--nodes", nodes, "--ranks", ranks, "--link",
-                      "200Mbit", "--", "mpirun", "-n", str(int(nodes) * int(ranks)),
+    done = run_python("-m", "bench", "cluster", f"{spec}:200Mbit", "--", "mpirun", "-n",
+                      str(int(nodes) * int(ranks)),
                       sys.executable, *argv, timeout=400, **variables)
     if done.returncode == 2 and "error: this kernel" in done.stderr:
         pytest.skip(done.stderr.strip())
@@ -107,7 +107,8 @@ def in_cluster(spec: str, *argv: str, **variables: str):
 @pytest.mark.limit(600)
 def test_the_wire_carries_what_collectives_must_send(tmp_path):
     """By the default transport of a line of several ranks a node, in a valid file."""
-    in_cluster("4x2", "-m", "bench", "collectives", "--grid", "8", "--least", "4194304", "--most",
+    in_cluster("4x2", "-m", "bench", "measure", "collectives", "--grid", "8", "--least", "4194304",
+               "--most",
                "4194304", "--repetitions", "1", "--max-repetitions", "1", "--out", str(tmp_path),
                MM3D_TRANSPORT="")
     path, = tmp_path.glob("*.h5")

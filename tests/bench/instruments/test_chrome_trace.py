@@ -165,7 +165,8 @@ def test_the_matrices_that_summa_moves_have_names(comm, form):
 
 @pytest.mark.slow
 def test_run_and_matmul_write_traces(tmp_path):
-    done = run_ranks(4, "-m", "bench", "matmul", "--shape", "24,20,28", "--scheme", "3d",
+    done = run_ranks(4, "-m", "bench", "measure", "matmul", "--shape", "24,20,28", "--scheme",
+                     "3d",
                      "--grid", "1x2x2", "--form", "abt", "--backward", "--repetitions", "1",
                      "--max-repetitions", "1", "--calls", "1", "--out", str(tmp_path),
                      "--trace", str(tmp_path / "m.json"))

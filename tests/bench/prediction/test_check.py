@@ -266,7 +266,7 @@ def test_what_a_machine_has_no_rate_for_is_left_out():
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("check")
-    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "check", "--machine", "cpu", "--matmul",
+    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "predict", "--machine", "cpu", "--matmul",
                     "48", "--layer", "32,4,4,8", "--rounds", "2", "--out", str(folder))
     assert run.returncode == 0, run.stderr
     return run, folder
@@ -301,7 +301,7 @@ def test_the_median_of_the_rounds_stands_for_them():
 
 
 def test_results_are_read_again(measured, capsys):
-    """`predict --results` prints what `check` printed."""
+    """`predict --results` prints what was printed when it was measured."""
     run, folder = measured
     found, problems = beside_measured.read_measured_folder(str(folder))
     (path,) = folder.glob("*.h5")
@@ -336,14 +336,15 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("more, message", [
-    ([], "nothing to measure"),
+    (["--rounds", "3"], "--rounds would do nothing here"),
+    (["--matmul", "8", "--table", "weak"], "--table would do nothing here"),
     (["--matmul", "8", "--rounds", "0"], "--rounds: '0': a whole number of at least 1"),
     (["--layer", "64,4,8,16", "--inside", "x,t"], "no grid has a direction 't'"),
     (["--layer", "64,4,8,16", "--inside", ""], "no grid has a direction ''"),
-    (["--layer", "64,4,8,16", "--scheme", "2d,four"], "'four' is unknown: choose of 1d, "),
+    (["--layer", "64,4,8,16", "--scheme", "2d,four"], "'four' is unknown: choose one of 1d, "),
     (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
 def test_wrong_arguments_are_named(comm, more, message, tmp_path):
-    assert message in refused(comm, "check", "--machine", "cpu", "--out", str(tmp_path), *more)
+    assert message in refused(comm, "predict", "--machine", "cpu", "--out", str(tmp_path), *more)
 
 
 def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
@@ -356,8 +357,9 @@ def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("verb", [("check", "--machine", "cpu", "--matmul", "8"), ("calibrate",)],
-                         ids=["check", "calibrate"])
+@pytest.mark.parametrize("verb", [("predict", "--machine", "cpu", "--matmul", "8"),
+                                  ("calibrate",)],
+                         ids=["predict", "calibrate"])
 @pytest.mark.parametrize("name, value, message", [
     ("MM3D_TRANSPORT", "foo", "choose mpi, shared or hierarchical"),
     ("MM3D_NODE_SIZE", "x", "give the number of ranks, 1 or more"),
@@ -377,7 +379,7 @@ def test_wrong_variables_are_named_in_a_line(comm, monkeypatch, verb, name, valu
 @pytest.mark.ranks(2)
 def test_a_machine_without_a_rate_for_the_dtype_is_refused(comm, shared_tmp_path):
     path = written(shared_tmp_path, comm, gemm_rate={"float32": 1e11})
-    said = refused(comm, "check", "--machine", path, "--matmul", "8", "--dtype", "float64",
+    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--dtype", "float64",
                    "--out", str(shared_tmp_path))
     assert said == "error: machine cpu has no rate for float64: it has float32\n"
     assert not list(shared_tmp_path.glob("*.h5"))
@@ -391,7 +393,7 @@ def test_a_machine_without_a_rate_for_the_dtype_is_refused(comm, shared_tmp_path
 def test_a_machine_of_another_transport_is_refused(comm, shared_tmp_path, transport, several, one):
     message = one if comm.size == 1 else several
     path = written(shared_tmp_path, comm, transport=transport)
-    said = refused(comm, "check", "--machine", path, "--matmul", "8", "--out",
+    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
                    str(shared_tmp_path))
     assert said.startswith(f"error: --machine {path} was measured with transport {message}")
     assert said.count("\n") == 1 and not list(shared_tmp_path.glob("*.h5"))
@@ -403,7 +405,7 @@ def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tm
     curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
     path = written(shared_tmp_path, comm, transport="none", passes={"other": curve},
                    ranks_per_node=1)
-    said = refused(comm, "check", "--machine", path, "--matmul", "8", "--out",
+    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
                    str(shared_tmp_path))
     assert said == (f"error: --machine {path} was measured with 1 rank, not 2: start that many, "
                     "or calibrate with 2\n")
@@ -413,7 +415,7 @@ def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tm
 @pytest.mark.slow
 def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
     path = written(tmp_path, transport="hierarchical mpi shared", ranks_per_node=2)
-    run = run_ranks(4, "-m", "bench", "check", "--machine", path, "--matmul", "16", "--rounds",
+    run = run_ranks(4, "-m", "bench", "predict", "--machine", path, "--matmul", "16", "--rounds",
                     "1", "--out", str(tmp_path), MM3D_TRANSPORT="", MM3D_NODE_SIZE="2")
     assert run.returncode == 0 and len(list(tmp_path.glob("*.h5"))) == 1, run.stderr
     products = sum(find_scheme(name).matrix_product is not None

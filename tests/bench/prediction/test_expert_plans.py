@@ -66,7 +66,8 @@ def test_plans_with_experts_are_printed(capsys):
 def test_dry_runs_with_experts_take_the_planned_grid_and_stages(capsys):
     best = planner.best_grid("3d", 4, LONGHORN, experts=Experts(4, gate="mixtral"),
                              layers=4, hidden=64, heads=4, batch=8, seq=16)
-    assert main(["dry", *WORDS, "--grid", "auto", "--data", "2", "--expert-parallel", "2"]) == 0
+    assert main(["dry", *WORDS, "--ranks", "8", "--batch", "16", "--grid", "auto", "--data", "2",
+                 "--expert-parallel", "2"]) == 0
     out = capsys.readouterr().out
     assert f"2 replicas of grid {best}, rank 0 of 8" in out
     assert "Direction e has the replicas" in out
@@ -81,7 +82,7 @@ def test_dry_runs_with_experts_take_the_planned_grid_and_stages(capsys):
     (["--costs"], "--costs: what is planned"),
     (["--convention", "megablocks", "--capacity", "0.001"], "drops every one of 128 tokens"),
     (["--stages", "2", "--expert-every", "3"], "begins with layer 2 of a model with experts"),
-    (["--expert-top", "5"], "--top 5 experts cannot be chosen among --experts 4")])
+    (["--expert-top", "5"], "--expert-top 5 experts cannot be chosen among --experts 4")])
 def test_what_cannot_be_planned_is_refused(capsys, more, said):
     assert main(["plan", *WORDS, *more]) != 0
     assert said in " ".join(capsys.readouterr().err.split())

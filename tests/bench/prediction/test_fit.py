@@ -144,6 +144,8 @@ def test_a_training_fits_with_its_optimizer_or_not_at_all(capsys):
     said = {}
     for size, data in (("40 MB", ()), ("40 MB", ("--data", "64")), ("20 MB", ("--data", "64")),
                        ("10 MB", ("--data", "64"))):
+        for place in (command.index("--ranks"), command.index("--batch")):
+            command[place + 1] = data[-1] if data else "1"    # of all replicas
         status = main([*command, "--memory", size, *data])
         said[size, bool(data)] = status, capsys.readouterr().out
     status, out = said["40 MB", False]
@@ -160,8 +162,8 @@ def test_plans_of_stages_count_the_optimizer(capsys):
     """ZeRO 1 divides its state among the replicas, so it needs less."""
     found = []
     for zero in ("0", "1"):
-        assert main(["plan", "--ranks", "8", "--stages", "2", "--data", "16", "--zero", zero,
-                     "--hidden", "512", "--layers", "4", "--batch", "8", "--seq", "16",
+        assert main(["plan", "--ranks", "128", "--stages", "2", "--data", "16", "--zero", zero,
+                     "--hidden", "512", "--layers", "4", "--batch", "128", "--seq", "16",
                      "--top", "1", "--format", "csv"]) == 0
         out = capsys.readouterr().out
         row, = (line.split(",") for line in out.splitlines() if line.split(",")[-1] == "yes")

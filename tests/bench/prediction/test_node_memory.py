@@ -77,7 +77,7 @@ def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch
     scheme = "serial" if comm.size == 1 else "1d"
     with monkeypatch.context() as patch:
         patch.setattr(mm3d, "Transformer", made)
-        assert run("none", "--rows", f"weak:{scheme}", "--memory", "1 MiB") == 1
+        assert run("none", "--rows", f"weak:{scheme}", "--node-memory", "1 MiB") == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (comm.rank == 0)
     assert all(re.match(r"left out: weak .* needs about 0\.\d+ GiB by an estimate on a node", line)
@@ -85,8 +85,8 @@ def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch
     assert not list(shared_tmp_path.glob("*/*.h5"))
     if comm.size == 8:
         extra, most = ("--table", "weak", "--scheme", "1d", "--equal-tokens"), needed("weak:1d", 8)
-        assert run("one", *extra, "--memory", f"{math.ceil(most)} B") == 0
-        assert run("named", "--rows", "weak:1d:3d", "--memory", f"{math.ceil(most)} B") == 1
+        assert run("one", *extra, "--node-memory", f"{math.ceil(most)} B") == 0
+        assert run("named", "--rows", "weak:1d:3d", "--node-memory", f"{math.ceil(most)} B") == 1
         assert len(list(shared_tmp_path.glob("*/*.h5"))) == 1
 
 
@@ -95,7 +95,7 @@ def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch
 def test_reproduce_measures_the_others_and_says_so(tmp_path):
     """An extra row is no failure, a row of the tables is."""
     words = ("-m", "bench", "reproduce", *FEW, "--out", str(tmp_path))
-    done = run_python(*words, "--ranks", "8", "--table", "weak", "--scheme", "1d", "--memory",
+    done = run_python(*words, "--ranks", "8", "--table", "weak", "--scheme", "1d", "--node-memory",
                       f"{math.ceil(needed('weak:1d', 8))} B", "--equal-tokens", timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("] done: ") == 1
@@ -103,7 +103,7 @@ def test_reproduce_measures_the_others_and_says_so(tmp_path):
             "3-D: needs about") in done.stderr
     assert "failed" not in done.stderr and "not measured yet" not in done.stdout
     assert read_entries(tmp_path / "journal.jsonl")[-1]["outcome"] == "complete"
-    done = run_python(*words, "--ranks", "1", "--scheme", "serial", "--memory",
+    done = run_python(*words, "--ranks", "1", "--scheme", "serial", "--node-memory",
                       f"{math.ceil(needed('strong:serial', 1))} B")
     assert done.returncode == 1 and done.stdout.count("] done: ") == 1
     assert "1 of 2 rows left out for lack of memory:\n  left out: weak" in done.stderr
@@ -111,7 +111,8 @@ def test_reproduce_measures_the_others_and_says_so(tmp_path):
 
 
 def test_a_limit_that_is_no_size_is_refused_at_once(tmp_path):
-    done = run_python("-m", "bench", "reproduce", *FEW, "--memory", "much", "--out", str(tmp_path))
+    done = run_python("-m", "bench", "reproduce", *FEW, "--node-memory", "much", "--out",
+                      str(tmp_path))
     assert done.returncode == 2 and done.stderr.count("'much' is no size of memory") == 1
 
 

@@ -74,7 +74,8 @@ def test_stages_of_other_grids_send_the_parts_that_meet():
 
 def test_a_million_ranks_of_a_whole_mesh(capsys):
     """64 replicas of 16 stages of about a thousand ranks; a rank of the last replica."""
-    assert main([*DRY[:3], "--layers", "128", "--batch", "64", "--ranks", "16000", "--data", "64",
+    assert main([*DRY[:3], "--layers", "128", "--batch", "4096", "--ranks", "1024000", "--data",
+                 "64",
                  "--stages", "16", "--microbatches", "32", "--rank", "1020000", "--zero", "3",
                  "--machine", "longhorn", "--memory", "16 GB"]) == 0
     text = capsys.readouterr().out
@@ -91,8 +92,9 @@ def test_memory_shrinks_with_the_stages_of_zero():
 
 
 def test_plans_and_rows_of_replicas(capsys):
-    assert main(["plan", *DRY[1:], "--ranks", "4", "--stages", "2", "--data", "4", "--top",
-                 "2"]) == 0
+    assert main(["plan", *DRY[1:], "--ranks", "16", "--batch", "64", "--stages", "2", "--data",
+                 "4",
+                 "--top", "2"]) == 0
     text = capsys.readouterr().out
     assert "sums ms" in text and "4 replicas of 2 stages, 4 micro-batches, ZeRO 0" in text
     assert main(["plan", *DRY[1:], "--ranks", "4", "--data", "4"]) == 2
@@ -114,8 +116,12 @@ def test_a_grid_for_each_stage_of_a_row(capsys):
 @pytest.mark.parametrize("words, said", [
     (["--zero", "2"], "--zero 2: give --stages too, such as --stages 1"),
     (["--stages", "2", "--zero", "2"], "--zero 2: give --data too"),
-    (["--stages", "8", "--data", "3", "--shards", "2"], "--shards 2 does not divide --data 3"),
-    (["--stages", "8", "--data", "2", "--rank", "16"], "--rank 16: 0 to 15 would do"),
+    (["--ranks", "24", "--batch", "48", "--stages", "8", "--data", "3", "--shards", "2"],
+     "--shards 2 does not divide --data 3"),
+    (["--ranks", "16", "--stages", "8", "--data", "2", "--rank", "16"],
+     "--rank 16: 0 to 15 would do"),
+    (["--data", "3"], "--data 3 does not divide --ranks 8, which is that of all replicas"),
+    (["--ranks", "9", "--data", "3"], "--data 3 does not divide --batch 16"),
     (["--grid", "4x1x1,1x4x1"], "--grid 4x1x1,1x4x1: give --stages too, or one grid"),
     (["--stages", "4", "--grid", "2x1x1,1x2x1"], "2 grids for 4 stages")])
 def test_what_cannot_be_is_refused(words, said, capsys):

@@ -10,7 +10,7 @@ from mm3d.training.schedules import build, format_schedule
 from support import run_python
 
 ROWS = zero_bubble.load().table.rows
-SMALL = ["schedule", "--name", "zb-h1", "--stages", "3", "--microbatches", "4"]
+SMALL = ["schedule", "--schedule", "zb-h1", "--stages", "3", "--microbatches", "4"]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_searched_rate_that_is_higher_differs():
 
 
 def test_a_schedule_is_printed_and_read_again(tmp_path, capsys):
-    assert main([*SMALL, "--compare", "1f1b,interleaved:3"]) == 0
+    assert main([*SMALL, "--beside", "1f1b,interleaved:3"]) == 0
     printed, _, tables = capsys.readouterr().out.partition("\n\n")
     assert printed + "\n" == format_schedule(build("zb-h1", 3, 4))
     assert "interleaved:3: " in tables and "pending" in tables
@@ -118,23 +118,24 @@ def test_the_paper_is_computed_without_options_of_measurements(capsys):
 
 
 @pytest.mark.parametrize("words, match", [
-    (["--name", "zb", "--stages", "2", "--microbatches", "2"], "'zb' is unknown"),
-    (["--name", "1f1b", "--stages", "2"], "give --microbatches too"),
-    (["--name", "dualpipe-v", "--stages", "2", "--microbatches", "3"], "at least 4 micro"),
+    (["--schedule", "zb", "--stages", "2", "--microbatches", "2"], "'zb' is unknown"),
+    (["--schedule", "1f1b", "--stages", "2"], "give --microbatches too"),
+    (["--schedule", "dualpipe-v", "--stages", "2", "--microbatches", "3"], "at least 4 micro"),
     ([*SMALL[1:], "--kept", "2"], "--kept 2: a share"),
-    ([*SMALL[1:], "--compare", "auto", "--memory", "1/2"], "memory for one micro-batch"),
+    ([*SMALL[1:], "--beside", "auto", "--max-activations", "1/2"], "memory for one micro-batch"),
     ([*SMALL[1:], "--picture", "a.bmp"], "ends in .png, .svg or .pdf"),
     (["--file", "/no/such/file"], "no such file"), (["--file", "/"], "Is a directory"),
-    ([*SMALL[1:], "--compare", "interleaved:0"], "a number of chunks of at least 1"),
-    (["--name", "1f1b", "--stages", "8", "--microbatches", "1000000000"], "at most 262144"),
-    (["--name", "auto", "--stages", "1000000000", "--microbatches", "1"], "at most 262144"),
-    (["--name", "auto", "--stages", "512", "--microbatches", "512"], "at most 32768 would do"),
-    (["--name", "1f1b", "--compare", "auto", "--stages", "512", "--microbatches", "512"],
+    ([*SMALL[1:], "--beside", "interleaved:0"], "a number of chunks of at least 1"),
+    (["--schedule", "1f1b", "--stages", "8", "--microbatches", "1000000000"], "at most 262144"),
+    (["--schedule", "auto", "--stages", "1000000000", "--microbatches", "1"], "at most 262144"),
+    (["--schedule", "auto", "--stages", "512", "--microbatches", "512"], "at most 32768 would do"),
+    (["--schedule", "1f1b", "--beside", "auto", "--stages", "512", "--microbatches", "512"],
      "at most 32768 would do"),
-    (["--name", "auto", "--stages", "8", "--microbatches", "100", "--curves", "a.png"],
+    (["--schedule", "auto", "--stages", "8", "--microbatches", "100", "--curves", "a.png"],
      "have 40400 forward steps: at most 32768 would do"),
-    (["--name", "interleaved:1000000000", "--stages", "2", "--microbatches", "2"], "at most 262"),
-    (["--name", "1f1b", "--stages", "8", "--microbatches", "1000", "--curves", "a.png"],
+    (["--schedule", "interleaved:1000000000", "--stages", "2", "--microbatches", "2"],
+     "at most 262"),
+    (["--schedule", "1f1b", "--stages", "8", "--microbatches", "1000", "--curves", "a.png"],
      "1 to 1000 micro-batches have 4004000 forward steps: at most 262144 would do")])
 def test_what_cannot_be_meant_is_refused(words, match, capsys):
     assert main(["schedule", *words]) == 2
@@ -142,7 +143,7 @@ def test_what_cannot_be_meant_is_refused(words, match, capsys):
 
 
 def test_more_than_the_memory_is_named(capsys):
-    assert main([*SMALL, "--memory", "2"]) == 0
+    assert main([*SMALL, "--max-activations", "2"]) == 0
     assert "MEMORY: zb-h1 holds the activations of 3 micro-batches, more than 2" in (
         capsys.readouterr().out)
 

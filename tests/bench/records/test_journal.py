@@ -213,7 +213,8 @@ def test_two_in_one_folder(tmp_path):
     holder.claim()
     for done in (reproduce(tmp_path),
                  run_ranks(2, "-m", "bench", "run", *SMALL, "--out", str(tmp_path)),
-                 run_python("-m", "bench", "gemm", "--sizes", "8", "--out", str(tmp_path))):
+                 run_python("-m", "bench", "measure", "gemm", "--sizes", "8", "--out",
+                            str(tmp_path))):
         assert done.returncode == 2 and done.stderr.count("error: ") == 1
         assert f"{tmp_path} is in use: another run or reproduce" in done.stderr
     holder.close()

@@ -153,7 +153,7 @@ def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, mask):
         path = run_file.write_run(made_up(ROW.row), folder, ROW.name)
         journal.Journal(folder).close()
         atomic.replace(folder / "machine.toml", "")
-        for verb in (["plot", str(folder)], ["report", str(folder)],
+        for verb in (["report", str(folder), "--figures"], ["report", str(folder), "--page"],
                      ["merge", str(folder / "all.h5"), str(path)]):
             assert main(verb) == 0
         assert jobs_main(["render", "--site", "cpu", "--preset", "tiny", "--scheme", "3d",
@@ -173,6 +173,6 @@ def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, mask):
 def test_a_lock_of_another_does_not_keep_a_folder_from_being_read(finished):
     with open(finished) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert main(["table", str(finished.parent)]) == 0
+        assert main(["report", str(finished.parent)]) == 0
     with pytest.raises(StoreError, match="does not exist"):
         run_file.read_run(finished.with_name("other.h5"))

@@ -136,20 +136,20 @@ def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
     row = select_rows("weak", "3d")[1]
     run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
     begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-    assert main(["plot", str(tmp_path), "--format", ",".join(begin)]) == 0
+    assert main(["report", str(tmp_path), "--figures", "--figure-format", ",".join(begin)]) == 0
     said = capsys.readouterr().out
     files = {path.name: path.read_bytes() for form in begin for path in tmp_path.glob(f"*.{form}")}
     assert len(files) == 3 * sum(f"{name}-laptop.png" in files for name in every_figure.FIGURES)
     for name, content in files.items():
         assert name in said and content.startswith(begin[name[-3:]]) and len(content) > 10_000
-    assert main(["plot", str(tmp_path), "--format", "png,svg"]) == 0
+    assert main(["report", str(tmp_path), "--figures", "--figure-format", "png,svg"]) == 0
     for path in tmp_path.glob("*.[ps][nv]g"):
         assert path.read_bytes() == files[path.name], path.name
 
 
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
     write_all(tmp_path)
-    assert main(["plot", str(tmp_path), "--format", "png,bmp"]) == 2
+    assert main(["report", str(tmp_path), "--figures", "--figure-format", "png,bmp"]) == 2
     assert "--format png,bmp: png, svg, pdf would do" in capsys.readouterr().err
 
 
@@ -204,7 +204,7 @@ def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
 @pytest.mark.slow
 def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys):
     write_all(tmp_path)
-    assert main(["plot", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--figures"]) == 0
     out = capsys.readouterr().out
     assert "not drawn: where-the-time-goes-laptop: no run says where its time went" in out
     assert not list(tmp_path.glob("where*"))
@@ -293,6 +293,6 @@ def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
 
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
     run_file.write_run(matmul_record(), tmp_path, "matmul")
-    assert main(["plot", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--figures"]) == 0
     assert "not drawn: all figures: nothing was measured in" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.png"))

@@ -37,7 +37,7 @@ def test_a_summary_is_printed_and_all_tables_are_written(tmp_path, capsys):
     assert first.startswith("NOT SCALING RESULTS: up to 64 ranks take turns on ")
     assert len(others) == 4 and others[0].startswith("Shown: ") and "Not shown" in others[0]
     # The verb prints everything, and so does the file.
-    assert main(["table", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
     everything = capsys.readouterr().out
     assert everything == (tmp_path / "tables.txt").read_text()
     assert len(everything.splitlines()) > 2 * len(lines)

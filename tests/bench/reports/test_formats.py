@@ -75,7 +75,7 @@ def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
     for row in load_tables().rows:
         run_file.write_run(made_up(row), tmp_path, row.table)
     run_file.write_run(matmul_record(), tmp_path, "matmul")
-    assert main(["table", str(tmp_path), "--format", form]) == 0
+    assert main(["report", str(tmp_path), "--format", form]) == 0
     out = capsys.readouterr().out
     for row in load_tables().rows:
         assert f"{row.forward:.3f}" in out or repr(row.forward) in out
@@ -138,9 +138,9 @@ def test_overlap_is_in_the_tables_of_a_dry_run(capsys):
 
 def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["table", str(tmp_path), "--format", "word"])
+        main(["report", str(tmp_path), "--format", "word"])
     assert ended.value.code == 2 and "invalid choice: 'word'" in capsys.readouterr().err
-    assert main(["table", str(tmp_path / "nowhere")]) == 2
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no folder of results" in capsys.readouterr().err
 
 

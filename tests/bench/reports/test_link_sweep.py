@@ -124,7 +124,7 @@ def test_plot_draws_the_picture_of_the_run_again(record, tmp_path):
     run_file.write_run(record, tmp_path, "links-weak")
     (tmp_path / "run").mkdir()
     show_sweeps([record], tmp_path / "run")
-    assert main(["plot", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--figures"]) == 0
     [picture] = tmp_path.glob("*.png")
     assert picture.name == "where-each-is-fastest-weak-p004-tiny.png"
     assert picture.read_bytes() == (tmp_path / "run" / picture.name).read_bytes()

@@ -138,12 +138,12 @@ def test_the_verb_says_where_the_page_is(tmp_path, capsys):
     folder.mkdir()
     run_file.write_run(matmul_record(), folder, "matmul")
     write_page(folder)
-    assert main(["report", str(folder), "--out", str(out)]) == 0
+    assert main(["report", str(folder), "--page", "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert out.read_text() == (folder / "report.html").read_text()
     for wrong, why in ((tmp_path / "no" / "page.html", "No such file or directory"),
                        (tmp_path, "Is a directory"), (out / "page.html", "Not a directory")):
-        assert main(["report", str(folder), "--out", str(wrong)]) == 2
+        assert main(["report", str(folder), "--page", "--out", str(wrong)]) == 2
         assert capsys.readouterr().err == f"error: {wrong}: {why}\n"
-    assert main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path), "--page"]) == 2
     assert re.search("error: no results in .*", capsys.readouterr().err)

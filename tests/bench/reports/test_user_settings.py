@@ -47,7 +47,7 @@ figures = [one for one in every_figure.make_drawings(read_folder(".")) if "step"
 drawn, left_out = style.save_drawings(figures, style.Path(), ("png", "svg"))
 assert len(drawn) == 2 and not left_out
 sys.exit(main(["cube", "cube.png"]) or main(
-    "schedule --name 1f1b --stages 2 --microbatches 4 --picture a.png --curves b.svg".split()))
+    "schedule --schedule 1f1b --stages 2 --microbatches 4 --picture a.png --curves b.svg".split()))
 """
 
 
@@ -133,7 +133,8 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch, capsys):
     """Only the end of a run that has measured goes on, after it is printed."""
     write_all(tmp_path)
     monkeypatch.setitem(every_figure.FIGURES, "average-step-time", (wrong, ""))
-    for draw_all in (lambda: main(["plot", str(tmp_path)]), lambda: page.write_page(tmp_path)):
+    for draw_all in (lambda: main(["report", str(tmp_path), "--figures"]),
+                     lambda: page.write_page(tmp_path)):
         with pytest.raises(ZeroDivisionError, match="of the program"):
             draw_all()
     capsys.readouterr()
@@ -173,7 +174,7 @@ def test_without_matplotlib_tables_are_written(tmp_path):
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('no matplotlib')")
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "plot", "results"], cwd=tmp_path, text=True,
+        [sys.executable, "-m", "bench", "report", "results", "--figures"], cwd=tmp_path, text=True,
         capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and not done.stderr
     assert {line.split(": ", 2)[2] for line in done.stdout.splitlines()} == {

@@ -20,10 +20,11 @@ def measured(tmp_path_factory):
     for done in (run_ranks(2, "-m", "bench", "run", "--scheme", "1d-sp", "--preset", "tiny",
                            "--repetitions", "6", "--max-repetitions", "8", "--traced", "1",
                            "--out", str(folder)),
-                 run_ranks(2, "-m", "bench", "matmul", "--shape", "32", "--scheme", "1d",
+                 run_ranks(2, "-m", "bench", "measure", "matmul", "--shape", "32", "--scheme",
+                           "1d",
                            "--backward", "--calls", "3", "--max-seconds", "0.1",
                            "--out", str(folder)),
-                 run_python("-m", "bench", "gemm", "--sizes", "16,32", "--threads", "1",
+                 run_python("-m", "bench", "measure", "gemm", "--sizes", "16,32", "--threads", "1",
                             "--dtypes", "float32", "--out", str(folder))):
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -33,8 +34,10 @@ def measured(tmp_path_factory):
 def more(tmp_path_factory):
     """A folder with two microbenchmarks more."""
     folder = tmp_path_factory.mktemp("more")
-    for options in (("collectives", "--least", "100", "--most", "1700", "--max-seconds", "0.01"),
-                    ("layer", "--hidden", "16", "--head", "8", "--batch", "2", "--seq", "4",
+    for options in (("measure", "collectives", "--least", "100", "--most", "1700", "--max-seconds",
+                     "0.01"),
+                    ("measure", "layer", "--hidden", "16", "--head-size", "8", "--batch", "2",
+                     "--seq", "4",
                      "--max-seconds", "0.1")):
         done = run_ranks(2, "-m", "bench", *options, "--grid", "1x2x1", "--out", str(folder))
         assert done.returncode == 0, done.stdout + done.stderr
@@ -297,9 +300,9 @@ def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
     # Tables, validation and merging again read it like the folder.
     assert main(["validate", str(target)]) == 0
     capsys.readouterr()
-    assert main(["table", str(target)]) == 0
+    assert main(["report", str(target)]) == 0
     text = capsys.readouterr().out
-    assert main(["table", str(measured)]) == 0
+    assert main(["report", str(measured)]) == 0
     assert text == capsys.readouterr().out
     shutil.copy(target, measured / "zzz.h5")
     try:
@@ -308,7 +311,7 @@ def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
     finally:
         os.unlink(measured / "zzz.h5")
     assert len(merged.runs_in_file(tmp_path / "again.h5")[0]) == 4
-    assert main(["plot", str(target)]) == 0 and list(tmp_path.glob("*.png"))
+    assert main(["report", str(target), "--figures"]) == 0 and list(tmp_path.glob("*.png"))
 
 
 def test_a_violation_in_a_merged_file_names_its_run(measured, tmp_path):

@@ -11,18 +11,18 @@ from jobs.__main__ import main as jobs_main
 from support import run_python, run_ranks
 
 REFUSED = [
-    ("matmul", "--shape", "64", "--grid", "2x2x3"),
-    ("matmul", "--shape", "64", "--scheme", "3d,3d", "--trace", "{}/traces/a.json"),
-    ("layer", "--hidden", "8", "--head", "8", "--grid", "2x2x3"),
-    ("collectives", "--grid", "2x2x3"),
-    ("experts", "--grid", "2x2x3"),
-    ("checkpoint", "--hidden", "7", "--heads", "2"),
-    ("step", "--grid", "2x2x3"),
+    ("measure", "matmul", "--shape", "64", "--grid", "2x2x3"),
+    ("measure", "matmul", "--shape", "64", "--scheme", "3d,3d", "--trace", "{}/traces/a.json"),
+    ("measure", "layer", "--hidden", "8", "--head-size", "8", "--grid", "2x2x3"),
+    ("measure", "collectives", "--grid", "2x2x3"),
+    ("measure", "experts", "--grid", "2x2x3"),
+    ("measure", "checkpoint", "--hidden", "7", "--heads", "2"),
+    ("measure", "step", "--grid", "2x2x3"),
     ("train", "--grid", "2x2x3", "--checkpoints", "none"),
-    ("pipeline", "--stages", "2"),
+    ("measure", "pipeline", "--stages", "2"),
     ("run", "--scheme", "1d-sp", "--preset", "tiny", "--grid", "2x2x3"),
-    ("check", "--machine", "cpu", "--layer", "8,3,1,1"),
-    ("gpu", "--backend", "numpy", "--graph"),
+    ("predict", "--machine", "cpu", "--layer", "8,3,1,1"),
+    ("measure", "gpu", "--backend", "numpy", "--graph"),
     ("calibrate", "--samples", "{}/none.h5"),
     ("reproduce", "--scheme", "3d", "--preset", "paper", "--dtype", "float16"),
     ("run", "--scheme", "1d-sp", "--preset", "tiny", "--trace", "{}/a.json", "--traced", "0")]
@@ -39,7 +39,7 @@ def test_a_refused_verb_leaves_nothing(tmp_path, words):
 
 def test_a_refused_verb_of_ranks_leaves_a_folder_as_it_was(tmp_path):
     (tmp_path / "here.txt").touch()
-    done = run_ranks(8, "-m", "bench", "matmul", "--shape", "64", "--grid", "2x2x3",
+    done = run_ranks(8, "-m", "bench", "measure", "matmul", "--shape", "64", "--grid", "2x2x3",
                      "--out", str(tmp_path))
     assert done.returncode == 2 and os.listdir(tmp_path) == ["here.txt"], done.stderr
 
@@ -49,7 +49,7 @@ def test_what_is_in_use_keeps_its_journal(tmp_path):
     path = tmp_path / journal.NAME
     with open(path, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert main(["gemm", "--sizes", "8", "--out", str(tmp_path)]) == 2
+        assert main(["measure", "gemm", "--sizes", "8", "--out", str(tmp_path)]) == 2
         assert path.exists()
     late = journal.Journal(tmp_path)
     path.unlink()    # as by a process that ends, between opening and locking
@@ -62,7 +62,8 @@ def test_what_is_in_use_keeps_its_journal(tmp_path):
 
 def test_a_measurement_leaves_its_file_alone(tmp_path):
     out = tmp_path / "results"
-    done = run_python("-m", "bench", "gemm", "--sizes", "8", "--threads", "1", "--dtypes",
+    done = run_python("-m", "bench", "measure", "gemm", "--sizes", "8", "--threads", "1",
+                      "--dtypes",
                       "float32", "--max-seconds", "0.01", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert [path.suffix for path in out.iterdir()] == [".h5"]

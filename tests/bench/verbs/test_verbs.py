@@ -5,16 +5,23 @@ import importlib
 import inspect
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
+import mm3d
 from bench import verbs
-from bench.__main__ import parser
-from support import ROOT, run_python
+from bench.__main__ import main, parser
+from bench.cases.selection import select_rows
+from bench.prediction.machine_model import load_machine
+from mm3d.training.schedules import build
+from support import ROOT, run_python, run_ranks
 
-FILES = sorted((ROOT / "bench" / "verbs").glob("*.py"))
-NAMES = [path.stem for path in FILES if path.stem != "__init__"]
+FILES = sorted((ROOT / "bench" / "verbs").rglob("*.py"))
+KINDS = [f"measure {name}" for name in verbs.names("measure")]
+NAMES = [name for name in verbs.names() if name != "measure"] + KINDS
 SHARED = sorted((ROOT / "bench" / "command_line").glob("*.py"))
 PROGRAMS = [*(ROOT / name / "__main__.py" for name in ("bench", "jobs")),
             *(ROOT / "mm3d" / "examples").glob("*.py"),
@@ -38,11 +45,19 @@ def run(arguments):
 def test_help_names_every_verb_once_in_the_order_in_which_a_person_needs_them():
     text = parser().format_help()
     listed = re.findall(r"^  (\w+) +[A-Z].+$", text, re.MULTILINE)
-    assert sorted(listed) == NAMES and len(listed) >= 22
-    assert listed[:3] == ["reproduce", "run", "table"] and listed[-1] in ("doctor", "start")
+    assert listed == verbs.names() and len(listed) == 16
+    assert listed[:3] == ["reproduce", "run", "report"] and listed[-1] == "doctor"
     headings = re.findall(r"^(\w.+):$", text, re.MULTILINE)
     assert len(headings) == len(set(headings)) == 6
-    assert verbs.ORDER == tuple(verbs.names())
+    assert verbs.ORDER == (*verbs.names(), *verbs.names("measure"))
+
+
+def test_help_of_measure_names_every_kind(capsys):
+    with pytest.raises(SystemExit):
+        main(["measure", "--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^  (\w+) +[A-Z].+$", text, re.MULTILINE) == verbs.names("measure")
+    assert text.endswith("measure KIND --help says more.\n")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +65,8 @@ def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
     module = verbs.load(name)
     about = verbs.first_line(module.__doc__)
     assert re.match(r"[A-Z].*\.$", about) and len(about) < 95
-    assert verbs.entry(name) == verbs.Entry(name, module.GROUP, about)
+    assert verbs.entry(name) == verbs.Entry(name.split()[-1], getattr(module, "GROUP", "Kinds"),
+                                            about)
     wanted = ["arguments", "comm"] if module.ON_ALL_RANKS else ["arguments"]
     assert list(inspect.signature(module.run).parameters) == wanted
 
@@ -133,7 +149,7 @@ def test_run_is_started_without_what_it_does_not_need():
 
 @pytest.mark.parametrize("words, started", [
     (["predict", "--machine", "longhorn"], False),
-    (["layer", "--hidden", "7", "--scheme", "3d"], True)])
+    (["measure", "layer", "--hidden", "7", "--scheme", "3d"], True)])
 def test_mpi_starts_only_for_verbs_of_ranks(words, started):
     """The files of MPI in shared memory stay when their process is killed."""
     done = run_python("-c", "import sys; from bench.__main__ import main\n"
@@ -142,10 +158,83 @@ def test_mpi_starts_only_for_verbs_of_ranks(words, started):
     assert done.stdout.splitlines()[-1] == str(started), done.stderr
 
 
-def test_a_wrong_verb_is_refused_in_one_line():
-    done = run_python("-m", "bench", "measure")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "invalid choice: 'measure' (choose from" in done.stderr and "reproduce" in done.stderr
+WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm?"),
+         ("measure layer --schem 3d", "--schem is no option of"),
+         ("measure layer --schem 3d", "did you mean --scheme?"),
+         ("dry --scheme 3dd", "did you mean 3d?"), ("dry --order position", "--expert-order?"),
+         ("schedule --schedule zbh", "did you mean zb-h"), ("run --preset lap", "mean laptop?"),
+         ("train --gate mixtrl", "did you mean mixtral?"), ("run --table wek", "mean weak?"),
+         ("plan --ranks 8 --hidden 64 --machine long", "did you mean longhorn?"),
+         *((old, f"{old} is called {new} now") for old, new in verbs.RENAMED.items())]
+
+
+@pytest.mark.parametrize("words, said", WRONG)
+def test_a_wrong_word_is_refused_in_one_line(words, said, capfd):
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(words.split()))
+    found = capfd.readouterr()
+    assert ended.value.code == 2 and found.out == ""
+    assert said in found.err and found.err.count("\n") == 1
+
+
+def test_old_names_are_no_verbs_and_new_ones_are():
+    assert not verbs.RENAMED.keys() & {*verbs.names()}
+    assert {new.split()[0] for new in verbs.RENAMED.values()} <= {*verbs.names()}
+
+
+@pytest.mark.parametrize("words", ["mesure", "measure layer --schem 3d", "dry --scheme 3dd",
+                                   "measure layer --scheme 3dd"])
+def test_ranks_say_once_what_is_wrong(words):
+    done = run_ranks(2, "-m", "bench", *words.split())
+    assert done.returncode != 0 and done.stderr.count("error: ") == 1, done.stderr
+
+
+@pytest.mark.parametrize("words, name, value", [
+    ("dry --ranks 8 --hidden 64 --scheme 2.5D", "scheme", "2.5d"),
+    ("train --scheme 1D_SP --gate Sigmoid_Bias", "gate", "sigmoid-bias"),
+    ("train --schedule Interleaved:3", "schedule", "interleaved:3"),
+    ("schedule --schedule ZB_H1 --beside GPipe,zbv", "beside", ["gpipe", "zb-v"]),
+    ("run --preset Emulated_Tiny", "preset", "emulated-tiny"),
+    ("run --recompute Uniform:2+Selective", "recompute", "uniform:2+selective"),
+    ("measure collectives --dtype Float64", "dtype", "float64"),
+    ("measure matmul --shape 8 --scheme 3D,2D", "scheme", ["3d", "2d"])])
+def test_names_are_taken_in_any_spelling(words, name, value):
+    assert getattr(parser().parse_args(words.split()), name) == value
+
+
+def test_the_library_takes_names_in_any_spelling():
+    assert mm3d.scheme("Serial", MPI.COMM_SELF).name == "serial"
+    assert build("ZB_H1", 2, 2) == build("zb-h1", 2, 2)
+    assert select_rows("Weak", "3D") == select_rows("weak", "3d") != []
+    assert load_machine("DGX_H100") == load_machine("dgx-h100")
+    with pytest.raises(ValueError, match="scheme '4dd' is unknown: choose one of 1d, .*serial"):
+        mm3d.scheme("4dd", MPI.COMM_SELF)
+
+
+@pytest.mark.parametrize("program", ["bench", "jobs"])
+def test_version(program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"{program}.__main__").main(["--version"])
+    assert not ended.value.code and capsys.readouterr().out == f"mm3d {mm3d.__version__}\n"
+
+
+@pytest.mark.parametrize("program, words", [
+    ("bench", {"measure", "matmul", "--beside", "--print-completion"}),
+    ("jobs", {"submit", "--test-only"})])
+def test_shells_complete_words(program, words, capsys):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"{program}.__main__").main(["--print-completion", "bash"])
+    assert not ended.value.code and words <= {*re.findall(r"[\w-]+", capsys.readouterr().out)}
+
+
+def test_completion_without_its_package_is_refused(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert "--print-completion needs the package shtab: pip install 'mm3d[completion]'" in said
 
 
 @pytest.mark.parametrize("program, words", [

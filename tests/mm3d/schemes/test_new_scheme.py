@@ -88,9 +88,9 @@ def test_a_new_scheme_is_tested_measured_and_shown(tmp_path):
     assert done.stdout.startswith("done: strong Columns 4 ranks: forward")
     path, = (folder / "results" / "here").glob("*.h5")
     assert run_file.read_run(path).configuration["grid"] == "2 x 2 x 1"
-    done = run_python("-m", "bench", "table", "results/here", cwd=folder)
+    done = run_python("-m", "bench", "report", "results/here", cwd=folder)
     assert any(line.split()[:2] == ["Columns", "4"] for line in done.stdout.splitlines())
-    done = run_python("-m", "bench", "plot", "results/here", cwd=folder)
+    done = run_python("-m", "bench", "report", "results/here", "--figures", cwd=folder)
     assert done.returncode == 0 and "average-step-time-tiny.png" in done.stdout, done.stderr
     done = run_python("-m", "bench", "plan", "--ranks", "4", "--hidden", "64", "--heads", "4",
                       "--layers", "1", "--batch", "8", "--seq", "16", "--top", "40", cwd=folder)

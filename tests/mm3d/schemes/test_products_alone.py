@@ -101,7 +101,8 @@ def test_words_of_uneven_blocks_on_larger_grids(name, sizes, form):
 def test_shifts_go_the_right_way(name, grid, tmp_path):
     """On two rows of ranks forward and back are the same; three tell them apart."""
     ranks = int(np.prod([int(size) for size in grid.split("x")]))
-    done = run_ranks(ranks, "-m", "bench", "matmul", "--scheme", name, "--shape", "17,11,23",
+    done = run_ranks(ranks, "-m", "bench", "measure", "matmul", "--scheme", name, "--shape",
+                     "17,11,23",
                      "--form", "ab,abt,atb", "--backward", "--dtype", "float64", "--calls", "1",
                      "--repetitions", "2", "--max-repetitions", "2",
                      "--max-seconds", "1", "--out", str(tmp_path))

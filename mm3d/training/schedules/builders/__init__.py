@@ -9,10 +9,12 @@ import inspect
 import pkgutil
 from typing import Any, Callable
 
+from mm3d.names import find_name
 from mm3d.training.schedules.builders.names import BUILDERS, LARGEST, MOST, builder
 from mm3d.training.schedules.schedule import Schedule
 
-__all__ = ["CONDITIONS", "build", "builder", "check_request", "check_size", "registry"]
+__all__ = ["CONDITIONS", "build", "builder", "check_request", "check_size", "full_name",
+           "registry"]
 
 CONDITIONS = ("chunks", "times", "memory", "kept")
 
@@ -64,8 +66,7 @@ def check_request(name: str, ranks: int, microbatches: int) -> None:
 
 def largest(name: str) -> int:
     """Return how many forward steps a schedule of this name may have."""
-    _builder_of(name)
-    return MOST[name.partition(":")[0]]
+    return MOST[full_name(name).partition(":")[0]]
 
 
 def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:
@@ -75,12 +76,22 @@ def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGE
                          f"forward steps: at most {most} would do")
 
 
+def full_name(name: str) -> str:
+    """Return the name in the spelling of `registry`: ``zb-h1`` for ``ZB_H1``.
+
+    Raises
+    ------
+    ValueError
+        When there is no such schedule.
+    """
+    plain, colon, count = name.partition(":")
+    return find_name(plain, registry(), "schedule") + colon + count
+
+
 def _builder_of(name: str) -> tuple[Callable[..., Schedule], dict[str, int]]:
     """Return the builder of a name, and the chunks that the name itself chooses."""
     known = registry()
-    plain, colon, count = name.partition(":")
-    if plain not in known:
-        raise ValueError(f"schedule {name!r} is unknown: choose one of {', '.join(known)}")
+    plain, colon, count = full_name(name).partition(":")
     if not colon:
         return known[plain], {}
     if "chunks" not in inspect.signature(known[plain]).parameters:

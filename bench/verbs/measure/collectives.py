@@ -2,24 +2,20 @@
 
 import argparse
 
-from bench.errors import WrongResult
-from bench.experiments.products.collectives import (array_bytes, collective_grid,
-                                                    measure_collectives)
-from bench.prediction import machine_file, machine_update
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 from bench.command_line import measuring, options
 from bench.command_line.number_types import MOST_BYTES
-from bench.command_line.publish import publish, report_failure
-from mm3d import launcher
+from bench.command_line.publish import measure
+from bench.experiments.products.collectives import (array_bytes, collective_grid,
+                                                    measure_collectives)
+from bench.records.journal import claim_folder
+from bench.reports.micro_tables import format_record
 from mm3d.console import say
 
-GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``collectives``."""
+    """Add the options of ``measure collectives``."""
     measuring.add_cluster(parser)
     measuring.add_measurement(parser, 7, 1.0)
     options.add_grid(parser)
@@ -29,26 +25,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=options.whole(1, MOST_BYTES), default=default,
                             metavar="BYTES", help=about)
     options.add_dtype(parser)
-    options.add_machine_file(parser, "the cost of each collective, and of the links")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure, write the record and update the machine file; return the exit status."""
+    """Measure and write the record; return the exit status."""
     limits = measuring.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
     measuring.check_memory(2 * arguments.most * comm.size, arguments.backend, comm)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
-    machine = machine_update.open_machine(arguments.machine, arguments.base,
-                                          launcher.local_ranks(), comm)
-    out = claim_folder(arguments.out, comm)
-    try:
-        record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed,
-                                     lambda line: say(line) if comm.rank == 0 else None)
-    except WrongResult as wrong:
-        return report_failure("collectives", f"{wrong}; no times were written", comm)
+    status = measure("collectives", lambda: measure_collectives(
+        grid, sizes, arguments.dtype, limits, arguments.seed,
+        lambda line: say(line) if comm.rank == 0 else None),
+        claim_folder(arguments.out, comm), comm, format_record)
     grid.free()
-    status = publish(record, out, "collectives", comm, format_record)
-    if machine is not None:
-        measured = record and machine_update.update_collectives(machine, record)
-        status = max(status, machine_file.publish_machine(measured, arguments.machine, comm))
     return status

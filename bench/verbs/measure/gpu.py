@@ -1,20 +1,19 @@
 """Measure one GPU: products, elementwise kernels, one layer, and a rank's part of each row."""
 
 import argparse
+from functools import partial
 
-from bench.errors import WrongResult
+from bench.command_line import measuring, options
+from bench.command_line.publish import measure
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import format_record
-from bench.command_line import measuring, options
-from bench.command_line.publish import publish, report_failure
 
-GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``gpu``."""
+    """Add the options of ``measure gpu``."""
     measuring.add_measurement(parser, 10, 5.0)
     parser.add_argument("--part", type=options.some_of(*PARTS), default=list(PARTS),
                         metavar="NAMES",
@@ -28,15 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the chosen parts on one rank; return the exit status."""
-    backend = measuring.one_rank_backend("gpu", arguments.backend or "cupy", comm)
+    backend = measuring.one_rank_backend("measure gpu", arguments.backend or "cupy", comm)
     limits = measuring.limits_of(arguments)
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
-    out, status = claim_folder(arguments.out, comm), 0
-    for part in arguments.part:
-        try:
-            record = measure_part(benchmark, part)
-        except WrongResult as wrong:
-            status = report_failure(f"gpu-{part}", f"{wrong}; no times were written", comm)
-        else:
-            status = max(status, publish(record, out, record.kind, comm, format_record))
-    return status
+    out = claim_folder(arguments.out, comm)
+    return max([measure(f"gpu-{part}", partial(measure_part, benchmark, part), out, comm,
+                        format_record) for part in arguments.part])

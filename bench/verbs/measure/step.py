@@ -3,8 +3,8 @@
 import argparse
 
 from bench.command_line import config_options, measuring, options
-from bench.command_line.publish import publish, report_failure
-from bench.errors import UsageError, WrongResult
+from bench.command_line.publish import measure
+from bench.errors import UsageError
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import MeasuredTraining
@@ -12,32 +12,30 @@ from bench.records.journal import claim_folder
 from bench.reports.micro_tables import format_record
 from mm3d.config import Division, Model
 
-GROUP = "Train a model"
 ON_ALL_RANKS = True
 SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "batch": 8, "seq": 256}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``step``."""
+    """Add the options of ``measure step``."""
     measuring.add_out(parser)
     measuring.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
     config_options.add_mesh(parser)
     config_options.add_fields(parser, Model, SIZES, SIZES)
     options.add_dtype(parser)
-    parser.add_argument("--torch", metavar="PYTHON", help=(
-        "measure PyTorch beside it, in turns, by this interpreter (default: nothing beside it)"))
-    parser.add_argument("--torch-parallel", metavar="KIND,...", help=(
+    options.add_torch(parser, "PyTorch's training is measured beside it, in turns")
+    parser.add_argument("--torch-parallel", type=options.some_of(*KINDS), metavar="KIND,...",
+                        help=(
         f"how PyTorch is parallel, of {', '.join(KINDS)}; one is one process with all cores "
         f"(default: all)"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write a step; return the exit status."""
-    limits = measuring.limits_of(arguments)
+    limits, kinds = measuring.limits_of(arguments), arguments.torch_parallel or list(KINDS)
     if arguments.torch_parallel and not arguments.torch:
-        raise UsageError(f"--torch-parallel {arguments.torch_parallel} without --torch: the name "
-                         f"of an interpreter that has PyTorch would do")
-    kinds = arguments.torch_parallel.split(",") if arguments.torch_parallel else list(KINDS)
+        raise UsageError(f"--torch-parallel {','.join(kinds)} without --torch: the name of an "
+                         f"interpreter that has PyTorch would do")
     case = config_options.read(Model, arguments)
     if arguments.torch:
         beside.refuse_case(case, kinds, comm.size)
@@ -45,12 +43,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
                                  arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     subject = MeasuredTraining(comm, case, config_options.read(Division, arguments))
-    name = f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}"
-    try:
-        with arguments.watched(subject.mesh.scheme.grid):
-            record = beside.measure_beside(subject, arguments.torch, kinds, limits)
-    except WrongResult as wrong:
-        return report_failure(name, wrong, comm)
-    status = publish(record, out, name, comm, format_record)
+    with arguments.watched(subject.mesh.scheme.grid):
+        status = measure(
+            f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
+            lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
+            format_record)
     subject.free()
     return status

@@ -9,12 +9,11 @@ from bench.command_line import options
 from mm3d import launcher
 from mm3d.console import complain, say
 
-GROUP = "This machine"
 ON_ALL_RANKS = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``start``."""
+    """Add the options of ``measure start``."""
     parser.add_argument("--ranks", type=options.numbers, default=[8, 27, 64], metavar="N,...",
                         help="numbers of ranks, which must be cubes (default 8,27,64)")
 

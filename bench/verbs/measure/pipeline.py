@@ -7,26 +7,25 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from bench.agreement import make_on_rank_0
 from bench.cases.variants import WORK
-from bench.errors import StoreError, UsageError, WrongResult
+from bench.errors import UsageError, WrongResult
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_case
 from bench.experiments.pipeline.reference import refuse_case
 from bench.instruments import chrome_trace
-from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
 from bench.command_line import measuring, options
 from bench.command_line.number_types import fractions
-from bench.command_line.publish import check_trace_file, publish, report_failure
+from bench.command_line.publish import (check_pictures, check_trace_file, publish,
+                                        report_failure)
+from bench.command_line.scheme_options import add_scheme
 from mm3d import Mesh, ModelSizes
 from mm3d.console import say
 from mm3d.training.schedules import registry
 
-GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
 TIMES, UNIT = (Fraction(1),) * 3, Fraction(1, 100)    # by default, with waits
 LONGEST = 3600    # seconds that an action may wait
@@ -34,28 +33,23 @@ UNITS = {"s": 1, "ms": Fraction(1, 1000), "us": Fraction(1, 10 ** 6)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``pipeline``."""
+    """Add the options of ``measure pipeline``."""
     measuring.add_measurement(parser, 5, 20.0)
     parser.add_argument("--stages", type=options.whole(1), required=True, metavar="P",
                         help="groups of ranks, each with one or more ranges of layers")
-    parser.add_argument("--scheme", default="3d", metavar="NAME",
-                        help="parallelism of the layers of a stage (default 3d)")
+    add_scheme(parser)
     parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
         "sizes of the grid's directions in a stage, such as 2x1x1; with commas between, one for "
         "each stage (default: as without a pipeline, for the ranks of a stage)"))
-    parser.add_argument("--schedule", type=lambda text: text.split(","), default=["1f1b", "zb-h1"],
+    parser.add_argument("--schedule", type=options.schedules, default=["1f1b", "zb-h1"],
                         metavar="NAMES", help=(
         f"schedules, with commas between, of {', '.join(registry())}; interleaved:3 has 3 chunks "
         f"a rank, auto is searched for and has one (default 1f1b,zb-h1)"))
     parser.add_argument("--microbatches", type=options.numbers, default=[8], metavar="M,...",
                         help="micro-batches of a step (default 8)")
-    for name, default, about in (("layers", 8, "layers of the whole model"),
-                                 ("hidden", 128, "features of a token"),
-                                 ("heads", 4, "attention heads"),
-                                 ("rows", 2, "sequences in a micro-batch"),
-                                 ("seq", 64, "tokens in a sequence")):
-        parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
-                            help=f"{about} (default {default})")
+    options.add_sizes(parser, layers=8, hidden=128, heads=4, seq=64)
+    parser.add_argument("--microbatch", type=options.whole(1), default=2, metavar="N",
+                        help="sequences in a micro-batch (default 2)")
     options.add_dtype(parser)
     options.add_recompute(parser)
     parser.add_argument("--work", default="compute", choices=WORK, help=(
@@ -67,9 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--unit", type=duration, metavar="TIME",
                         help="the unit of --times, such as 10ms or 500us (default 10ms)")
-    parser.add_argument("--torch", metavar="PYTHON", help=(
-        "measure torch.distributed.pipelining beside it, by gloo and this interpreter, in turns: "
-        "the same schedule, stages, layers or waits; a stage is one rank"))
+    options.add_torch(parser, "torch.distributed.pipelining is measured beside it, by gloo, in "
+                              "turns: the same schedule, stages, layers or waits; a stage is one "
+                              "rank")
     options.add_pictures(parser)
     parser.add_argument("--trace", metavar="FILE", help=(
         "write the actions of the median repetition and the clock's for chrome://tracing; with "
@@ -88,12 +82,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
         refuse_case(mesh, case)
     check_trace_file(arguments.trace, comm)
     measuring.check_model_memory(arguments.layers, arguments.hidden,
-                                 arguments.rows * arguments.seq, arguments.backend, comm)
+                                 arguments.microbatch * arguments.seq, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
-    if arguments.pictures:
-        make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
-                                                     "--pictures"),
-                       comm, caught=StoreError, error=StoreError)
+    check_pictures(arguments.pictures, comm)
     status, records = 0, []
     for case in cases:
         gc.collect()
@@ -123,7 +114,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
     """Return what is measured; ValueError when options, a schedule or the model cannot be."""
     waits = find_waits(arguments)
-    sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.rows,
+    sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.microbatch,
                        arguments.seq)
     return [make_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
                       dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)

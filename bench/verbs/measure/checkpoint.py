@@ -1,0 +1,33 @@
+"""Measure how fast checkpoints are written and read, beside the disk itself, under mpirun."""
+
+import argparse
+from pathlib import Path
+
+from bench.command_line import measuring, options
+from bench.command_line.publish import measure
+from bench.experiments.checkpoint import measure_checkpoint
+from bench.records.journal import claim_folder
+from bench.reports.micro_tables import format_record
+from mm3d import ModelSizes
+
+ON_ALL_RANKS = True
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``measure checkpoint``."""
+    measuring.add_measurement(parser, 5, 30.0)
+    options.add_sizes(parser, layers=4, hidden=1024, heads=16)
+    parser.add_argument("--disk", metavar="DIR", help=(
+        "the disk: a folder for the files, which are removed at the end (default --out)"))
+    options.add_dtype(parser)
+
+
+def run(arguments: argparse.Namespace, comm) -> int:
+    """Verify and measure, and write the record; return the exit status."""
+    limits = measuring.limits_of(arguments)
+    measuring.check_model_memory(arguments.layers, arguments.hidden, 1, arguments.backend, comm)
+    out = claim_folder(arguments.out, comm)
+    sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
+    return measure(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
+        comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,
+        arguments.backend), out, comm, format_record)

@@ -1,0 +1,190 @@
+"""Measure distributed products beside one process, each other, or ScaLAPACK's, under mpirun."""
+
+import argparse
+import gc
+import math
+from pathlib import Path
+
+import numpy as np
+
+from bench.command_line import measuring, options
+from bench.command_line.publish import check_trace_file, measure, report_failure
+from bench.errors import UsageError, WrongResult
+from bench.experiments.products.matmul import measure_product
+from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
+from bench.experiments.products.side_by_side import measure_side_by_side
+from bench.instruments import chrome_trace, step_tracing
+from bench.instruments.clock import Clock
+from bench.records.journal import claim_folder
+from bench.reports.micro_tables import format_record
+from bench.statistics import median_interval
+from mm3d.console import say
+from mm3d.schemes.matrix_product import FORMS
+
+ON_ALL_RANKS = True
+ALL = "all"
+BLOCKS, CALLS = [64, 128, 256], 5    # of ScaLAPACK, by default
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``measure matmul``."""
+    measuring.add_cluster(parser)
+    measuring.add_measurement(parser, 7, 30.0)
+    options.add_shape(parser)
+    options.add_grid(parser)
+    parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
+                        default=["3d"], metavar="NAMES", help=(
+        f"algorithm of the products (default 3d): {', '.join(schemes_with_products())}; several "
+        f"with commas: forward by each, in turns, in one table; all: by each that has a grid of "
+        f"so many ranks"))
+    parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
+                        help="forms of the product, separated by commas: ab, abt, atb for "
+                             "C = A B, A B^T, A^T B (default ab)")
+    options.add_dtype(parser)
+    parser.add_argument("--trace", metavar="FILE", help=(
+        "write a traced call of each product for chrome://tracing and ui.perfetto.dev; the names "
+        "of several products are added to the file's"))
+    parser.add_argument("--calls", type=options.whole(1), metavar="N", help=(
+        f"calls in a sample (default: as many as take one process 100 ms; {CALLS} beside "
+        f"ScaLAPACK)"))
+    parser.add_argument("--backward", action="store_true",
+                        help="measure the gradients dA and dB too")
+    parser.add_argument("--beside", choices=("scalapack",), help=(
+        "measure the 3-D product beside ScaLAPACK's, which must be installed, and print the "
+        "table alone"))
+    parser.add_argument("--block", type=options.numbers, metavar="N,...", help=(
+        "rows and columns of ScaLAPACK's blocks, each size measured (default "
+        f"{','.join(map(str, BLOCKS))})"))
+
+
+def run(arguments: argparse.Namespace, comm) -> int:
+    """Measure and write every shape and form; return the exit status."""
+    limits = measuring.limits_of(arguments)
+    refuse_contradictions(arguments)
+    if arguments.beside:
+        return measure_beside_scalapack(arguments, limits, comm)
+    measuring.check_memory(np.dtype(arguments.dtype).itemsize * max(
+        m * n + n * k + m * k for m, n, k in arguments.shape), arguments.backend, comm)
+    out = claim_folder(arguments.out, comm)
+    check_trace_file(arguments.trace, comm)
+    measure_one = measure_several if is_several(arguments) else measure_alone
+    status = 0
+    for shape in arguments.shape:
+        for form in arguments.form:
+            gc.collect()
+            status = max(status, measure_one(form, shape, arguments, limits, out, comm))
+    return status
+
+
+def is_several(arguments: argparse.Namespace) -> bool:
+    """Return whether several algorithms take turns."""
+    return arguments.scheme == [ALL] or len(arguments.scheme) > 1
+
+
+def refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for options that have no use beside each other."""
+    names = arguments.scheme
+    if arguments.beside:
+        idle = [f"--{name}" for name, default in (
+            ("scheme", ["3d"]), ("form", ["ab"]), ("trace", None), ("backward", False),
+            ("backend", None)) if getattr(arguments, name) != default]
+        if idle:
+            raise UsageError(f"--beside {arguments.beside} measures C = A B by 3d, on NumPy: "
+                             f"leave out {' and '.join(idle)}")
+    elif arguments.block:
+        raise UsageError("--block would do nothing here: give --beside scalapack too, or leave "
+                         "it out")
+    elif is_several(arguments):
+        if arguments.backward or arguments.trace or arguments.grid or arguments.calls:
+            raise UsageError(f"--scheme {','.join(names)} measures the forward product of each "
+                             f"algorithm on its own grid: leave out --backward, --trace, --grid "
+                             f"and --calls")
+        if len(set(names)) < len(names) or ALL in names and names != [ALL]:
+            raise UsageError(f"--scheme {','.join(names)}: names that differ would do, or all "
+                             f"alone")
+
+
+def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace, limits,
+                  out: Path, comm) -> int:
+    """Measure, write and trace one product; return the exit status."""
+    try:
+        grid = product_grid(arguments.scheme[0], comm, arguments.grid, arguments.backend)
+        problem = Problem(arguments.scheme[0], form, grid, shape, arguments.dtype, arguments.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    name = f"matmul-{arguments.scheme[0]}-{form}-{'x'.join(map(str, shape))}-{arguments.dtype}"
+    done = []    # whether there is something to trace
+
+    def work():
+        record = measure_product(problem, arguments.backward, arguments.calls, limits,
+                                 arguments.seed, arguments.watched)
+        done.append(True)
+        return record
+    status = measure(name, work, out, comm, format_record)
+    if arguments.trace and done:
+        clock = Clock(comm)
+        phases = ("forward", "backward")[:1 + arguments.backward]
+        spans = step_tracing.trace_product(problem, phases, clock)
+        path = chrome_trace.trace_file(arguments.trace, name,
+                                       len(arguments.shape) * len(arguments.form))
+        status = max(status, chrome_trace.write_trace(path, spans, grid, clock, name))
+    grid.free()
+    return status
+
+
+def measure_several(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace,
+                    limits, out: Path, comm) -> int:
+    """Measure several algorithms on one product, and write the record; return the exit status."""
+    names = [] if arguments.scheme == [ALL] else arguments.scheme
+    name = "-".join(["products", *names, form, "x".join(map(str, shape)), arguments.dtype,
+                     f"p{comm.size:03d}"])
+    return measure(name, lambda: measure_side_by_side(
+        form, shape, arguments.dtype, comm, arguments.backend, limits, arguments.seed,
+        names or None, arguments.watched), out, comm, format_record)
+
+
+def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int:
+    """Measure every shape beside ScaLAPACK's product, and print it; return the exit status."""
+    from bench.experiments.products import scalapack
+    library, gemm = scalapack.load_libraries(comm, arguments.dtype)
+    status = 0
+    for shape in arguments.shape:
+        products = scalapack.Products(library, gemm, comm, shape, arguments.grid,
+                                      arguments.block or BLOCKS, arguments.seed)
+        try:
+            found = scalapack.compare_products(products, arguments.calls or CALLS, limits)
+        except WrongResult as wrong:
+            status = report_failure(f"{shape} {arguments.dtype}", wrong, comm)
+        else:
+            if found is not None:
+                say(scalapack_table(found) + "\n")
+        products.free()
+    return status
+
+
+def scalapack_table(found) -> str:
+    """Format the table of a `bench.experiments.products.scalapack.Comparison`."""
+    from bench.reports.document import Column, Notes, Rows, Table
+    from bench.reports.formats import render
+    ours, theirs = len(found.transports), len(found.blocks)
+    rows: Rows = []
+    for k, (name, time) in enumerate(zip(found.subjects, np.median(found.seconds, axis=0))):
+        cells = [name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(found.shape) / time:.1f}"]
+        for ratios in found.speed_ups():
+            if 0 <= k - ours < theirs:
+                median, low, high, _ = median_interval(ratios[:, k - ours])
+                cells += [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]
+            else:
+                cells += ["", ""]
+        rows.append(cells)
+    columns = [Column("", "C = A B"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
+               *(Column(which, "", f"3d, {name}, is ahead") for name in found.transports
+                 for which in ("median", "95 %"))]
+    title = (f"{' x '.join(map(str, found.shape))} {found.dtype}, {found.ranks} ranks on "
+             f"{found.cores} cores")
+    return render([Table(title, columns, rows), Notes("About these figures:", [
+        f"{len(found.seconds)} repetitions of {found.calls} call{'s' * (found.calls > 1)} each, "
+        f"in random order; times are makespans a call, rates of all ranks.",
+        f"The 3-D product and ScaLAPACK multiply by one function, of {found.library}. ScaLAPACK "
+        f"moves by MPI.", "Loaded: " + "; ".join(f"{file}: {about}" for file, about in
+                                                 found.loaded.items()) + "."])])

@@ -1,0 +1,48 @@
+"""Find what a person names among known names, without regard to case, hyphens and underscores."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def plain(name: str) -> str:
+    """Return what tells `name` from other names: ``zbh1`` of ``ZB_H1``."""
+    return name.casefold().replace("-", "").replace("_", "").strip()
+
+
+def find_name(name: str, known: Iterable[str], what: str) -> str:
+    """Return the one of the `known` names that `name` stands for.
+
+    Parameters
+    ----------
+    name : str
+        What was given, such as ``3D`` or ``zb_h1``.
+    known : iterable of str
+        The names that would do.
+    what : str
+        What is named, for the message, such as ``scheme``.
+
+    Raises
+    ------
+    ValueError
+        When it is none of them; names all of them, and the most similar one.
+    """
+    known = list(known)
+    if name in known:
+        return name
+    found = {plain(one): one for one in known}.get(plain(str(name)))
+    if found is None:
+        raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(known)}"
+                         f"{suggestion(str(name), known)}")
+    return found
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean NAME?`` for the known name most similar to `name`; "" for none.
+
+    Where none is similar, that is one which has `name` as a part of it.
+    """
+    ordered, given = {plain(one): one for one in known}, plain(name[:100])
+    similar = (difflib.get_close_matches(given, ordered, 1, 0.75)
+               or [one for one in ordered if len(given) > 2 and given in one]
+               or difflib.get_close_matches(given, ordered, 1, 0.6))
+    return f"; did you mean {ordered[similar[0]]}?" if similar else ""

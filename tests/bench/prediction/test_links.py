@@ -1,0 +1,70 @@
+"""Links fitted to measured collectives; and the file of a machine, which one rank writes."""
+import msgspec
+import pytest
+
+from bench.cluster.spec import VARIABLE, Cluster
+from bench.errors import UsageError
+from bench.prediction import fits, machine_file, machine_model
+from bench.prediction.machine_model import Curve, Level, Line
+
+CPU = machine_model.load_machine("cpu")
+# On 4 x 1 x 2 ranks: along x 3 ms and 1 GB/s, along z a tenth of both.
+LINES = {(4, 2): (3e-3, 1e-9), (2, 1): (3e-4, 1e-10)}
+
+
+def lines(gather: float = 1.0) -> list[Line]:
+    """Both collectives of each line; a gather takes `gather` times as long to start."""
+    return [Line(kind, size, stride, alpha * (gather if kind == "all_gather" else 1), beta,
+                 Curve([1.0, 2.0], [alpha, alpha + beta]))
+            for (size, stride), (alpha, beta) in LINES.items()
+            for kind in ("all_gather", "reduce_scatter")]
+
+
+def test_the_link_is_of_the_longest_line():
+    """Two turns of a ring of 4, of which three quarters move through each rank."""
+    assert fits.fit_links(lines(), 8, "shared") == {"node": Level(1.5e-3, 0.75e9)}
+    assert fits.fit_links(lines(gather=3), 8, "mpi")["node"] == Level(3e-3, 0.75e9)
+
+
+def test_the_link_is_of_collectives_that_copy():
+    """In shared memory a gather takes as long whatever its size; through MPI both count."""
+    idle = [msgspec.structs.replace(one, beta=0.0) if one.kind == "all_gather" else one
+            for one in lines()]
+    for transport, rate in (("shared", 0.75e9), ("mpi", 1.5e9)):
+        found = fits.fit_links(idle, 8, transport)["node"]
+        assert found.bytes_per_second == pytest.approx(rate)
+
+
+def test_a_line_between_nodes_is_the_network_s():
+    """On nodes of 2 ranks z lies within, and x has both ranks of a node on its link."""
+    assert fits.fit_links(lines(), 2, "shared") == {"node": Level(3e-4, 5e9),
+                                                    "network": Level(1.5e-3, 1.5e9)}
+
+
+@pytest.mark.ranks(1, 4)
+def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path):
+    machine = CPU if comm.rank == 0 else None
+    path = shared_tmp_path / "mine.toml"
+    assert machine_file.write_machine(machine, path, comm) == ""
+    assert machine_model.load_machine(str(path)) == CPU
+    problem = machine_file.write_machine(machine, shared_tmp_path / "no" / "mine.toml", comm)
+    assert problem == "No such file or directory"
+
+
+def test_a_machine_of_another_cluster_is_refused(monkeypatch):
+    """One of which nothing was measured is not."""
+    curve, cluster = Curve([1.0, 2.0], [1e-6, 2e-6]), Cluster.parse("2x4:200Mbit")
+    bare = msgspec.structs.replace(CPU, passes={}, collectives=[])
+    measured = msgspec.structs.replace(CPU, passes={"other": curve})
+    machine_model.check_cluster(measured, "mine.toml")
+    monkeypatch.setenv(VARIABLE, cluster.to_environment(0))
+    inside = msgspec.structs.replace(
+        measured, about=measured.about + machine_model.cluster_suffix(cluster))
+    where = "emulated cluster, 2 nodes x 4 ranks, 200 Mbit/s"
+    machine_model.check_cluster(bare, "mine.toml")
+    machine_model.check_cluster(inside, "mine.toml")
+    with pytest.raises(UsageError, match=f"measured in no emulated cluster, and this is {where}"):
+        machine_model.check_cluster(measured, "mine.toml")
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UsageError, match=f"measured in {where}, and this is no emulated cluster"):
+        machine_model.check_cluster(inside, "mine.toml")
