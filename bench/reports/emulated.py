@@ -1,21 +1,11 @@
 """State that figures were measured in an emulated cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bench.cases.variants import recorded_variant
-from bench.cluster.spec import Cluster
 from bench.records.folder import most_oversubscribed, share_cores
-from bench.records.measurements import Setting
 from bench.records.model_run import Run
-
-MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
-
-
-def describe_cluster(environment: Mapping[str, Setting]) -> str:
-    """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
-    Mbit/s"; "" if it ran in none."""
-    text = environment.get("emulated_cluster")
-    return Cluster.parse(str(text)).describe() if text else ""
+from bench.records.notes import MODELLED, describe_cluster
 
 
 def emulated_runs(runs: Sequence[Run | None]) -> list[Run]:

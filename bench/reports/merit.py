@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
 
 import numpy as np
 
@@ -12,12 +11,12 @@ from bench.errors import StoreError
 from bench.instruments import step_seconds
 from bench.records.folder import read_runs
 from bench.records.model_run import Run
+from bench.records.notes import words_note
 from bench.reports import time_parts
-from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
 from mm3d.tracing.events import PHASES
-from mm3d.transport import choice
 
 
 @dataclass(frozen=True)
@@ -138,15 +137,6 @@ def moved_words(run: Run) -> np.ndarray:
 def transport_name(run: Run) -> str:
     """Return the transport of the run's collectives."""
     return str(run.configuration.get("transport", "not recorded"))
-
-
-def words_note(names: Iterable[str]) -> str:
-    """Explain how words are counted, and which words these transports move."""
-    known = {name: choice.describe_moved_words(name)
-             for several in names for name in several.split()}
-    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
-    return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
-            "for every transport" + (f". What it moves, {about}." if about else "."))
 
 
 def intensity_figures(run: Run, flops: int) -> list[Figure]:

@@ -15,9 +15,10 @@ from bench.records.folder import (FolderContents, Results, is_crowded, most_over
                                   read_folder, share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
+from bench.records.notes import describe_cluster
 from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
                            speed_ups, wire_rows)
-from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
+from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.reports.emulation import tables as emulation_tables
 from mm3d.tracing.events import PHASES
 
@@ -223,7 +224,7 @@ def machine_notes(results: Results) -> list[str]:
         env = run.environment
         unclear = env["git_clean"] or env["git_commit"] == UNKNOWN
         commit = env["git_commit"][:12] + ("" if unclear else " with changes")
-        cluster = emulated.describe_cluster(env)
+        cluster = describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
                  f"{env['blas']} with {env['blas_architecture']} kernels, "

@@ -7,7 +7,7 @@ from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.prediction import machine_model
-from bench.reports.document import Notes
+from bench.document import Notes
 from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
 from bench.command_line import options, pipeline_options

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 def table(found: Comparison) -> str:
     """Format the table of a comparison."""
-    from bench.reports.document import Column, Notes, Rows, Table
+    from bench.document import Column, Notes, Rows, Table
     from bench.reports.formats import render
     ours, theirs = len(found.transports), len(found.blocks)
     rows: Rows = []

@@ -12,7 +12,7 @@ from bench.errors import UsageError
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import over_runs
-from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
+from bench.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.reports.emulation.row import Emulated, of_run
 
 
