@@ -90,7 +90,7 @@ class Measurements:
     ----------
     kind : str
         "model" of a row of the tables, "gemm", "layer" and so on of a microbenchmark: one that
-        ``kinds.toml`` describes, or any other.
+        `bench.records.kinds` describes, or any other.
     configuration, environment : dict of str to str, int, float or bool
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
@@ -180,7 +180,7 @@ def parse_measurements(file: h5py.Group, kind: str,
     Raises
     ------
     KeyError, ValueError, TypeError, AttributeError
-        When something is missing, or is not what ``kinds.toml`` says of this kind.
+        When something is missing, or is not what its kind has.
     """
     found = parse_group(file, schema.main_group(kind), kind)
     settings, environment = (
@@ -210,7 +210,7 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
 
 
 def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
-    """Read a group that `fill_group` has written; `kind` is its name in ``kinds.toml``.
+    """Read a group that `fill_group` has written; `kind` is the name of its schema.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What follows from the samples of each kind of record, and its tables: a file each.
+"""What each kind of record has, what follows from its samples, and its tables: a file each.
 
 ``NAME.py`` in this folder is the kind NAME ("gpu" those that begin so) and needs to be named
 nowhere else. All of these may be in it:
@@ -8,6 +8,21 @@ nowhere else. All of these may be in it:
 - ``tables(records)`` makes the tables of records of this kind, with notes. Their columns say what
   they show of a row (`bench.document.Column`). Of a kind without it everything is shown, by its
   dimensions (`bench.reports.micro_tables`).
+
+``SCHEMAS`` has, by the name of a kind, or KIND.GROUP of a further group of its files:
+
+- ``settings``, ``environment``: what its readers need of these;
+- ``group``: the group of its variables, by default "measurements"; a further one is in every file
+  if it is ``required``;
+- ``variables``, ``optional``, ``derived``: the dimensions of those that every file has, may have,
+  and that follow from others. Files may hold more;
+- ``labels``: those that a dimension may have, where readers look for labels by name;
+- ``needs``: what records have that have a variable, or a setting that is not "" or "none";
+- ``verified``: whether no record is without its verification;
+- variables that are ``positive``, greater than 0 wherever they are numbers, as reports divide by
+  them; ``signed``, which may be below 0 as differences of two measurements; ``spent``, whose sums
+  over the last dimension are greater than 0; ``complete``, without NaN; ``whole``, integers; and
+  dimensions that may be ``empty``.
 """
 
 import functools
@@ -33,7 +48,7 @@ def derive(record: Any) -> dict[str, Any]:
     Raises
     ------
     KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError
-        When what was measured is not what ``kinds.toml`` says of its kind.
+        When what was measured is not what its schema says.
     """
     if (find := getattr(module_of(record.kind), "derive", None)) is None:
         return {}
@@ -68,6 +83,11 @@ def require_as_many(name: str, found: Sequence, labels: Sequence, dim: str) -> N
     if len(found) != len(labels):
         raise ValueError(f"{name} names {len(found)}, which should be {len(labels)}: one for each "
                          f"{dim}")
+
+
+def schemas_of(kind: str) -> dict[str, dict[str, Any]]:
+    """Return what the file of a kind says of records; nothing of a kind that is unknown."""
+    return getattr(module_of(kind), "SCHEMAS", {})
 
 
 def module_of(kind: str) -> ModuleType | None:

@@ -7,6 +7,15 @@ from bench.records.kinds import BOUND, each, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
 from bench.records.notes import describe_machine
 
+SCHEMAS = {
+    "checkpoint": {
+        "verified": True,
+        "positive": "bytes rate samples seconds",
+        "settings": "batch dtype ended_by heads hidden layers ranks scheme seq",
+        "variables": {"bytes": "", "samples": "operation repetition"},
+        "derived": {"rate": "operation", "seconds": "operation bound"},
+        "labels": {"operation": [["save", "restore", "disk write", "disk read"]]}}}
+
 OF_THE_DISK = {"save": "disk write", "restore": "disk read"}
 
 

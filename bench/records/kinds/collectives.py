@@ -15,6 +15,28 @@ from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import in_place_collectives
 from mm3d.transport.nodes import words_into_nodes
 
+SCHEMAS = {
+    "collectives": {
+        "positive": "bandwidth samples seconds mpi_samples mpi_seconds wire_seconds",
+        "settings": "dtype grid transport width",
+        "needs": {
+            "wire_received": "wire_sent wire_seconds wire_size emulated_cluster node_of_rank"},
+        "variables": {
+            "bytes_moved": "axis collective size",
+            "ended_by_width": "axis collective size",
+            "samples": "axis collective size repetition"},
+        "optional": {
+            "mpi_samples": "axis collective size mpi_repetition",
+            "wire_received": "axis collective round way node",
+            "wire_seconds": "axis collective round way",
+            "wire_sent": "axis collective round way node"},
+        "derived": {
+            "alpha": "axis collective", "bandwidth": "axis collective size",
+            "beta": "axis collective", "fit_error": "axis collective",
+            "seconds": "axis collective size bound", "mpi_seconds": "axis collective size bound",
+            "wire_least": "axis collective node"},
+        "labels": {"way": [["grid", "mpi"]]}}}
+
 POINT = ("axis", "collective")
 # Shown instead of a bandwidth for a collective whose result is read in place.
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}

@@ -8,6 +8,30 @@ from bench.records.measurements import Measurements, Place, Variable, list_place
 from bench.records.notes import equal_rate_notes, largest_error
 from mm3d.model.experts.totals import utilisation_entropy
 
+KINDS = ["layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
+         "PyTorch grouped"]
+SCHEMAS = {
+    "experts": {
+        "verified": True,
+        "positive": "ratio samples seconds share_of_one_product",
+        "environment": "ranks cores",
+        "settings": (
+            "balance batch bias_rate convention count dtype ended_by every gate grid hidden "
+            "jitter reference replicas scheme seq top transport way wide z"),
+        "variables": {
+            "balance_loss": "routing", "dropped": "routing expert",
+            "expected_words": "routing rank", "gathered": "routing",
+            "inside_words": "routing rank", "part_samples": "routing phase part rank repetition",
+            "samples": "routing kind repetition", "tokens": "routing choice expert",
+            "words": "routing rank"},
+        "derived": {
+            "bandwidth": "routing", "dropped_share": "routing", "entropy": "routing",
+            "part_seconds": "routing phase part bound", "ratio": "routing kind bound",
+            "seconds": "routing kind bound", "share_of_one_product": "routing bound"},
+        "labels": {
+            "kind": [KINDS[:count] for count in (3, 5, 6)],
+            "phase": [["forward", "backward"]]}}}
+
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds and ratios, seconds of parts, and what follows from the routing."""

@@ -7,6 +7,14 @@ from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.measurements import Measurements, Variable, list_places
 from bench.records.notes import count_threads, describe_machine
 
+SCHEMAS = {
+    "gemm": {
+        "positive": "rate samples seconds",
+        "variables": {
+            "ended_by_width": "dtype threads size",
+            "samples": "dtype threads size repetition"},
+        "derived": {"rate": "dtype threads size", "seconds": "dtype threads size bound"}}}
+
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds and operations a second by dtype, threads and size."""

@@ -12,6 +12,19 @@ from bench.statistics import elapsed
 from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
 
+SCHEMAS = {
+    "layer": {
+        "verified": True,
+        "positive": "expected_memory flops ratio seconds",
+        "signed": "hidden memory",
+        "environment": "ranks cores blas blas_architecture",
+        "settings": "batch dtype ended_by grid heads hidden layers reference scheme seq transport",
+        "variables": {
+            "expected_memory": "", "hidden": "", "memory": "account rank",
+            "times": "repetition kind rank edge"},
+        "derived": {"flops": "", "ratio": "kind bound", "seconds": "kind bound"},
+        "labels": {"kind": [["layer", "local products", "PyTorch", "layer with overlap"]]}}}
+
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds by kind, their ratios to those of the layer, and its operations."""

@@ -14,6 +14,23 @@ from bench.records.notes import count_threads, describe_machine, largest_error, 
 from bench.statistics import elapsed
 from mm3d.model import cost
 
+SCHEMAS = {
+    "matmul": {
+        "verified": True,
+        "positive": "ceiling efficiency flops seconds share_of_the_ceiling",
+        "environment": "cores",
+        "settings": (
+            "K M N calls dtype ended_by form grid one_process_cores one_process_threads scheme "
+            "transport"),
+        "variables": {"times": "phase repetition kind rank edge", "words": "phase rank"},
+        "derived": {
+            "ceiling": "phase bound", "efficiency": "phase bound", "flops": "phase",
+            "least_words": "phase", "seconds": "phase kind bound",
+            "share_of_the_ceiling": "phase bound"},
+        "labels": {
+            "phase": [["forward"], ["forward", "backward"]],
+            "kind": [["product", "local products", "one process"]]}}}
+
 RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
 RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share_of_the_ceiling": (1, 0)}    # of kinds
 

@@ -15,6 +15,31 @@ from bench.statistics import elapsed
 from mm3d.training.schedules import Schedule, Times, check, clock, parse_schedule
 from mm3d.training.schedules.clock import Timeline
 
+SCHEMAS = {
+    "pipeline": {
+        "verified": True,
+        "positive": "clock_seconds seconds reference_seconds ratio",
+        "signed": "memory",
+        "environment": "ranks cores oversubscribed",
+        "settings": (
+            "about_work batch dtype ended_by grid heads hidden layers microbatches recompute "
+            "reference schedule schedule_text scheme seq stage_grids transport work"),
+        "needs": {"reference": "reference_order reference_times processor"},
+        "variables": {
+            "expected_memory": "rank", "expected_words": "", "hop_samples": "round",
+            "memory": "account rank", "times": "repetition rank action edge", "words": "rank"},
+        "optional": {
+            "processor": "side repetition rank",
+            "reference_times": "repetition rank action edge",
+            "slept": "side repetition rank step"},
+        "derived": {
+            "bubble": "bound", "clock_bubble": "", "clock_seconds": "",
+            "durations": "step stage", "hop": "", "seconds": "bound", "overhead": "side bound",
+            "ratio": "bound", "reference_seconds": "bound"},
+        "labels": {
+            "side": [["mm3d"], ["mm3d", "PyTorch"]],
+            "step": [["F", "B", "W"]]}}}
+
 # Settings that are equal in all rows of a table, as its notes say.
 OF_A_TABLE = ("work", "about_work", "wait_F", "wait_B", "wait_W", "scheme", "grid", "stage_grids",
               "layers", "hidden", "heads", "seq", "dtype", "recompute", "reference")
@@ -168,7 +193,7 @@ def _of_one_model(records: Sequence[Measurements]) -> list[Part]:
     """Make the table of pipelines of one model and mesh, and that of PyTorch's beside them."""
     parts = [make_table("Pipelines", COLUMNS, [Place(record, {}) for record in records]),
              Notes("About these pipelines:", _notes(records))]
-    beside = [one for one in records if one.configuration.get("reference", "none") != "none"]
+    beside = [one for one in records if one.configuration["reference"] != "none"]
     if beside:
         waits = beside[0].configuration["work"] == "wait"
         parts += [make_table("Beside torch.distributed.pipelining", _beside(waits),

@@ -15,6 +15,20 @@ from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.schemes.products_alone import algorithms_with_products
 
+SCHEMAS = {
+    "products": {
+        "verified": True,
+        "positive": "memory_alone samples seconds",
+        "environment": "ranks cores cpu_model mpi",
+        "settings": "K M N dtype form grids in_turns left_out transport",
+        "variables": {
+            "memory": "scheme rank", "memory_alone": "scheme", "messages": "scheme rank",
+            "operations": "scheme rank", "rounds": "scheme rank", "samples": "scheme repetition",
+            "stored": "scheme rank", "words": "scheme rank"},
+        "derived": {
+            "closed_form_words": "scheme", "least_words": "",
+            "least_words_with_memory": "scheme", "seconds": "scheme bound"}}}
+
 NOT_STATED = -1    # the closed form of an algorithm that has none
 
 

@@ -16,6 +16,20 @@ from bench.records.notes import MODELLED
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme, registry
 
+SCHEMAS = {
+    "sweep": {
+        "verified": True,
+        "positive": "samples software work",
+        "environment": "ranks cores emulated_cluster",
+        "settings": (
+            "dtype heads hidden layers preset recompute seq table waited_machine waited_scale "
+            "waited_shrink"),
+        "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
+        "optional": {"predicted": "plan link phase kind", "software": "plan phase repetition"},
+        "labels": {
+            "kind": [["work", "links"]],
+            "phase": [["forward", "backward"]]}}}
+
 
 def check_texts(run: Measurements) -> None:
     """Check that each plan names its scheme, grid, order and batch, and links are rates."""

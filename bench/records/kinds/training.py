@@ -9,6 +9,30 @@ from bench.records.kinds import each
 from bench.records.measurements import Measurements, Place, Variable, list_places
 from bench.records.notes import CROWDED, equal_rate_notes
 
+SCHEMAS = {
+    "training": {
+        "verified": True,
+        "positive": "expected_peak_bytes step_seconds tokens_per_second torch_step_seconds",
+        "empty": "step validated",
+        "environment": "ranks cores oversubscribed blas blas_architecture",
+        "settings": (
+            "batch began clip data dropout dtype ended_by grid heads hidden layers lr "
+            "microbatches momentum optimizer recompute schedule scheme seq shards skipped_steps "
+            "stage_grids stages steps text tied transport validate_every validation_batches "
+            "warmup weight_decay zero"),
+        "needs": {
+            "torch": "torch_loss torch_step_seconds torch_validation_loss",
+            "torch_validation_loss": "torch",
+            "entropy": ("dropped_share experts_count experts_top experts_gate experts_balance "
+                        "experts_convention")},
+        "variables": {
+            "expected_peak_bytes": "rank", "learning_rate": "step", "loss": "step",
+            "peak_bytes": "rank", "step_seconds": "step", "validation_loss": "validated"},
+        "optional": {
+            "dropped_share": "step", "entropy": "step", "torch_loss": "step",
+            "torch_step_seconds": "step", "torch_validation_loss": "validated"},
+        "derived": {"tokens_per_second": ""}}}
+
 ROWS = 12    # validations in a table
 
 

@@ -6,6 +6,19 @@ from bench.document import Column, Notes, Part, make_table
 from bench.records.kinds import each, require_as_many
 from bench.records.measurements import Measurements, Place, Variable, list_places
 
+SCHEMAS = {
+    "training-meshes": {
+        "verified": True,
+        "positive": "ranks",
+        "settings": (
+            "batch clip dropout dtype equal_to heads hidden layers lr momentum optimizer seq "
+            "steps text tied warmup weight_decay"),
+        "needs": {"dropped_share": "experts_count experts_top experts_gate experts_convention"},
+        "variables": {
+            "bitwise": "mesh", "gradients_difference": "mesh", "loss": "mesh step",
+            "ranks": "mesh", "weights_difference": "mesh"},
+        "derived": {"loss_difference": "mesh"}}}
+
 ROUTED = ("chosen", "dropped")    # pairs of a token and a choice that meshes are compared by
 ROUNDED = (" That is 4 times the difference of one rank to float64 from the same parameters; of "
            "the loss at least 4 times what is usual in one step.")

@@ -8,6 +8,23 @@ from bench.records.measurements import Measurements, Place, Variable, list_place
 from bench.records.notes import CROWDED, equal_rate_notes, largest_error
 from bench.statistics import elapsed
 
+SCHEMAS = {
+    "training-step": {
+        "verified": True,
+        "positive": "ratio seconds tokens_per_second",
+        "spent": "part_seconds",
+        "environment": "ranks cores oversubscribed blas blas_architecture",
+        "settings": (
+            "batch data dtype ended_by grid heads hidden layers lr mesh microbatches optimizer "
+            "recompute schedule scheme seq stage_grids stages torch transport vocab weight_decay "
+            "zero"),
+        "variables": {
+            "loss": "repetition side", "part_seconds": "rank traced part",
+            "times": "repetition side rank edge"},
+        "derived": {
+            "ratio": "side bound", "seconds": "side bound",
+            "tokens_per_second": "side bound"}}}
+
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds and tokens a second of each side, and how many times as fast mm3d is."""

@@ -10,7 +10,7 @@ from bench.document import Table
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.kinds import sweep
-from bench.records.measurements import Measurements, Variable
+from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.figures import link_sweep as figures
 from bench.reports.micro_tables import format_record
 from bench.reports.page import embed_figures
@@ -38,7 +38,8 @@ def record():
             ("plan", "link", "phase", "kind")),
          "software": Variable(np.full((3, 2, 3), 0.05), "s", ("plan", "phase", "repetition")),
          "samples": Variable(samples, "s", ("plan", "link", "phase", "repetition")),
-         "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))}, [])
+         "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))},
+        [Check("output", 0.0, 1e-5)])
 
 
 def test_crossings():
