@@ -14,8 +14,6 @@ from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import time_parts
 from bench.document import Column, Notes, Number, Part, Table, number_cell
-from mm3d import ModelSizes, model_spec
-from mm3d.model import cost
 from mm3d.tracing.events import PHASES
 
 
@@ -27,14 +25,6 @@ class Figure:
     value: float
     unit: str
     expected: float = math.nan
-
-
-def useful_flops(run: Run) -> int:
-    """Count the useful operations of a step: those of all matrix products, each product once.
-
-    Recomputation in backward, and computation repeated on several ranks, are not counted.
-    """
-    return sum(cost.flops(model_spec(ModelSizes.from_settings(run.configuration))).values())
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
@@ -58,7 +48,7 @@ def figures_of_merit(run: Run) -> list[Figure]:
     """Compute all figures of a run; a step is its median forward and backward, both untraced."""
     batch, seq = run.configuration["batch"], run.configuration["seq"]
     seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
-    flops, ranks = useful_flops(run), run.ranks
+    flops, ranks = int(run.values("flops")), run.ranks
     found = [Figure("average step time", step_seconds.average_step_time(run.times, batch),
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
@@ -82,12 +72,11 @@ def recomputation_figures(run: Run) -> list[Figure]:
     Traced operations include the attention scores that every backward recomputes, and computation
     repeated on several ranks.
     """
-    chosen = run.configuration
-    name = chosen.get("recompute", "none")
+    name = run.configuration.get("recompute", "none")
     if name == "none":
         return []
-    again = cost.flops_again(model_spec(ModelSizes.from_settings(chosen), recompute=name))
-    useful, traced = useful_flops(run), time_parts.find_variable(run, "parts", "flops")
+    useful, again = int(run.values("flops")), int(run.values("flops_again"))
+    traced = time_parts.find_variable(run, "parts", "flops")
     executed = math.nan if traced is None else float(traced.values.sum())
     return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",
                    (useful + again) / useful)]

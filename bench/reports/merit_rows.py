@@ -21,7 +21,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
             continue
         seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
         tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
-        rate = merit.useful_flops(run) / seconds / run.ranks
+        rate = int(run.values("flops")) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks
         peak_rate = time_parts.recorded_number(run, "machine", "gemm_together")
         expected = time_parts.recorded_number(run, "memory", "expected_pool_peak")

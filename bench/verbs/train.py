@@ -29,7 +29,7 @@ from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.micro_tables import format_record
-from bench.validation.rules import failed_checks
+from bench.validation.files import failed_checks
 from mm3d.console import say
 
 GROUP = "Train a model"

@@ -143,7 +143,7 @@ def step_rate(run: Run) -> float:
 
 def rate_of_time(run: Run, average: float) -> float:
     """Compute the useful operations a second at an average step time of `average` seconds."""
-    return merit.useful_flops(run) / (average * run.configuration["batch"])
+    return int(run.values("flops")) / (average * run.configuration["batch"])
 
 
 def paper_rate(row: Row) -> float:
