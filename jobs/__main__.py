@@ -9,7 +9,7 @@ from bench.cases.case import Case, make_case
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
-from bench.reports.document import Column, Table
+from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
 from bench.command_line.parser import Parser

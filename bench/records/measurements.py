@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 import h5py
 import numpy as np
 
-from bench.records import kinds, schema, texts
+from bench.records import kinds, schema
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
@@ -90,7 +90,7 @@ class Measurements:
     ----------
     kind : str
         "model" of a row of the tables, "gemm", "layer" and so on of a microbenchmark: one that
-        ``kinds.toml`` describes, or any other.
+        `bench.records.kinds` describes, or any other.
     configuration, environment : dict of str to str, int, float or bool
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
@@ -114,6 +114,11 @@ class Measurements:
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
     groups: dict[str, Group] = field(default_factory=dict)
 
+    def values(self, name: str, **at: int) -> np.ndarray:
+        """Return the numbers of a variable; along the dimensions in `at` only those at a place."""
+        found = self.variables[name]
+        return found.values[tuple(at.get(dim, slice(None)) for dim in found.dims)]
+
     @functools.cached_property
     def derived(self) -> dict[str, Variable]:
         """What follows from the raw variables; see `bench.records.kinds`."""
@@ -124,6 +129,37 @@ class Measurements:
         """All variables, raw and derived; earlier files hold the latter too, which are not read.
         """
         return self.raw | self.derived
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place along some dimensions of a record: a row of a table of it.
+
+    Attributes
+    ----------
+    record : Measurements
+        The record.
+    at : dict of str to int
+        The index along each of these dimensions.
+    """
+
+    record: Measurements
+    at: dict[str, int]
+
+    def __call__(self, name: str) -> np.ndarray:
+        """Return the numbers of a variable here, along its further dimensions."""
+        return self.record.values(name, **self.at)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the label along a dimension, or a setting."""
+        return (self.record.scales[name][self.at[name]] if name in self.at else
+                self.record.configuration[name])
+
+
+def list_places(record: Measurements, *dims: str) -> list[Place]:
+    """List the places along some dimensions, the last of which varies fastest."""
+    return [Place(record, dict(zip(dims, place)))
+            for place in np.ndindex(*(len(record.scales[dim]) for dim in dims))]
 
 
 def fill_measurements(file: h5py.File, run: Measurements) -> None:
@@ -144,7 +180,7 @@ def parse_measurements(file: h5py.Group, kind: str,
     Raises
     ------
     KeyError, ValueError, TypeError, AttributeError
-        When something is missing, or is not what ``kinds.toml`` says of this kind.
+        When something is missing, or is not what its kind has.
     """
     found = parse_group(file, schema.main_group(kind), kind)
     settings, environment = (
@@ -159,7 +195,7 @@ def parse_measurements(file: h5py.Group, kind: str,
     if "grid" in run.configuration:
         grid_shape(run.configuration)
     schema.check_needs(kind, {**run.environment, **run.configuration, **run.raw})
-    texts.check_texts(kind, run)
+    kinds.check_texts(run)
     schema.check_group(kind, {**run.scales, "bound": kinds.BOUNDS}, run.variables)
     return run
 
@@ -174,7 +210,7 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
 
 
 def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
-    """Read a group that `fill_group` has written; `kind` is its name in ``kinds.toml``.
+    """Read a group that `fill_group` has written; `kind` is the name of its schema.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Check a record against ``kinds.toml``: names, kinds and ranges of settings, shapes, labels.
+"""Check a record against what its kind has: names, kinds and ranges of settings, shapes, labels.
 
 A record that passes can be shown: readers of records find what they look for.  Whether its numbers
 are right is for `bench.validation` to say.
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Callable, Container, Mapping, Sequence
 
 import numpy as np
+
+from bench.records import kinds
 
 MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float's exact integer
 MOST_LAYERS = 10 ** 4    # each of which is looked at alone
@@ -30,7 +32,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-# What a setting has to be, by the names of the lists in kinds.toml, and whether a value is it.
+# What a setting has to be, by the names of the lists in settings.toml, and whether a value is it.
 SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "count": (f"a whole number of 1 to {MOST:.0e}", functools.partial(_whole, 1)),
     "whole": (f"a whole number of 0 to {MOST:.0e}", functools.partial(_whole, 0)),
@@ -48,8 +50,13 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """Read kinds.toml."""
-    return tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8"))
+    """Read what all kinds have in common."""
+    return tomllib.loads(Path(__file__).with_name("settings.toml").read_text(encoding="utf-8"))
+
+
+def of_kind(name: str) -> dict[str, Any]:
+    """Return the schema of a kind, or of KIND.GROUP; empty if it is unknown."""
+    return kinds.schemas_of(name.partition(".")[0]).get(name) or load()["groups"].get(name, {})
 
 
 @functools.cache
@@ -81,29 +88,29 @@ def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[s
 
 def main_group(kind: str) -> str:
     """Return the group that holds the samples of this kind."""
-    return load().get(kind, {}).get("group", "measurements")
+    return of_kind(kind).get("group", "measurements")
 
 
 def further_groups(kind: str, found: Container[str]) -> list[str]:
     """List the further groups of this kind: those that are `found`, and all that must be there."""
-    names = {name.partition(".")[2]: about for name, about in load().items()
+    names = {name.partition(".")[2]: about for name, about in kinds.schemas_of(kind).items()
              if name.startswith(f"{kind}.")}
     return [name for name, about in names.items() if name in found or about.get("required")]
 
 
 def required(kind: str, group: str) -> list[str]:
     """Return what readers of this kind need of a group: its "settings", or "environment"."""
-    return load().get(kind, {}).get(group, "").split()
+    return of_kind(kind).get(group, "").split()
 
 
 def is_verified(kind: str) -> bool:
     """Return whether every record of this kind holds what was verified."""
-    return load().get(kind, {}).get("verified", False)
+    return of_kind(kind).get("verified", False)
 
 
 def derived(kind: str) -> dict[str, str]:
     """Return the dimensions of the variables that follow from others, by name."""
-    return load().get(kind, {}).get("derived", {})
+    return of_kind(kind).get("derived", {})
 
 
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
@@ -122,7 +129,7 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
         When something is missing.
     """
     common = load()["common"]
-    for name, needed in {**common["needs"], **load().get(kind, {}).get("needs", {})}.items():
+    for name, needed in {**common["needs"], **of_kind(kind).get("needs", {})}.items():
         value = found.get(name)
         if value is None or isinstance(value, str) and value in ("", "none"):
             continue
@@ -140,7 +147,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         When a variable is missing, has other dimensions than its name's or not the lengths of
         its scales, or numbers that cannot be.
     """
-    known, common = load().get(kind, {}), load()["common"]
+    known, common = of_kind(kind), load()["common"]
     wanted = known.get("variables", {})
     for name in wanted:
         if name not in variables:
@@ -198,7 +205,7 @@ def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
 
 
 def describe() -> str:
-    """Describe files of every kind as kinds.toml does: settings, and variables by dimensions."""
+    """Describe files of every kind: settings, and variables by dimensions."""
     kinds = load()
     lines = ["Settings, and what each is in files of every kind"]
     lines += [f"  {about}: {' '.join(kinds['settings'][name].split())}"

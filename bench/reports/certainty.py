@@ -8,7 +8,7 @@ from bench.cases.paper import Row, title
 from bench.instruments import step_seconds
 from bench.records.folder import is_crowded
 from bench.records.model_run import Run
-from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
+from bench.document import Cell, Column, Number, Rows, Table, number_cell
 from bench.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
 from mm3d.tracing.events import PHASES
 

@@ -16,7 +16,7 @@ from bench.records.folder import EFFORT, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
                                             read_cases)
-from bench.reports.document import Column, Notes, Part, Table, number_cell
+from bench.document import Column, Notes, Part, Table, number_cell
 from bench.statistics import Difference, compare_runs
 
 MIN_RUNS = 3    # runs of each side that a verdict needs

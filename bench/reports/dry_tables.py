@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from bench.prediction import machine_model
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.seconds import TERMS, trace_terms
-from bench.reports.document import Column, Number, Table, number_cell
+from bench.document import Column, Number, Table, number_cell
 from mm3d.tracing.events import Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
 

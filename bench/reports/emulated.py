@@ -1,21 +1,15 @@
 """State that figures were measured in an emulated cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from msgspec.structs import replace
+
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
+from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.cluster.spec import Cluster
-from bench.records.folder import most_oversubscribed, share_cores
-from bench.records.measurements import Setting
+from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.records.model_run import Run
-
-MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
-
-
-def describe_cluster(environment: Mapping[str, Setting]) -> str:
-    """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
-    Mbit/s"; "" if it ran in none."""
-    text = environment.get("emulated_cluster")
-    return Cluster.parse(str(text)).describe() if text else ""
+from bench.records.notes import MODELLED, describe_cluster
 
 
 def emulated_runs(runs: Sequence[Run | None]) -> list[Run]:
@@ -32,6 +26,15 @@ def describe_clusters(runs: Sequence[Run | None]) -> str:
     """Return the different emulated clusters of runs; "" if there are none."""
     return " and ".join(dict.fromkeys(describe_cluster(run.environment)
                                       for run in emulated_runs(runs)))
+
+
+def waited_rows(results: Results) -> list[tuple[Row, Run]]:
+    """List the rows that were measured on an emulated cluster, with waited work."""
+    rows = [row for name in HEADINGS for row in select_rows(name)]
+    likes = [replace(row, like=like) for row in rows for like in (PROPOSED, *BASELINES)]
+    pairs = [(row, results.get(row)) for row in [*rows, *likes]]
+    return [(row, run) for row, run in pairs if run and recorded_variant(run.configuration).waits
+            and "emulated_cluster" in run.environment]
 
 
 def state_conditions(runs: Sequence[Run | None]) -> str:

@@ -10,7 +10,7 @@ from bench.records.folder import (FolderContents, Results, most_oversubscribed, 
                                   share_cores)
 from bench.records.model_run import Run
 from bench.reports import formats, paper_tables, speed_ups
-from bench.reports.document import Notes, Part, Table
+from bench.document import Notes, Part, Table
 from bench.reports.emulated import describe_clusters
 from bench.reports.emulation import tables as emulation_tables
 from bench.reports.emulation.row import Emulated

@@ -11,7 +11,7 @@ import re
 import textwrap
 from typing import Callable, Iterable
 
-from bench.reports.document import Cell, Column, Notes, Number, Part, Table
+from bench.document import Cell, Column, Notes, Number, Part, Table
 
 WIDTH = 100
 

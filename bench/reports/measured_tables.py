@@ -9,7 +9,7 @@ from bench.cases.paper import TITLES
 from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work, predict_seconds
-from bench.reports.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable
 
 import numpy as np
 
@@ -12,12 +11,10 @@ from bench.errors import StoreError
 from bench.instruments import step_seconds
 from bench.records.folder import read_runs
 from bench.records.model_run import Run
+from bench.records.notes import words_note
 from bench.reports import time_parts
-from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
-from mm3d import ModelSizes
-from mm3d.model import cost
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d.tracing.events import PHASES
-from mm3d.transport import choice
 
 
 @dataclass(frozen=True)
@@ -28,14 +25,6 @@ class Figure:
     value: float
     unit: str
     expected: float = math.nan
-
-
-def useful_flops(run: Run) -> int:
-    """Count the useful operations of a step: those of all matrix products, each product once.
-
-    Recomputation in backward, and computation repeated on several ranks, are not counted.
-    """
-    return sum(cost.flops(ModelSizes.from_settings(run.configuration)).values())
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
@@ -59,7 +48,7 @@ def figures_of_merit(run: Run) -> list[Figure]:
     """Compute all figures of a run; a step is its median forward and backward, both untraced."""
     batch, seq = run.configuration["batch"], run.configuration["seq"]
     seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
-    flops, ranks = useful_flops(run), run.ranks
+    flops, ranks = int(run.values("flops")), run.ranks
     found = [Figure("average step time", step_seconds.average_step_time(run.times, batch),
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
@@ -83,12 +72,11 @@ def recomputation_figures(run: Run) -> list[Figure]:
     Traced operations include the attention scores that every backward recomputes, and computation
     repeated on several ranks.
     """
-    chosen = run.configuration
-    name = chosen.get("recompute", "none")
+    name = run.configuration.get("recompute", "none")
     if name == "none":
         return []
-    again = cost.flops_again(ModelSizes.from_settings(chosen), name)
-    useful, traced = useful_flops(run), time_parts.find_variable(run, "parts", "flops")
+    useful, again = int(run.values("flops")), int(run.values("flops_again"))
+    traced = time_parts.find_variable(run, "parts", "flops")
     executed = math.nan if traced is None else float(traced.values.sum())
     return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",
                    (useful + again) / useful)]
@@ -138,15 +126,6 @@ def moved_words(run: Run) -> np.ndarray:
 def transport_name(run: Run) -> str:
     """Return the transport of the run's collectives."""
     return str(run.configuration.get("transport", "not recorded"))
-
-
-def words_note(names: Iterable[str]) -> str:
-    """Explain how words are counted, and which words these transports move."""
-    known = {name: choice.describe_moved_words(name)
-             for several in names for name in several.split()}
-    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
-    return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
-            "for every transport" + (f". What it moves, {about}." if about else "."))
 
 
 def intensity_figures(run: Run, flops: int) -> list[Figure]:

@@ -7,8 +7,9 @@ from bench.cases.paper import Row, title
 from bench.instruments import step_seconds
 from bench.records.folder import policy_of, row_of
 from bench.records.model_run import Run
+from bench.records.notes import words_note
 from bench.reports import merit, time_parts
-from bench.reports.document import Column, Number, Rows, Table, number_cell
+from bench.document import Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
@@ -20,7 +21,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
             continue
         seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
         tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
-        rate = merit.useful_flops(run) / seconds / run.ranks
+        rate = int(run.values("flops")) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks
         peak_rate = time_parts.recorded_number(run, "machine", "gemm_together")
         expected = time_parts.recorded_number(run, "memory", "expected_pool_peak")
@@ -44,7 +45,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Explain the words, the transports that move other words, and the peaks of memory."""
-    found = [merit.words_note(map(merit.transport_name, runs))
+    found = [words_note(map(merit.transport_name, runs))
              + ' "-" where it does not know, or was not asked.']
     peaks = [run for run in runs if not math.isnan(most_bytes(run, "pool_peak"))]
     if not peaks:

@@ -11,7 +11,7 @@ from bench.records.folder import FolderContents, read_folder, natural_key
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
-from bench.reports.document import Notes, Part, Table
+from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import LeftOut, draw_image
 from bench.reports.paper_tables import make_document

@@ -1,6 +1,7 @@
 """Make the paper's Tables 1 and 2, measured figures beside published ones."""
 
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Iterable, Sequence
 
@@ -15,10 +16,10 @@ from bench.records.folder import (FolderContents, Results, is_crowded, most_over
                                   read_folder, share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
+from bench.records.notes import describe_cluster
 from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
                            speed_ups, wire_rows)
-from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
-from bench.reports.emulation import tables as emulation_tables
+from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
@@ -64,7 +65,9 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(title_of_all, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
-    parts += emulation_tables.row_parts(results) + wire_rows.wire_parts(results)
+    if emulated.waited_rows(results):    # whose predictions need much that other tables do not
+        parts += import_module("bench.reports.emulation.tables").row_parts(results)
+    parts += wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),
@@ -223,7 +226,7 @@ def machine_notes(results: Results) -> list[str]:
         env = run.environment
         unclear = env["git_clean"] or env["git_commit"] == UNKNOWN
         commit = env["git_commit"][:12] + ("" if unclear else " with changes")
-        cluster = emulated.describe_cluster(env)
+        cluster = describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
                  f"{env['blas']} with {env['blas_architecture']} kernels, "

@@ -7,7 +7,7 @@ from bench.prediction import machine_model
 from bench.prediction.paper_fit import Outcome
 from bench.prediction.paper_pipelines import RowPipeline
 from bench.prediction.pipeline_seconds import PipelineModel, PredictedPipeline
-from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d.grid.axis import Traffic
 from mm3d.training.schedules import Schedule
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Iterable, Mapping, Sequence
 
 from bench.prediction.zero_bubble import DIGITS, EXACT, SEARCHED, Cell, Row
-from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed

@@ -5,7 +5,7 @@ from typing import Sequence
 from bench.cases.paper import HEADINGS, Row, title
 from bench.records.folder import Results
 from bench.records.model_run import Run
-from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
+from bench.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.reports.emulated import describe_clusters
 from mm3d.tracing.events import PHASES
 

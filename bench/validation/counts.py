@@ -89,6 +89,7 @@ def _experts(run: Measurements) -> Counts:
         raise ValueError("the choices in tokens are not those of all tokens")
 
 
+RULES = (check_counts,)
 OF_KIND: dict[str, Callable[[Measurements], Counts]] = {
     "collectives": _collectives, "matmul": _matmul, "products": _products,
     "pipeline": _pipeline, "experts": _experts}

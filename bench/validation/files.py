@@ -4,19 +4,33 @@ A file with a violation must not be cited; each violation is explained in a line
 for the reader.  All that follows from samples or sizes is computed anew.
 """
 
+import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import h5py
 import numpy as np
 
+from bench.cases.variants import recorded_variant
+from bench.checks.names import split_checks
 from bench.errors import StoreError, Unreadable
-from bench.records import merged
+from bench.instruments import step_seconds
+from bench.records import merged, schema
+from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
 from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
-from bench.validation import private_text, rules
-from bench.validation.warnings import list_warnings
-from mm3d import ModelSizes
+from bench.records.schema import UNKNOWN
+from bench.validation import private_text
+from mm3d.schemes import registry
+from mm3d.tracing.events import PHASES
+
+TOLERANCE = 1e-9    # relative, of recomputed numbers
+# What waited work means, by the kind of run.
+WAITED = {"model": "ranks waited for the modelled seconds of their work: only collectives were "
+                   "real",
+          "pipeline": "ranks waited for seconds that were chosen, in place of layers: only "
+                      "messages and their order were real"}
 
 
 def check_file(path: Path) -> tuple[list[str], list[str]]:
@@ -59,17 +73,44 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     for look in (private_text.find_private_text, check_dimensions):
         errors += checked(look, group)
-    if str(group.attrs.get("kind", "model")) in rules.VERIFIED and "verification" not in group:
+    if schema.is_verified(str(group.attrs.get("kind", "model"))) and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
         run = parse_run(group, place)
-        if isinstance(run, Run):
-            ModelSizes.from_settings(run.configuration).check()
-    except (StoreError, ValueError) as error:
+    except StoreError as error:
         return [*errors, str(error)], []
-    for rule in rules.MODEL if isinstance(run, Run) else rules.MEASUREMENTS:
+    # What a kind's rules need is imported for files of it alone.
+    own = import_module(f"bench.validation.{'rules' if run.kind == 'model' else 'counts'}").RULES
+    for rule in (check_passed, check_oversubscription, *own):
         errors += checked(rule, run)
     return errors, checked(list_warnings, run)
+
+
+def check_passed(run: Measurements) -> Iterator[str]:
+    """Check that the verification passed."""
+    yield from failed_checks(run.checks)
+
+
+def failed_checks(checks: list[Check]) -> Iterator[str]:
+    """List the quantities whose verification failed."""
+    for check in checks:
+        if not check.passed:
+            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
+                   f"tolerance {check.tolerance:g}; its times must not be written")
+
+
+def check_oversubscription(run: Measurements) -> Iterator[str]:
+    """Check the recorded ratio of ranks to cores."""
+    environment, count = run.environment, run.environment["ranks"]
+    # The nodes of an emulated cluster share the cores.
+    local = count if "emulated_cluster" in environment else environment.get(
+        "ranks_on_this_node", count)
+    cores = environment["cores"]
+    if (local > cores) != bool(environment["oversubscribed"]):
+        yield (f"{local} ranks on {cores} cores, but oversubscribed says "
+               f"{bool(environment['oversubscribed'])}")
+    if not math.isclose(environment["ranks_per_core"], local / cores, rel_tol=TOLERANCE):
+        yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
 
 
 def checked(rule: Callable[[Any], Iterator[str]], what: Any) -> list[str]:
@@ -95,3 +136,43 @@ def check_dimensions(group: h5py.Group) -> Iterator[str]:
                 lines.append(f"dimension {index} of {name} has no scale of its length")
     group.visititems(visit)
     yield from lines
+
+
+def list_warnings(run: Measurements) -> Iterator[str]:
+    """List the warnings: facts that break no rule, but must be known to the reader."""
+    if run.environment["git_commit"] == UNKNOWN:
+        yield "the commit of the source is unknown: nobody can tell what was measured"
+    elif not run.environment["git_clean"]:
+        yield "the source had changes that were not committed: nobody else can build it"
+    waits = recorded_variant(run.configuration).waits
+    if waits:
+        yield WAITED.get(run.kind, WAITED["model"])
+    if run.environment["oversubscribed"]:
+        yield ("ranks outnumber cores, which they share for all that is not waited for" if waits
+               else "ranks outnumber cores: its times are no scaling results")
+    count = count_repetitions(run)
+    if count < 6:
+        yield f"{count} repetitions give no 95 % interval: at least six do"
+    if not isinstance(run, Run):
+        return
+    for phase in PHASES if count > 5 else ():
+        found = step_seconds.slowest(run.samples[phase])
+        if found[0] == found.max() and found[0] > 1.5 * np.median(found):
+            yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
+                   f"the median: more than {run.configuration['warmup']} steps to warm up would "
+                   f"do")
+    measured = split_checks(run.checks)[1]
+    if not run.configuration["verified_measured_model"] and not measured:
+        yield "a smaller model was verified, the measured one was not: measure it again"
+    if run.ended_by == "stopped":
+        yield "it was told to stop before its repetitions were done"
+    if run.configuration["scheme"] not in registry():
+        yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
+
+
+def count_repetitions(run: Measurements) -> float:
+    """Return the number of repetitions; infinite where a microbenchmark has no such dimension.
+
+    Where its cases have different numbers it is that of the case with the most.
+    """
+    return len(run.scales["repetition"]) if "repetition" in run.scales else math.inf

@@ -1,7 +1,7 @@
-"""Check a run against the rules for citing it; one line explains each violation."""
+"""Check a row of the tables against the rules for citing it; a line explains each violation."""
 
 import math
-from typing import Any, Callable, Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,10 +15,9 @@ from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
 from bench.experiments.rows.record import expected_words
 from bench.instruments import step_seconds
-from bench.records.measurements import Check, Measurements
+from bench.records.measurements import Check
 from bench.records.model_run import Run
 from bench.statistics import median_interval
-from bench.validation.counts import check_counts
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -28,9 +27,6 @@ from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
 
 TOLERANCE = 1e-9    # relative, of recomputed numbers
-# Kinds of run whose results are verified.
-VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "checkpoint",
-            "experts", "training", "training-meshes", "training-step", "calibration")
 
 
 def check_samples(run: Run) -> Iterator[str]:
@@ -69,7 +65,6 @@ def check_ending(run: Run) -> Iterator[str]:
 
 def check_verification(run: Run) -> Iterator[str]:
     """Check that all quantities were compared with the benchmark's tolerances, and passed."""
-    yield from failed_checks(run.checks)
     layers = run.configuration.get("verified_layers", run.configuration["layers"])
     try:
         forward, gradient = tolerances(recorded_variant(run.configuration).rounding, layers)
@@ -111,14 +106,6 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                    f"rules allow {limit:g}")
 
 
-def failed_checks(checks: list[Check]) -> Iterator[str]:
-    """List the quantities whose verification failed."""
-    for check in checks:
-        if not check.passed:
-            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
-                   f"tolerance {check.tolerance:g}; its times must not be written")
-
-
 def check_ranks(run: Run) -> Iterator[str]:
     """Check that all numbers of ranks are equal, and oversubscription is stated."""
     count, chosen = run.ranks, run.configuration
@@ -134,25 +121,11 @@ def check_ranks(run: Run) -> Iterator[str]:
     if not counted_along_grid(run):
         yield (f"traffic was counted along {' '.join(run.directions)}, but the grid has the "
                f"directions {' '.join(run.grid)}")
-    yield from check_oversubscription(run.environment, count)
 
 
 def counted_along_grid(run: Run) -> bool:
     """Check that traffic was counted along every direction of the grid."""
     return set(run.grid) <= set(run.directions)
-
-
-def check_oversubscription(environment: dict[str, Any], count: int) -> Iterator[str]:
-    """Check the recorded ratio of ranks to cores."""
-    # The nodes of an emulated cluster share the cores.
-    local = count if "emulated_cluster" in environment else environment.get(
-        "ranks_on_this_node", count)
-    cores = environment["cores"]
-    if (local > cores) != bool(environment["oversubscribed"]):
-        yield (f"{local} ranks on {cores} cores, but oversubscribed says "
-               f"{bool(environment['oversubscribed'])}")
-    if not math.isclose(environment["ranks_per_core"], local / cores, rel_tol=TOLERANCE):
-        yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
 
 
 def check_recomputation(run: Run) -> Iterator[str]:
@@ -232,12 +205,10 @@ def check_waits(run: Run) -> Iterator[str]:
             yield f"links and waits are slowed, or the group {name} is there, but not both"
     if found is None:
         return
-    modelled, counted, slept = (found.variables[name].values
-                                for name in ("modelled", "counted", "slept"))
+    modelled, counted, slept, overlapped = (
+        found.variables[name].values for name in ("modelled", "counted", "slept", "overlapped"))
     if not np.allclose(counted, modelled, rtol=TOLERANCE):
         yield "waits/counted are not the seconds of waits/modelled"
-    # In earlier files a queue shrank by sleeping alone.
-    overlapped = found.variables["overlapped"].values if "overlapped" in found.variables else 0
     if not (slept + overlapped >= counted * (1 - TOLERANCE)).all():
         yield "waits/slept, overlapped: a rank has waited less than its work takes by the model"
 
@@ -286,14 +257,6 @@ def check_sizes(run: Run) -> Iterator[str]:
         yield "verified_measured_model does not say whether the verified sizes are the measured"
 
 
-def check_measurements(run: Measurements) -> Iterator[str]:
-    """Check the verification of a microbenchmark, and its ratio of ranks to cores."""
-    yield from failed_checks(run.checks)
-    yield from check_oversubscription(run.environment, run.environment["ranks"])
-
-
-MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
+RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     check_samples, check_ending, check_verification, check_ranks, check_recomputation, check_words,
     check_groups, check_waits, check_wire, check_sizes)
-MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (
-    check_counts, check_measurements)

@@ -9,7 +9,7 @@ from bench.command_line import measuring, options, pipeline_options
 from bench.errors import UsageError
 from bench.instruments import host
 from bench.prediction import machine_model
-from bench.reports.document import Notes
+from bench.document import Notes
 from bench.reports.figures import style
 from bench.reports.formats import FORMATS, render
 from mm3d.console import say

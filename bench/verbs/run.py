@@ -25,7 +25,7 @@ from bench.prediction import machine_model, node_memory
 from bench.records import journal, model_run, run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group, Measurements
-from bench.reports import link_sweep
+from bench.reports import micro_tables
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
 from bench.reports.formats import render
@@ -300,6 +300,6 @@ def summarize(record: model_run.Run) -> str:
 
 def show_sweeps(records: list[Measurements], out: Path) -> None:
     """Print the tables of sweeps over rates of links, and draw the picture."""
-    say(f"\n{render(link_sweep.sweep_parts(records))}\n")
+    say(f"\n{render(micro_tables.make_parts(records))}\n")
     drawn, left_out = save_drawings(make_sweep_drawings(records), out)
     say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

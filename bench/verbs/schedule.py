@@ -8,7 +8,7 @@ from bench.errors import UsageError
 from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
-from bench.reports.document import Notes
+from bench.document import Notes
 from bench.reports.formats import render
 from bench.reports.figures import style
 from bench.command_line import options

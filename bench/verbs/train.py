@@ -27,7 +27,7 @@ from bench.instruments.clock import wait_patiently
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.micro_tables import format_record
-from bench.validation.rules import failed_checks
+from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.training.gpt import GPT

@@ -23,8 +23,9 @@ def wait_for_work(run: Run, machine: str, scale: float, shrink: float) -> None:
     seconds = Variable(np.full((2, ranks), run.samples["forward"].max()), "s", ("phase", "rank"))
     run.configuration.update(work="wait", waited_machine=machine, waited_scale=scale,
                              waited_shrink=shrink)
-    run.groups["waits"] = Group({"phase": PHASES, "rank": range(ranks)},
-                                dict.fromkeys(("modelled", "counted", "slept"), seconds))
+    none = Variable(np.zeros((2, ranks)), "s", ("phase", "rank"))
+    run.groups["waits"] = Group({"phase": PHASES, "rank": range(ranks)}, dict.fromkeys(
+        ("modelled", "counted", "slept"), seconds) | {"overlapped": none})
 
 
 def emulated_run(row: Row, seconds: float, slowed: float = 1.0, software: float = 0.1) -> Run:

@@ -1,17 +1,40 @@
-"""What follows from the samples of each kind of record: a file each, found by its name.
+"""What each kind of record has, what follows from its samples, and its tables: a file each.
 
 ``NAME.py`` in this folder is the kind NAME ("gpu" those that begin so) and needs to be named
-nowhere else. Its ``derive`` gets a record and returns the variables that follow from its raw ones;
-``check_texts``, if there is one, checks texts that readers take apart.
+nowhere else. All of these may be in it:
+
+- ``derive(record)`` returns the variables that follow from the raw ones;
+- ``check_texts(record)`` checks texts that readers take apart;
+- ``tables(records)`` makes the tables of records of this kind, with notes. Their columns say what
+  they show of a row (`bench.document.Column`). Of a kind without it everything is shown, by its
+  dimensions (`bench.reports.micro_tables`).
+
+``SCHEMAS`` has, by the name of a kind, or KIND.GROUP of a further group of its files:
+
+- ``settings``, ``environment``: what its readers need of these;
+- ``group``: the group of its variables, by default "measurements"; a further one is in every file
+  if it is ``required``;
+- ``variables``, ``optional``, ``derived``: the dimensions of those that every file has, may have,
+  and that follow from others. Files may hold more;
+- ``labels``: those that a dimension may have, where readers look for labels by name;
+- ``needs``: what records have that have a variable, or a setting that is not "" or "none";
+- ``verified``: whether no record is without its verification;
+- variables that are ``positive``, greater than 0 wherever they are numbers, as reports divide by
+  them; ``signed``, which may be below 0 as differences of two measurements; ``spent``, whose sums
+  over the last dimension are greater than 0; ``complete``, without NaN; ``whole``, integers; and
+  dimensions that may be ``empty``.
 """
 
+import functools
 import importlib
+import itertools
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
+from bench.cluster.spec import Cluster
 from bench.statistics import median_interval
 
 BOUND = ("bound",)    # the last dimension of medians and their intervals
@@ -25,18 +48,60 @@ def derive(record: Any) -> dict[str, Any]:
     Raises
     ------
     KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError
-        When what was measured is not what ``kinds.toml`` says of its kind.
+        When what was measured is not what its schema says.
     """
-    if (module := module_of(record.kind)) is None:
+    if (find := getattr(module_of(record.kind), "derive", None)) is None:
         return {}
     with np.errstate(all="ignore"):    # what is no number is found where the record is checked
-        return module.derive(record)
+        return find(record)
+
+
+def check_texts(run: Any) -> None:
+    """Check what a record says in texts with parts, which its readers parse again.
+
+    Raises
+    ------
+    ValueError
+        When one cannot be read, or does not fit what was measured; the message names it.
+    """
+    if run.environment.get("emulated_cluster"):
+        named("environment/emulated_cluster", Cluster.parse,
+              str(run.environment["emulated_cluster"]))
+    getattr(module_of(run.kind), "check_texts", lambda run: None)(run)
+
+
+def named(name: str, parse: Callable[..., Any], *given: Any) -> Any:
+    """Parse a text; ValueError with its name where it cannot be."""
+    try:
+        return parse(*given)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def require_as_many(name: str, found: Sequence, labels: Sequence, dim: str) -> None:
+    """Raise ValueError unless there is one for each label of a dimension."""
+    if len(found) != len(labels):
+        raise ValueError(f"{name} names {len(found)}, which should be {len(labels)}: one for each "
+                         f"{dim}")
+
+
+def schemas_of(kind: str) -> dict[str, dict[str, Any]]:
+    """Return what the file of a kind says of records; nothing of a kind that is unknown."""
+    return getattr(module_of(kind), "SCHEMAS", {})
 
 
 def module_of(kind: str) -> ModuleType | None:
     """Return the file of a kind; None without one."""
     name = "gpu" if kind.startswith("gpu-") else kind.replace("-", "_")
     return importlib.import_module(f"{__name__}.{name}") if name in NAMES else None
+
+
+def each(make: Callable[[Any], list]) -> Callable[[Sequence[Any]], list]:
+    """Make ``tables`` of a function that makes those of one record."""
+    @functools.wraps(make)
+    def tables(records: Sequence[Any]) -> list:
+        return list(itertools.chain.from_iterable(map(make, records)))
+    return tables
 
 
 def medians(samples: np.ndarray) -> np.ndarray:

@@ -3,6 +3,24 @@
 from bench.records.kinds import BOUND, medians
 from bench.records.measurements import Measurements, Variable
 
+SCHEMAS = {
+    "gpu-elementwise": {
+        "positive": "bandwidth samples seconds",
+        "variables": {"bandwidth": "mode kernel", "samples": "mode kernel repetition"},
+        "derived": {"seconds": "mode kernel bound"}},
+    "gpu-gemm": {
+        "positive": "rate samples seconds",
+        "variables": {"rate": "mode size how", "samples": "mode size how repetition"},
+        "derived": {"seconds": "mode size how bound"}},
+    "gpu-layer": {
+        "positive": "rate samples seconds",
+        "variables": {"rate": "mode hidden library", "samples": "mode hidden library repetition"},
+        "derived": {"seconds": "mode hidden library bound"}},
+    "gpu-rows": {
+        "positive": "samples seconds",
+        "variables": {"samples": "row repetition"},
+        "derived": {"seconds": "row bound"}}}
+
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return the medians of the samples."""

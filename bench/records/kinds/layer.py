@@ -1,12 +1,29 @@
-"""Derive how a layer compares with its local products and with one process' PyTorch."""
+"""A layer beside its local products and one process' PyTorch."""
+
+from typing import Callable, Sequence
 
 import numpy as np
 
+from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, medians
-from bench.records.measurements import Measurements, Variable
+from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.notes import describe_cluster, equal_rate_notes, largest_error
 from bench.statistics import elapsed
 from mm3d import ModelSizes
 from mm3d.model import cost
+
+SCHEMAS = {
+    "layer": {
+        "verified": True,
+        "positive": "expected_memory flops ratio seconds",
+        "signed": "hidden memory",
+        "environment": "ranks cores blas blas_architecture",
+        "settings": "batch dtype ended_by grid heads hidden layers reference scheme seq transport",
+        "variables": {
+            "expected_memory": "", "hidden": "", "memory": "account rank",
+            "times": "repetition kind rank edge"},
+        "derived": {"flops": "", "ratio": "kind bound", "seconds": "kind bound"},
+        "labels": {"kind": [["layer", "local products", "PyTorch", "layer with overlap"]]}}}
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
@@ -16,3 +33,65 @@ def derive(record: Measurements) -> dict[str, Variable]:
     return {"seconds": Variable(medians(spans), "s", ("kind", *BOUND)),
             "ratio": Variable(medians(spans / spans[0]), "1", ("kind", *BOUND)),
             "flops": Variable(np.array(sum(cost.flops(sizes).values())), "1", ())}
+
+
+def tables(records: Sequence[Measurements]) -> list[Part]:
+    """Make one table of all records, a row for each layer."""
+    rows = [at for record in sorted(records, key=lambda record: record.configuration["hidden"])
+            for at in list_places(record)]
+    return [make_table("One Transformer layer, forward and backward, beside one process", COLUMNS,
+                       rows), Notes("About these layers:", _notes(records))]
+
+
+def _took(kind: int) -> Callable[[Place], float]:
+    """Return what reads the median seconds of a kind."""
+    return lambda at: at("seconds")[kind, 0]
+
+
+def _peak(account: int) -> Callable[[Place], float]:
+    """Return what reads the megabytes of the fullest rank, by an account."""
+    return lambda at: at("memory")[account].max() / 1e6
+
+
+OVERLAP, PEAK = "with overlap", "peak memory of a rank"
+COLUMNS = [
+    Column("hidden", of=lambda at: int(at["hidden"])),
+    Column("", "scheme, grid", of=lambda at: f"{at['scheme']} {at['grid']}"),
+    Column("layer", "(s)", of=_took(0), form=".3f"),
+    Column("rate", "(GFLOP/s)", of=lambda at: at("flops") / _took(0)(at) / 1e9, form=".1f"),
+    Column("products", "alone (s)", of=_took(1), form=".3f"),
+    Column("PyTorch", "(s)", of=_took(2), form=".3f"),
+    *spread(lambda at: at("ratio")[2], ".3f", "PyTorch / layer", units=("", "95 %", "95 %")),
+    Column("time", "(s)", OVERLAP, of=_took(3), form=".3f"),
+    Column("ratio", "", OVERLAP, of=lambda at: at("ratio")[3, 0], form=".3f"),
+    Column("hidden", "share", OVERLAP, of=lambda at: at("hidden"), form=".2f"),
+    Column("counted", "(MB)", PEAK, of=_peak(0), form=".1f"),
+    Column("closed form", "(MB)", PEAK, of=lambda at: at("expected_memory") / 1e6, form=".1f"),
+    Column("ratio", "", PEAK, of=lambda at: at("memory")[0].max() / float(at("expected_memory")),
+           form=".3f"),
+    Column("resident", "(MB)", PEAK, of=_peak(1), form=".1f")]
+
+
+def _notes(records: Sequence[Measurements]) -> list[str]:
+    found = []
+    for record in records:
+        chosen, env = record.configuration, record.environment
+        cluster = describe_cluster(env)
+        found.append(
+            f"hidden {chosen['hidden']}: {chosen['batch']} sequences of {chosen['seq']}, "
+            f"{chosen['heads']} heads, {chosen['dtype']}; {len(record.scales['repetition'])} "
+            f"repetitions, ended by {chosen['ended_by']}; reference {chosen['reference']}; "
+            f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
+            f"{cluster}{', ' * bool(cluster)}"
+            f"{env['blas']} {env['blas_architecture']}; verified, "
+            f"{largest_error(record.checks)}.")
+        seconds = record.values("seconds")[:, 0]
+        found += equal_rate_notes(record, {"PyTorch": (seconds[2], seconds[0])})
+    return found + [
+        "Times are makespans.  Products alone: the local matrix products of the linear layers, "
+        "without communication, attention's own and everything else.",
+        "With overlap: sums of gradients over the ranks, gathers of weights, and those of inputs "
+        "that backward repeats, go on while ranks multiply; ratio: to the layer without; hidden: "
+        "of the time of these collectives.",
+        "Rate: floating-point operations of all matrix products; scores that backward computes "
+        "again are not counted."]

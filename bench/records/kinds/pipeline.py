@@ -1,19 +1,48 @@
-"""Derive the bubble, and the clock's beside it, from the times of the actions of a pipeline.
+"""Pipelines: the bubble, and the clock's beside it, from the times of their actions.
 
 The ranks of a stage begin and end an action nearly together: its times are the means of theirs.
 """
 
-from dataclasses import dataclass
-from fractions import Fraction
+from typing import Sequence
 
 import numpy as np
 
-from bench.records.kinds import BOUND, medians
-from bench.records.measurements import Measurements, Variable
-from bench.records.texts import named
+from bench.document import Column, Notes, Part, make_table, spread
+from bench.records.kinds import BOUND, medians, named
+from bench.records.measurements import Measurements, Place, Variable
+from bench.records.notes import describe_cluster, equal_rate_notes
 from bench.statistics import elapsed
 from mm3d.training.schedules import Schedule, Times, check, clock, parse_schedule
 from mm3d.training.schedules.clock import Timeline
+
+SCHEMAS = {
+    "pipeline": {
+        "verified": True,
+        "positive": "clock_seconds seconds reference_seconds ratio",
+        "signed": "memory",
+        "environment": "ranks cores oversubscribed",
+        "settings": (
+            "about_work batch dtype ended_by grid heads hidden layers microbatches recompute "
+            "reference schedule schedule_text scheme seq stage_grids transport work"),
+        "needs": {"reference": "reference_order reference_times processor"},
+        "variables": {
+            "expected_memory": "rank", "expected_words": "", "hop_samples": "round",
+            "memory": "account rank", "times": "repetition rank action edge", "words": "rank"},
+        "optional": {
+            "processor": "side repetition rank",
+            "reference_times": "repetition rank action edge",
+            "slept": "side repetition rank step"},
+        "derived": {
+            "bubble": "bound", "clock_bubble": "", "clock_seconds": "",
+            "durations": "step stage", "hop": "", "seconds": "bound", "overhead": "side bound",
+            "ratio": "bound", "reference_seconds": "bound"},
+        "labels": {
+            "side": [["mm3d"], ["mm3d", "PyTorch"]],
+            "step": [["F", "B", "W"]]}}}
+
+# Settings that are equal in all rows of a table, as its notes say.
+OF_A_TABLE = ("work", "about_work", "wait_F", "wait_B", "wait_W", "scheme", "grid", "stage_grids",
+              "layers", "hidden", "heads", "seq", "dtype", "recompute", "reference")
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
@@ -145,33 +174,175 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
     return np.array(found)
 
 
-@dataclass(frozen=True)
-class MeasuredTimeline(Timeline):
-    """Hold when actions began and ended in a run; what takes time is what was measured."""
+def tables(records: Sequence[Measurements]) -> list[Part]:
+    """Make the tables of pipelines, a row a schedule and number of micro-batches.
 
-    @property
-    def work(self) -> tuple[Fraction, ...]:
-        """Return the time of each rank in actions, as measured."""
-        return tuple(sum((end - start for start, end in zip(starts, ends)), Fraction(0))
-                     for starts, ends in zip(self.starts, self.ends))
-
-
-def measured_timeline(schedule: Schedule, times: np.ndarray, like: Timeline) -> MeasuredTimeline:
-    """Return the repetition with the median bubble as a timeline, in seconds.
-
-    Parameters
-    ----------
-    schedule, times
-        As of `bubble_rates`.
-    like : Timeline
-        The clock's, whose times of the steps it keeps.
+    Pipelines of another model, on other ranks, or whose actions wait, have a table of their own.
     """
-    rates = bubble_rates(times, schedule)
-    middle = int(np.argsort(rates)[len(rates) // 2])
-    found = stage_times(times, schedule.ranks)[middle]
-    found = found - np.nanmin(found)
-    starts, ends = (tuple(tuple(Fraction(float(found[rank, index, edge]))
-                                for index in range(len(row)))
-                          for rank, row in enumerate(schedule.rows)) for edge in (0, 1))
-    causes = tuple((None,) * len(row) for row in schedule.rows)
-    return MeasuredTimeline(schedule, like.times, starts, ends, causes)
+    groups: dict[tuple, list[Measurements]] = {}
+    for record in records:
+        chosen, env = record.configuration, record.environment
+        settings = [str(chosen.get(name)) for name in OF_A_TABLE]
+        rows = int(chosen["batch"]) // int(chosen["microbatches"])
+        groups.setdefault((*settings, rows, env["ranks"], env["cores"], describe_cluster(env)),
+                          []).append(record)
+    return [part for group in groups.values() for part in _of_one_model(group)]
+
+
+def _of_one_model(records: Sequence[Measurements]) -> list[Part]:
+    """Make the table of pipelines of one model and mesh, and that of PyTorch's beside them."""
+    parts = [make_table("Pipelines", COLUMNS, [Place(record, {}) for record in records]),
+             Notes("About these pipelines:", _notes(records))]
+    beside = [one for one in records if one.configuration["reference"] != "none"]
+    if beside:
+        waits = beside[0].configuration["work"] == "wait"
+        parts += [make_table("Beside torch.distributed.pipelining", _beside(waits),
+                             [Place(record, {}) for record in beside]),
+                  Notes("About these comparisons:", _beside_notes(beside, waits))]
+    return parts
+
+
+def _schedule(at: Place) -> Schedule:
+    return parse_schedule(str(at["schedule_text"]))
+
+
+def _of_step(step: int) -> Column:
+    """Describe the milliseconds of F, B or W: of all layers of a rank, a mean over the stages."""
+    def of(at: Place) -> float:
+        durations = at("durations")
+        chunks = durations.shape[1] // _schedule(at).ranks
+        return 1e3 * (durations.mean(axis=1) * chunks)[step]
+    return Column("FBW"[step], "(ms)", of=of, form=".3g")
+
+
+def _of_busiest(at: Place, name: str) -> float:
+    """Return the megabytes of the rank that holds the most."""
+    peaks = at("memory")[0]
+    return (peaks if name == "memory" else at(name))[int(np.argmax(peaks))] / 1e6
+
+
+FIRST = [Column("schedule", of=lambda at: str(at["schedule"])),
+         Column("micro-", "batches", of=lambda at: int(at["microbatches"]))]
+BUBBLE, MEMORY, WORDS = "bubble / cost (%)", "peak memory of a rank (MB)", "words of all hops"
+COLUMNS = [
+    *FIRST, Column("step", "(ms)", of=lambda at: 1e3 * at("seconds")[0], form=".1f"),
+    Column("clock's", "(ms)", of=lambda at: 1e3 * at("clock_seconds"), form=".1f"),
+    *spread(lambda at: 100 * at("bubble"), ".1f", BUBBLE, ("measured", "low", "high")),
+    Column("clock's", "", BUBBLE, of=lambda at: 100 * at("clock_bubble"), form=".1f"),
+    Column("points", "apart", BUBBLE, form="+.1f",
+           of=lambda at: 100 * (at("bubble")[0] - at("clock_bubble"))),
+    *map(_of_step, range(3)), Column("hop", "(ms)", of=lambda at: 1e3 * at("hop"), form=".3g"),
+    Column("counted", "", MEMORY, of=lambda at: _of_busiest(at, "memory"), form=".2f"),
+    Column("closed form", "", MEMORY, of=lambda at: _of_busiest(at, "expected_memory"),
+           form=".2f"),
+    Column("counted", "", WORDS, of=lambda at: int(at("words").sum())),
+    Column("closed form", "", WORDS, of=lambda at: int(at("expected_words")))]
+
+
+def _both(at: Place) -> np.ndarray:
+    """Return the seconds of a step of mm3d, and of PyTorch."""
+    return np.array([at("seconds")[0], at("reference_seconds")[0]])
+
+
+def _processor(at: Place) -> np.ndarray:
+    """Return the microseconds of a processor for an action, of both sides."""
+    actions = np.mean([len(row) for row in _schedule(at).rows])
+    return 1e6 * np.median(at("processor").mean(axis=2), axis=1) / actions
+
+
+def _beside(waits: bool) -> list[Column]:
+    """Describe the table of pipelines beside PyTorch's."""
+    sides = ("mm3d", "PyTorch")
+    own = [*spread(lambda at: 1e6 * at("overhead")[:, 0], ".0f", "overhead of an action (us)",
+                   sides),
+           Column("mm3d /", "PyTorch", of=lambda at: np.divide(*(1e6 * at("overhead")[:, 0])),
+                  form=".2f")] if waits else spread(
+        lambda at: int(at["batch"]) * int(at["seq"]) / _both(at), ".0f", "tokens a second", sides)
+    clock = Column("mm3d / clock", of=lambda at: _both(at)[0] / at("clock_seconds"), form=".3f")
+    return [*FIRST, *spread(lambda at: 1e3 * _both(at), ".1f", "step", sides, ("(ms)", "(ms)")),
+            *spread(lambda at: at("ratio"), ".2f", "PyTorch / mm3d"), *own,
+            *spread(_processor, ".0f", "processor, an action (us)", sides),
+            *[clock] * (not waits)]
+
+
+def _beside_notes(records: Sequence[Measurements], waits: bool) -> list[str]:
+    """Say what was compared, and what the columns mean."""
+    chosen = records[0].configuration
+    orders = ", ".join(sorted({str(one.configuration["reference_order"]) for one in records}))
+    notes = [
+        f"{chosen['reference']}; {orders}; a process of PyTorch's beside each rank, in turns with "
+        f"it, in random order, one side asleep while the other works.",
+        "PyTorch / mm3d: of the seconds of a step, the median of the ratios of all repetitions "
+        "with its interval. Processor: time that a rank uses in a step over its actions."]
+    if waits:
+        return notes + [
+            "Overhead: the step less the clock's without hops and with the times that the waits "
+            "really took, over the actions that the last end waits for: messages, autograd and "
+            "Python. Every result that arrived was the right one on both sides."]
+    return notes + [
+        "The gradients of both are equal within rounding. PyTorch computes no gradient of the "
+        "first layer's input, mm3d does. mm3d / clock: its step over the clock's, with measured "
+        "F, B, W and hop.", *_kernels(records)]
+
+
+def _kernels(records: Sequence[Measurements]) -> list[str]:
+    """Say how fast both sides multiply."""
+    notes = []
+    for record in records:
+        chosen = record.configuration
+        if "reference_times" not in record.variables:
+            continue
+        at = Place(record, {})
+        bubble = np.median(bubble_rates(at("reference_times"), _schedule(at)))
+        name = f"{chosen['schedule']}, {chosen['microbatches']} micro-batches"
+        notes += equal_rate_notes(record, {name: tuple(_both(at)[::-1])}, 1 - bubble)
+    return notes
+
+
+def _notes(records: Sequence[Measurements]) -> list[str]:
+    chosen, env = records[0].configuration, records[0].environment
+    waits = chosen["work"] == "wait"
+    cluster = describe_cluster(env)
+    rows = int(chosen["batch"]) // int(chosen["microbatches"])
+    notes = [f"WAITS stand in for layers: {chosen['about_work'].partition(': ')[2]}. Steps of "
+             f"real layers take other times."] if waits else [
+        f"{chosen['layers']} layers of {chosen['hidden']} features, {chosen['heads']} heads; "
+        f"micro-batches of {rows} sequence{'s' * (rows > 1)} of {chosen['seq']}; "
+        f"{chosen['dtype']}, recompute {chosen['recompute']}."]
+    if env["oversubscribed"] and not waits:
+        notes.append(f"RANKS OUTNUMBER CORES: {env['ranks']} ranks take turns on {env['cores']} "
+                     f"cores; such times say nothing about a schedule (--work wait does).")
+    return notes + [
+        f"{chosen['grid']} ranks (stages, ranks of a stage), scheme {chosen['scheme']}, grid "
+        f"{str(chosen['stage_grids']).partition(';')[0]}"
+        f"{' in stage 0' if len(set(str(chosen['stage_grids']).split('; '))) > 1 else ''}; "
+        f"{env['ranks']} ranks on {env['cores']} cores{', ' * bool(cluster)}{cluster}; verified: "
+        f"{_checked(records)}, before the first repetition and after the last; "
+        f"{', '.join(_repetitions(records))} repetitions.",
+        "Step: from the first begin of an action to the last end of all ranks, median. Bubble: "
+        "the longest time of a stage from its own first begin to its own last end, less the mean "
+        "time of a stage in actions; low and high: of its median, at 95 % where there are at "
+        "least six repetitions, otherwise the least and the greatest. Waiting inside an action "
+        "for ranks of the same stage "
+        "belongs to the action. Not timed: drawing parameters and activations, setting gradients "
+        "to zero, the optimizer, verification.",
+        "Clock's: the exact time of the schedule with the measured medians of F, B, W of each "
+        "stage and of a hop; F, B and W are of all layers of a rank, a mean over the stages; "
+        "where B is not divided, W is part of it. Hop: half of a round trip of a block between "
+        "two idle stages.",
+        "Memory: of the rank with the most; the closed form leaves out messages that are being "
+        "sent and blocks of elementwise work."]
+
+
+def _checked(records: Sequence[Measurements]) -> str:
+    """Return what was verified, and how closely."""
+    if records[0].configuration["work"] == "wait":
+        return "each result that arrived was the right one"
+    tolerance = max(check.tolerance for record in records for check in record.checks
+                    if not check.quantity.startswith("PyTorch"))
+    return "gradients are equal to those of the model in one stage, " + (
+        f"each to a relative error of {tolerance:g}" if tolerance else "each to the bit")
+
+
+def _repetitions(records: Sequence[Measurements]) -> list[str]:
+    return sorted({str(len(record.scales["repetition"])) for record in records}, key=int)

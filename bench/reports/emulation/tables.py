@@ -3,16 +3,12 @@
 import math
 from typing import Iterable, Sequence
 
-from msgspec.structs import replace
-
-from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
-from bench.cases.selection import select_rows
-from bench.cases.variants import recorded_variant
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, load_tables, title
 from bench.errors import UsageError
 from bench.records.folder import Results
-from bench.records.model_run import Run
 from bench.reports import over_runs
-from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
+from bench.reports.emulated import waited_rows
+from bench.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.reports.emulation.row import Emulated, of_run
 
 
@@ -53,15 +49,6 @@ def group_rows(rows: Iterable[Emulated]) -> list[list[Emulated]]:
     for one in rows:
         groups.setdefault((one.cluster, one.machine.name, one.scale), []).append(one)
     return list(groups.values())
-
-
-def waited_rows(results: Results) -> list[tuple[Row, Run]]:
-    """List the rows that were measured on an emulated cluster, with waited work."""
-    rows = [row for name in HEADINGS for row in select_rows(name)]
-    likes = [replace(row, like=like) for row in rows for like in (PROPOSED, *BASELINES)]
-    pairs = [(row, results.get(row)) for row in [*rows, *likes]]
-    return [(row, run) for row, run in pairs if run and recorded_variant(run.configuration).waits
-            and "emulated_cluster" in run.environment]
 
 
 def tables_of(found: Sequence[Emulated], measured: bool) -> list[Part]:

@@ -1,6 +1,6 @@
 """Say what the tables of a dry run with experts assume."""
 
-from bench.reports.document import Notes
+from bench.document import Notes
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.tracing.trace import Trace

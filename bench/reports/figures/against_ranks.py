@@ -8,6 +8,7 @@ from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
 from bench.records.folder import Results
 from bench.records.model_run import Run
+from bench.records.notes import words_note
 from bench.reports import merit
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, draw_intervals,
                                              draw_line, make_rank_figure, scheme_style,
@@ -120,7 +121,7 @@ def draw_words(results: Results):
         start_at_zero(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
     add_legends(figure, panels.flat)
-    note = merit.words_note(map(merit.transport_name, results.runs.values()))
+    note = words_note(map(merit.transport_name, results.runs.values()))
     figure.supxlabel(textwrap.fill(note, 130), fontsize=8.5)
     return figure
 
@@ -142,7 +143,7 @@ def step_rate(run: Run) -> float:
 
 def rate_of_time(run: Run, average: float) -> float:
     """Compute the useful operations a second at an average step time of `average` seconds."""
-    return merit.useful_flops(run) / (average * run.configuration["batch"])
+    return int(run.values("flops")) / (average * run.configuration["batch"])
 
 
 def paper_rate(row: Row) -> float:

@@ -3,53 +3,63 @@
 import itertools
 import re
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Callable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
 from bench.records.measurements import Measurements
-from bench.reports.emulation.tables import waited_rows
-from bench.reports.figures import (against_ranks, emulation, experts, link_sweep, products,
-                                   roofline_and_memory, style, time_shares)
+from bench.reports.emulated import waited_rows
+from bench.reports.figures import experts, link_sweep, style
 from bench.reports.figures.style import Drawing, LeftOut
+
+
+def _by_name(place: str) -> Callable[[object], object]:
+    """Return what draws by a function of this folder, whose file is imported when it does."""
+    file, _, function = place.partition(".")
+
+    def draw(subject: object) -> object:
+        return getattr(import_module(f"bench.reports.figures.{file}"), function)(subject)
+    return draw
+
 
 # The function that draws each figure, and a sentence that describes it, by name.
 FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
-    "average-step-time": (against_ranks.draw_step_times,
+    "average-step-time": (_by_name("against_ranks.draw_step_times"),
                           "Average step time against ranks, weak and strong "
                           "scaling, published and measured."),
-    "speed-up-and-efficiency": (against_ranks.draw_scaling,
+    "speed-up-and-efficiency": (_by_name("against_ranks.draw_scaling"),
                                 "Speed-up of strong and efficiency of weak scaling against ranks, "
                                 "published and measured."),
-    "where-the-time-goes": (time_shares.draw_time_shares,
+    "where-the-time-goes": (_by_name("time_shares.draw_time_shares"),
                             "Parts of forward and backward: matrix products, collectives by "
                             "direction, elementwise work, waiting, other."),
-    "words-per-rank": (against_ranks.draw_words,
+    "words-per-rank": (_by_name("against_ranks.draw_words"),
                        "Words per rank and sequence against ranks, counted by the "
                        "bucket algorithm, and by the closed form."),
-    "roofline": (roofline_and_memory.draw_roofline,
+    "roofline": (_by_name("roofline_and_memory.draw_roofline"),
                  "Achieved rates of a rank against arithmetic intensity, under "
                  "the machine's rate of products and memory bandwidth."),
-    "memory-per-rank": (roofline_and_memory.draw_memory,
+    "memory-per-rank": (_by_name("roofline_and_memory.draw_memory"),
                         "Memory of a rank against ranks, measured, and by the "
                         "closed form or, its peak, by a dry run.")}
 # Of rows whose ranks waited for their work on an emulated cluster: one figure tells what the first
 # two tell of others.
-EMULATED = {"scaling": (emulation.draw_emulated,
+EMULATED = {"scaling": (_by_name("emulation.draw_emulated"),
                         "Seconds a sequence against ranks, weak and strong scaling, published "
                         "beside emulated, and the words that a rank sends."),
             **dict(itertools.islice(FIGURES.items(), 2, None))}
 # The same of a kind of microbenchmark.
 MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {"products": {
-    "words-of-products": (products.draw_words_against_ranks,
+    "words-of-products": (_by_name("products.draw_words_against_ranks"),
                           "Words per rank of every distributed product against ranks: closed "
                           "forms, and counted."),
-    "words-and-memory-of-products": (products.draw_words_against_memory,
+    "words-and-memory-of-products": (_by_name("products.draw_words_against_memory"),
                                      "Words per rank of every distributed product against the "
                                      "peak memory of a rank, with lower bounds.")},
     "experts": {
-    "parts-of-experts": (experts.draw_parts,
+    "parts-of-experts": (_by_name("experts.draw_parts"),
                          "Parts of a layer of experts, forward and backward, with tokens routed "
                          "uniformly, unevenly, and to a few experts; and the tokens of each "
                          "expert.")}}
@@ -80,7 +90,7 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
     if trainings := experts.comparable_trainings(records):
         yield Drawing("balance-of-experts", "Last validation loss and use of the experts, against "
                       "the coefficient of the balance loss.",
-                      partial(experts.draw_balance, trainings))
+                      partial(_by_name("experts.draw_balance"), trainings))
 
 
 def _sizes(record: Measurements) -> str:

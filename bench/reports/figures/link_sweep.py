@@ -11,8 +11,8 @@ import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.records.folder import cluster_of
+from bench.records.kinds import sweep
 from bench.records.measurements import Measurements
-from bench.reports import link_sweep
 from bench.reports.figures import style
 
 BEYOND = 4.0    # times the greatest rate: where links without a limit are drawn
@@ -70,7 +70,7 @@ def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawi
 
 
 def _panel(panel, record: Measurements) -> None:
-    links, curves = link_sweep.read_links(record), link_sweep.read_curves(record)
+    links, curves = sweep.read_links(record), sweep.read_curves(record)
     limited = [link for link in links if not math.isinf(link)]
     places = [BEYOND * max(limited, default=1e9) if math.isinf(link) else link for link in links]
     for curve, (colour, marker) in zip(curves, style.CYCLE * 2):
@@ -80,25 +80,25 @@ def _panel(panel, record: Measurements) -> None:
                        alpha=0.35, solid_capstyle="butt", label="_samples")
     named: list[str] = []
     marks: dict[tuple[float, float], list[int]] = {}    # several crossings may be at one place
-    found = sorted(link_sweep.list_crossovers(record, curves), key=lambda one: one[0])
+    found = sorted(sweep.list_crossovers(record, curves), key=lambda one: one[0])
     for number, (rate, slow, fast) in enumerate(found, 1):
         place = math.sqrt(max(limited) * max(places)) if math.isinf(rate) else rate
         height = 1e3 * math.exp(np.interp(math.log(place), np.log(places), np.log(fast.medians)))
         marks.setdefault((place, height), []).append(number)
         where = ("without a limit" if math.isinf(rate) else
-                 f"from {link_sweep.rate_name(float(f'{rate:.2g}'))}")
+                 f"from {sweep.rate_name(float(f'{rate:.2g}'))}")
         named.append(f"{number}: {where}, {_short(fast)} overtakes {_short(slow)}")
     for (place, height), numbers in marks.items():
         panel.text(place, height, ", ".join(map(str, numbers)), ha="center", va="center",
                    fontsize=7.5, bbox={"boxstyle": "round", "facecolor": "white"})
     panel.set(xscale="log", yscale="log", ylabel="ms a sequence", xlabel="rate of each link"
               + "".join(f"\n{line}" for line in named))
-    panel.set_xticks(places, [link_sweep.rate_name(link).replace(" ", "\n") for link in links])
+    panel.set_xticks(places, [sweep.rate_name(link).replace(" ", "\n") for link in links])
     panel.minorticks_off()
     style.label_plainly(panel.yaxis)
-    panel.set_title(link_sweep.heading(record).replace("; ", "\n"))
+    panel.set_title(sweep.heading(record).replace("; ", "\n"))
     panel.legend()
 
 
-def _short(curve: link_sweep.Curve) -> str:
+def _short(curve: sweep.Curve) -> str:
     return re.sub(r"(?<=\d) x (?=\d)", "x", curve.name)

@@ -5,14 +5,16 @@ from typing import Iterator
 
 import numpy as np
 
-from bench.experiments.products.problem import find_product, schemes_with_products
-from bench.experiments.products.side_by_side import count_dry
-from bench.records.kinds.products import NOT_STATED, closed_form_words, record_grids
+from bench.records.kinds.products import (
+    NOT_STATED, closed_form_words, mean_words, record_grids)
 from bench.records.measurements import Measurements
 from bench.reports.figures import by_scheme, style
+from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.products_alone import PRODUCTS_ALONE
+from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.transport.silent import DryCommunicator
 
 RANKS = tuple(sorted({n ** 3 for n in range(2, 17)} | {2 ** n for n in range(2, 13)}))
 LARGER = 4096    # ranks of the panel of closed forms alone
@@ -140,8 +142,7 @@ def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape:
 
 def _larger_grids() -> Iterator[tuple[str, GridShape]]:
     """List the grids of `LARGER` ranks: each algorithm's choice, and layers of the 2.5-D one."""
-    for name in schemes_with_products():
-        cls = find_product(name)
+    for name, cls in algorithms_with_products().items():
         try:
             sizes = cls.grid_shape(cls.default_grid(LARGER))
         except ValueError:
@@ -158,15 +159,30 @@ def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[flo
 
     Of the memory of the first and of the last rank it is the greater.
     """
-    memory = max(count_dry(name, form, sizes, shape, "float32", rank).memory
+    memory = max(_peak_bytes(name, form, sizes, shape, rank)
                  for rank in (0, sizes.ranks - 1)) / 4
-    words = closed_form_words(name, form, sizes, shape)
-    return memory, math.nan if words == NOT_STATED else words / sizes.ranks
+    return memory, mean_words(closed_form_words(name, form, sizes, shape), sizes.ranks)
+
+
+def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int) -> int:
+    """Return the most bytes in float32 arrays of a rank in a dry run of the forward product."""
+    grid = Grid(DryCommunicator(sizes.ranks, rank), DryBackend(), **sizes)
+    product = algorithms_with_products()[name].matrix_product(grid, form, shape)
+    blocks = {}
+    for matrix, direction in product.directions.items():
+        layout, whole = product.layouts[matrix], product.shapes[matrix]
+        space = layout.split(grid, whole, direction) if direction else grid.backend
+        blocks[matrix] = space.empty(layout.local_shape(grid, whole), "float32")
+    grid.backend.reset_peak()
+    result = product.forward(blocks["A"], blocks["B"])
+    peak = grid.backend.memory()["peak"]
+    del result
+    return peak
 
 
 def _default_words(name: str, form: str, shape: Shape, ranks: int) -> int | None:
     """Return the words of an algorithm's choice of grid; None if there is none, or no form."""
-    cls = find_product(name)
+    cls = algorithms_with_products()[name]
     try:
         sizes = cls.grid_shape(cls.default_grid(ranks))
     except ValueError:
@@ -177,7 +193,7 @@ def _default_words(name: str, form: str, shape: Shape, ranks: int) -> int | None
 
 def _styles() -> dict[str, tuple[str, str]]:
     """Return colour and marker of every product: the paper's schemes as in other figures."""
-    names = schemes_with_products()
+    names = list(algorithms_with_products())
     known = {name: by_scheme.STYLES[name] for name in names if name in by_scheme.STYLES}
     free = [one for one in style.CYCLE if one not in known.values()]
     more = [("#882255", "<"), ("#44AA99", ">"), ("#999933", "h"), (style.DARK_GREY, "p")]

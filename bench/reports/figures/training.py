@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.records.kinds.training_meshes import loss_differences
+from bench.records.kinds.training_meshes import allowed_differences, loss_differences
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
-from bench.reports.training_tables import allowed_differences
 
 SIZE = (9.0, 4.6)    # inches
 FLOOR = 20           # a difference below eps over this is drawn as none

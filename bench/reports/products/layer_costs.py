@@ -3,7 +3,7 @@
 from typing import Iterator, Sequence
 
 from bench.prediction.costs.layer_costs import COUNTS, LayerCosts
-from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from mm3d.model.sizes import ModelSizes
 
 UNEQUAL = 1.05    # the largest over the mean, from which a scheme is said to be unbalanced

@@ -3,7 +3,7 @@
 from typing import Sequence
 
 from bench.prediction.costs.printed_costs import COSTS, PairCosts
-from bench.reports.document import Column, Notes, Part, Table, number_cell
+from bench.document import Column, Notes, Part, Table, number_cell
 from mm3d.model.sizes import ModelSizes
 
 NOTES = [

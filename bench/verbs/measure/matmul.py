@@ -164,7 +164,7 @@ def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int
 
 def scalapack_table(found) -> str:
     """Format the table of a `bench.experiments.products.scalapack.Comparison`."""
-    from bench.reports.document import Column, Notes, Rows, Table
+    from bench.document import Column, Notes, Rows, Table
     from bench.reports.formats import render
     ours, theirs = len(found.transports), len(found.blocks)
     rows: Rows = []

@@ -146,17 +146,16 @@ def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
 
 def draw(record: Measurements, path: Path) -> None:
     """Draw the measured timeline above the clock's."""
-    from bench.reports import pipeline_tables
-    from bench.reports.figures import schedules
-    style.draw_pictures([partial(schedules.picture, path, pipeline_tables.timelines(record),
+    from bench.reports.figures import measured_timelines, schedules
+    style.draw_pictures([partial(schedules.picture, path, measured_timelines.timelines(record),
                                  "s", "group of ranks")])
 
 
 def table(records: list[Measurements]) -> str:
     """Format the table of records."""
-    from bench.reports import pipeline_tables
     from bench.reports.formats import render
-    return render(pipeline_tables.pipeline_parts(records))
+    from bench.reports.micro_tables import make_parts
+    return render(make_parts(records))
 
 
 def duration(text: str) -> Fraction:

@@ -3,7 +3,7 @@
 import argparse
 
 from bench.experiments.startup import CALLS, FailedJob, PHASES, Start, check_cubes, measure_start
-from bench.reports.document import Column, Notes, Rows, Table
+from bench.document import Column, Notes, Rows, Table
 from bench.reports.formats import render
 from bench.command_line import options
 from mm3d import launcher

@@ -24,7 +24,7 @@ PROGRAMS = {"startup.py", "torch/serve.py"}
 MODULES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 # Tables, files and command lines, which belong to the verbs.
 ABOVE = {"argparse", "bench.reports.formats",
-         "bench.records.journal", "bench.reports.layer_table",
+         "bench.records.journal", "bench.records.kinds.layer",
          "bench.prediction.machine_file", "bench.reports.micro_tables", "mm3d.console",
          "bench.verbs"}
 TWICE = Limits(2, 2)

@@ -6,7 +6,7 @@ from bench.__main__ import parser
 from bench.errors import UsageError
 from bench.experiments.layer.layer import KINDS
 from bench.records import run_file
-from bench.reports import layer_table
+from bench.records.kinds.layer import tables
 from bench.verbs import layer
 from made_up_torch import make_up
 from refused import refused
@@ -74,7 +74,7 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert run.configuration["reference"].startswith("PyTorch made up, ")
     assert run.configuration["reference"].endswith(settings) and settings in text
     assert settings in run.environment["tuning_variables"]
-    assert layer_table.layer_parts([run])[0].rows[0][0] == 32
+    assert tables([run])[0].rows[0][0] == 32
 
 
 @pytest.mark.slow

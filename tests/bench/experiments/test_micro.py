@@ -12,8 +12,7 @@ from bench.experiments.products.problem import Problem, Replay, WholeProduct, pr
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
-from bench.reports import micro_tables
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -262,10 +261,10 @@ def test_collectives(tmp_path):
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
     # Beside the plain calls of MPI.
     assert found["mpi_seconds"].shape == (2, 6, 3, 4) and (found["mpi_samples"] > 0).all()
-    text = render(micro_tables.collective_parts(run))
+    text = format_record(run)
     assert "plain MPI call" in text and "2 (P - 1) / P for all-reduce" in " ".join(text.split())
     run = replace(run, raw={name: one for name, one in run.raw.items() if name != "mpi_samples"})
-    text = render(micro_tables.collective_parts(run))    # as of a device
+    text = format_record(run)    # as of a device
     assert text.count("copies nothing") == 2 and "plain" not in text
     assert run.variables["beta"].units == "s byte-1"
     assert "transport" in done.stdout

@@ -13,8 +13,8 @@ from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports import pipeline_tables
-from bench.reports.formats import render
+from bench.reports.figures import measured_timelines
+from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
@@ -51,7 +51,7 @@ def test_a_run_like_the_clock_s_has_the_clock_s_bubble(name):
     assert np.allclose(steps.T, (1, 1.5, 0.5) if split else (1, 2, 0))
     again = derived.clock_timeline(schedule, steps.round(6), 0.25)
     assert again.bubble_rate == timeline.bubble_rate
-    measured = derived.measured_timeline(schedule, times, again)
+    measured = measured_timelines.measured_timeline(schedule, times, again)
     assert abs(measured.bubble_rate - timeline.bubble_rate) < 1e-9
     assert min(start for starts in measured.starts for start in starts) == 0
 
@@ -77,10 +77,10 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     path = run_file.write_run(record, shared_tmp_path, "pipeline")
     errors, _ = check_file(path)
     assert not errors
-    text = render(pipeline_tables.pipeline_parts([run_file.read_run(path)]))
+    text = format_record(run_file.read_run(path))
     assert ("WAITS stand in for layers" in text) == bool(waits)
     assert ("each to the bit" in text) == (not waits) and "emulated" not in text
-    for title, timeline in pipeline_tables.timelines(record).items():
+    for title, timeline in measured_timelines.timelines(record).items():
         assert ("WAITS" in title) == bool(waits) and timeline.makespan > 0
     events = [one for one in make_action_trace(record)["traceEvents"] if one["ph"] == "X"]
     assert len(events) == 2 * 2 * 9    # measured, and the clock's
@@ -98,12 +98,12 @@ def assert_tolerances_and_clusters_are_named(record):
     """As if the record were of stages with different grids, in an emulated cluster."""
     record.checks[:] = [replace(check, tolerance=5e-5) for check in record.checks]
     record.environment["emulated_cluster"] = "2x1:1Gbit"
-    text = " ".join(render(pipeline_tables.pipeline_parts([record])).split())
+    text = " ".join(format_record(record).split())
     if record.configuration["work"] == "compute":
         assert "one stage, each to a relative error of 5e-05, before" in text
     assert f"{record.environment['cores']} cores, emulated cluster, 2 nodes x 1 rank, 1" in text
     assert all("emulated cluster, 2 nodes x 1 rank, 1 Gbit/s" in title
-               for title in pipeline_tables.timelines(record))
+               for title in measured_timelines.timelines(record))
 
 
 @pytest.mark.ranks(slow=(4,))

@@ -8,9 +8,8 @@ from bench.experiments.products.problem import Problem, product_grid
 from bench.errors import UsageError, WrongResult
 from bench.records import run_file
 from bench.records.kinds.products import copied_operands, record_grids
-from bench.reports.products import table
 from bench.reports.figures import every_figure
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -38,14 +37,14 @@ def test_every_product_on_eight_ranks(comm, tmp_path):
     assert np.array_equal(found["words"].sum(axis=1), found["closed_form_words"])
     same = [found["words"][names.index(name)].tolist() for name in ("3d", "agarwal")]
     assert same[0] == same[1]
-    text = render(table.products_parts(record))
+    text = format_record(record)
     assert " =  " in text and " NO " not in text and "closed form" in text
     path = run_file.write_run(record, tmp_path, "products")
     assert check_file(path)[0] == []
     drawn, left_out = every_figure.draw_figures(tmp_path)
     assert len(drawn) == 2 and not left_out and all(one.stat().st_size > 1000 for one in drawn)
     found["words"][0, 0] += 1
-    assert " NO " in render(table.products_parts(record))
+    assert " NO " in format_record(record)
 
 
 @pytest.mark.ranks(4)
@@ -89,7 +88,7 @@ def test_two_products_in_turns(comm, tmp_path):
     assert found["samples"].shape == (2, 2) and np.isfinite(found["samples"]).all()
     assert (found["operations"].sum(axis=1) == 2 * 9 * 12 * 10).all()
     assert (found["stored"].sum(axis=1) == 9 * 12 + 10 * 12 + 9 * 10).all()
-    text = render(table.products_parts(record))
+    text = format_record(record)
     assert "Seconds over those of 2d, ratios of 2 rounds" in text and "Balance of the" in text
     path = run_file.write_run(record, tmp_path, "products")
     assert check_file(path)[0] == []

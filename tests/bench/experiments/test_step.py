@@ -7,8 +7,7 @@ from bench.experiments.training import beside
 from bench.experiments.training.timed_step import PARTS, MeasuredTraining
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports import training_tables
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.statistics import elapsed
 from bench.validation.files import check_file
 from mm3d.config import Division, Model
@@ -77,7 +76,7 @@ def test_all_sides_are_measured_in_turns(comm, shared_tmp_path):
     assert all(check.passed for check in record.checks)
     path = run_file.write_run(record, shared_tmp_path, "step")
     assert not check_file(path)[0]
-    text = " ".join(render(training_tables.step_parts(run_file.read_run(path))).split())
+    text = " ".join(format_record(run_file.read_run(path)).split())
     assert "parallelism): PyTorch made up" in text and "waiting" in text
     assert "At equal rates" in text and (found["product_samples"] > 0).all()
 

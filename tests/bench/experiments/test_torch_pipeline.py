@@ -15,8 +15,7 @@ from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports import pipeline_tables
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
@@ -101,7 +100,7 @@ def test_both_are_measured_in_turns(comm, shared_tmp_path, waits):
     assert any(check.quantity.startswith("PyTorch's") for check in record.checks)
     path = run_file.write_run(record, shared_tmp_path, "pipeline")
     assert not check_file(path)[0]
-    text = render(pipeline_tables.pipeline_parts([run_file.read_run(path)]))
+    text = format_record(run_file.read_run(path))
     words = " ".join(text.split())
     assert "PyTorch made up, gloo, " in words
     assert "; the same actions in the same order" in words

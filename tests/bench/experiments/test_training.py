@@ -21,10 +21,10 @@ from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.records import run_file
+from bench.records.kinds.training_meshes import allowed_differences
 from bench.records.measurements import Check
-from bench.reports import training_tables
 from bench.reports.figures import training as figures
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record, make_parts
 from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
@@ -146,7 +146,7 @@ def test_float16_skips_steps_that_overflow_and_says_so(comm, monkeypatch):
     assert outcome.history.losses[11] < outcome.history.losses[0]
     skipped = found.configuration["skipped_steps"]
     assert 0 < skipped < 6 and training.optimizer.steps == 12 - skipped
-    assert f"{skipped} steps changed nothing" in render(training_tables.training_parts(found))
+    assert f"{skipped} steps changed nothing" in format_record(found)
     training.free()
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(UsageError, match="'bfloat16' is unknown to backend 'numpy'"):
@@ -165,7 +165,7 @@ def test_a_record_is_valid_and_shown(comm, shared_tmp_path):
     path = run_file.write_run(found, shared_tmp_path, "train")
     assert check_file(path)[0] == []
     assert figures.training_picture(shared_tmp_path / "train.png", found).stat().st_size > 10_000
-    text = render(training_tables.training_parts(run_file.read_run(path)))
+    text = format_record(run_file.read_run(path))
     assert "7 " in text and "Verified before the first step" in text
     assert f"{outcome.history.validation[7]:.4f}" in text
     line = history.progress_line(3, outcome.history, 7, 24)
@@ -186,7 +186,7 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
         assert np.array_equal(found.variables["tokens_per_second"].values, speed, equal_nan=True)
         path = run_file.write_run(found, tmp_path, f"began-{began}")
         assert check_file(path)[0] == [] and said in " ".join(
-            render(training_tables.training_parts(run_file.read_run(path))).split())
+            format_record(run_file.read_run(path)).split())
     training.free()
 
 
@@ -216,7 +216,7 @@ def test_a_signal_before_the_first_step_is_heard(comm, shared_tmp_path, monkeypa
     found = record.training_record(training, COURSE, outcome)
     if comm.rank == 0:
         path = run_file.write_run(found, shared_tmp_path, "train")
-        text = render(training_tables.training_parts(run_file.read_run(path)))
+        text = format_record(run_file.read_run(path))
         assert "STOPPED EARLY (signal): 0 of 7 steps" in " ".join(text.split())
     training.free()
 
@@ -235,7 +235,7 @@ def test_a_training_goes_on_without_its_history(comm, tmp_path):
     found = record.training_record(training, course, outcome)
     path = run_file.write_run(found, tmp_path, "train")
     assert check_file(path)[0] == []
-    rows = training_tables.training_parts(run_file.read_run(path))[0].rows
+    rows = make_parts([run_file.read_run(path)])[0].rows
     losses = outcome.history.losses
     assert [row[0] for row in rows] == [3, 6, 7] and np.isnan(rows[0][1].value)
     assert rows[1][1].value == pytest.approx(np.mean([losses[n] for n in (3, 4, 5)]))
@@ -338,7 +338,7 @@ def check_meshes(comm, shared_tmp_path, monkeypatch, dtype, cases):
     assert found.scales["mesh"] == [case.name for case in cases]
     path = run_file.write_run(found, shared_tmp_path, "meshes")
     assert check_file(path)[0] == []
-    text = render(training_tables.meshes_parts(run_file.read_run(path)))
+    text = format_record(run_file.read_run(path))
     bits = sum("bits of" in check.quantity for check in found.checks)
     assert "DIFFERENT" not in text and text.count("equal") >= bits
     assert "ZeRO 2 and 3 sum in another order" in " ".join(text.split())
@@ -432,11 +432,11 @@ def test_what_rounding_may_change_is_stated_and_what_it_may_not_fails():
     usual = unit * (672 / 144) ** 0.5
     assert bounds == pytest.approx({"loss": 4 * usual, "gradients": 4e-6, "weights": 4 * unit})
     record = made_up_comparison("float32", 1.0)
-    assert training_tables.allowed_differences(record) == pytest.approx(bounds, rel=1e-5)
+    assert allowed_differences(record) == pytest.approx(bounds, rel=1e-5)
     assert [check.quantity for check in made_up_comparison("float32", 1.0, 0.01).checks
             if not check.passed] == ["rounding: gradients"]    # it would hide a wrong sum
     assert "difference of one rank to float64" in " ".join(
-        render(training_tables.meshes_parts(record)).split())
+        format_record(record).split())
 
 
 @pytest.mark.ranks(1, slow=(4,))

@@ -14,9 +14,8 @@ from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
 from bench.records import run_file
-from bench.reports import training_tables
 from bench.reports.figures.training import meshes_picture
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
@@ -51,7 +50,7 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
         entropy, dropped = (found.variables[name].values for name in ("entropy", "dropped_share"))
         assert (0 < entropy).all() and (entropy <= 1).all() and (dropped > 0).all()
         assert "experts' entropy 0." in progress_line(2, outcome.history, 2, 1)
-        assert "4 experts, top 2" in render(training_tables.training_parts(found))
+        assert "4 experts, top 2" in format_record(found)
         assert check_file(run_file.write_run(found, shared_tmp_path, gate))[0] == []
 
 
@@ -104,7 +103,7 @@ def compare_meshes(comm, shared_tmp_path, monkeypatch, experts):
         assert (dropped > 0).all() == (experts.capacity is not None)
         path = run_file.write_run(found, shared_tmp_path, "meshes")
         assert check_file(path)[0] == []
-        text = render(training_tables.meshes_parts(run_file.read_run(path)))
+        text = format_record(run_file.read_run(path))
         assert "DIFFERENT" not in text and "pairs of other experts" in text
     return found
 

@@ -7,9 +7,9 @@ import pytest
 
 from bench.cases.selection import select_rows
 from bench.records import run_file
-from bench.records.kinds.collectives import least_words
+from bench.records.kinds.collectives import least_words, wire_parts
 from bench.records.measurements import Group, Variable
-from bench.reports import merit, micro_tables, wire_rows
+from bench.reports import merit, wire_rows
 from bench.reports.formats import render
 from bench.validation import rules
 from bench.validation.files import check_file
@@ -83,7 +83,7 @@ def test_the_table_of_the_wire():
          "wire_seconds": Variable(np.full((2, 1, 1, 2), .5), "s", dims),
          "wire_least": Variable(np.array([[[10e6, 8e6]], [[0., 0.]]]), "byte",
                                 ("axis", "collective", "node"))}, [])
-    text = render(micro_tables.wire_parts(record), "text")
+    text = render(wire_parts(record))
     line = next(line.split() for line in text.splitlines() if line.startswith("all_gather"))
     assert [word for word in line if word != "|"] == [
         "all_gather", "x", "10.00", "11.00", "10.0", "%", "5.50", "500.0",

@@ -8,7 +8,7 @@ import pytest
 
 from bench.cases.selection import select_rows
 from bench.instruments import host
-from bench.validation.warnings import list_warnings
+from bench.validation.files import list_warnings
 from records import made_up
 from support import ROOT, run_python
 

@@ -20,7 +20,7 @@ from bench.reports import certainty
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.formats import render
 from bench.reports.paper_tables import format_tables
-from bench.validation.warnings import list_warnings
+from bench.validation.files import list_warnings
 from bench.verbs import reproduce
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run

@@ -9,7 +9,7 @@ import pytest
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
-from bench.records import merged, run_file, schema
+from bench.records import kinds, merged, run_file
 from bench.records.folder import read_runs
 from bench.records.measurements import Check
 from bench.reports.comparison import compare_sides
@@ -131,11 +131,12 @@ def test_a_share_of_time_that_is_hidden_may_be_below_0(tmp_path):
 
 def test_what_may_be_below_0_is_measured():
     """A name in a list that no variable has would allow nothing."""
-    kinds = schema.load()
-    for kind, known in kinds.items():
-        if isinstance(known, dict) and "signed" in known:
-            names = {*known.get("variables", {}), *known.get("optional", {})}
-            assert {*known["signed"].split()} <= names, kind
+    found = {name: known for module in map(kinds.module_of, kinds.NAMES)
+             for name, known in module.SCHEMAS.items() if "signed" in known}
+    assert len(found) > 3
+    for name, known in found.items():
+        names = {*known.get("variables", {}), *known.get("optional", {})}
+        assert {*known["signed"].split()} <= names, name
 
 
 def test_a_tolerance_of_zero_is_kept_or_not():

@@ -185,11 +185,11 @@ def test_crowded_cases_and_cases_of_one_set_are_named(sets, capsys):
 
 def test_runs_that_did_other_work_are_refused(sets, capsys):
     a = write_set(sets[0], 0, runs=1)
-    b = write_set(sets[1], 0, runs=1, configuration={"hidden": 96, "seq": 48})
+    b = write_set(sets[1], 0, runs=1, configuration={"hidden": 1152, "seq": 48})
     assert main(["compare", a, b]) == 2
     error = capsys.readouterr().err
     assert "different work under the same name cannot be compared" in error
-    assert "weak 1-D 8 ranks, laptop: hidden 256 and 96" in error and "and 6 more" in error
+    assert "weak 1-D 8 ranks, laptop: hidden 256 and 1152" in error and "and 6 more" in error
 
 
 def test_nothing_in_common_is_refused(sets, capsys):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from bench.records.measurements import Measurements, Variable
-from bench.reports.layer_table import equal_rate_notes
+from bench.records.notes import equal_rate_notes
 
 
 def record(own, other, torch_flops=8e9, cores=2):

@@ -10,7 +10,7 @@ from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports import paper_tables
-from bench.reports.document import Notes
+from bench.document import Notes
 from bench.reports.figures import (against_ranks, by_scheme, every_figure,
                                    roofline_and_memory, style, time_shares)
 from bench.reports.merit_rows import merit_table

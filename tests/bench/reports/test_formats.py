@@ -13,7 +13,7 @@ from bench.cases.paper import load_tables
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
-from bench.reports.document import Column, Notes, Number, Table
+from bench.document import Column, Notes, Number, Table
 from bench.reports.formats import render
 from mm3d.tracing import dry_run
 from records import invented, made_up, matmul_record
@@ -145,7 +145,7 @@ def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):
 
 
 def test_products_of_several_runs_share_a_table():
-    table, notes = micro_tables.matmul_parts([matmul_record(), matmul_record()])
+    table, notes = micro_tables.make_parts([matmul_record(), matmul_record()])
     assert len(table.rows) == 4
     assert [str(cell) for cell in table.rows[1]] == [
         "abt 64 x 32 x 16", "float32", "3d 2 x 2 x 1", "mpi", "backward", "4.000", "0.0", "1.000",
@@ -166,7 +166,7 @@ def test_rates_have_both_bounds_of_their_interval():
         "dtype": ["float32"], "threads": [1], "size": [16]}, {
         "seconds": Variable(seconds, "s", ("dtype", "threads", "size", "bound")),
         "rate": Variable(8192 / seconds[..., 0], "s-1", ("dtype", "threads", "size"))}, [])
-    table, _ = micro_tables.gemm_parts(record)
+    table, _ = micro_tables.make_parts([record])
     assert [str(cell) for cell in table.rows[0]] == ["16", "4.1", "1.0", "8.2"]
 
 

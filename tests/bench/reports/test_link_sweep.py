@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.document import Table
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.records.measurements import Measurements, Variable
-from bench.reports import link_sweep
+from bench.records.kinds import sweep
+from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.figures import link_sweep as figures
-from bench.reports.formats import render
+from bench.reports.micro_tables import format_record
 from bench.reports.page import embed_figures
 from bench.verbs.run import show_sweeps
 
@@ -37,22 +38,23 @@ def record():
             ("plan", "link", "phase", "kind")),
          "software": Variable(np.full((3, 2, 3), 0.05), "s", ("plan", "phase", "repetition")),
          "samples": Variable(samples, "s", ("plan", "link", "phase", "repetition")),
-         "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))}, [])
+         "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))},
+        [Check("output", 0.0, 1e-5)])
 
 
 def test_crossings():
     one, other = np.array([8.0, 2.0, 1.0]), np.array([4.0, 4.0, 4.0])
-    assert link_sweep.crossing_rates(LINKS, one, other) == [pytest.approx(1e8)]
-    assert link_sweep.crossing_rates(LINKS, [1, 2, 4], [2, 3, 3]) == [math.inf]
-    assert link_sweep.crossing_rates(LINKS, [1, 2, 3], [2, 3, 4]) == []
+    assert sweep.crossing_rates(LINKS, one, other) == [pytest.approx(1e8)]
+    assert sweep.crossing_rates(LINKS, [1, 2, 4], [2, 3, 3]) == [math.inf]
+    assert sweep.crossing_rates(LINKS, [1, 2, 3], [2, 3, 4]) == []
 
 
 def test_tables(record):
-    text = render(link_sweep.sweep_parts([record]))
+    text = format_record(record)
     assert "weak scaling, 1 layer: emulated cluster, 2 nodes x 2 ranks" in text
     assert "Fewer than six repetitions give no 95 % interval." in " ".join(text.split())
-    curves = link_sweep.read_curves(record)
-    [(rate, slow, fast)] = link_sweep.list_crossovers(record, curves)
+    curves = sweep.read_curves(record)
+    [(rate, slow, fast)] = sweep.list_crossovers(record, curves)
     assert 5e7 < rate < 2e8 and (slow.label, fast.label) == (PLANS[1], PLANS[0])
     assert ("1-D 4, batch 24 overtakes 3-D 2 x 2 x 1, x inside, batch 24 from 120 Mbit/s on."
             in " ".join(text.split()))
@@ -73,18 +75,22 @@ def test_what_overlap_hides(record):
         record, scales=record.scales | {"plan": [PLANS[0], PLANS[1], PLANS[1] + " overlap=4"]},
         raw={"samples": replace(record.variables["samples"], values=values),
              "work": Variable(np.full((3, 2), 1.0), "s", ("plan", "phase"))})
-    [table] = link_sweep.hidden_parts(found, link_sweep.read_curves(found))
+    [table] = hidden_tables(found)
     assert [cell if isinstance(cell, str) else cell.text for cell in table.rows[0]] == [
         "3-D 2 x 2 x 1, x inside, overlap 4, batch 24", "50 Mbit/s", "50%", "75%", "1.60"]
-    assert len(table.rows) == 3 and not link_sweep.hidden_parts(
-        record, link_sweep.read_curves(record))
+    assert len(table.rows) == 3 and not hidden_tables(record)
+
+
+def hidden_tables(record):
+    return [part for part in sweep.tables([record]) if isinstance(part, Table)
+            and part.title.endswith("what overlap hides")]
 
 
 def test_sweeps_without_predictions_show_none(record):
     """Nothing is computed afterwards that was not stored before."""
     old = replace(record, raw={name: record.variables[name] for name in ("samples", "work")})
-    assert all(np.isnan(one.predicted).all() for one in link_sweep.read_curves(old))
-    assert "nan" not in render(link_sweep.sweep_parts([old]))
+    assert all(np.isnan(one.predicted).all() for one in sweep.read_curves(old))
+    assert "nan" not in format_record(old)
 
 
 def changed(record, at: int, environment=(), **configuration):

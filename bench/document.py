@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
 
 @dataclass(frozen=True)
 class Column:
-    """The heading of a column, and the alignment of its cells.
+    """The heading of a column, the alignment of its cells, and what they show of a row.
 
     Attributes
     ----------
@@ -54,12 +54,25 @@ class Column:
     align : {">", "<", "."}
         To the right, to the left, or, in text, with decimal points below each other; the first
         column of a table is aligned to the left.
+    of : callable, optional
+        Returns the cell of a row: a text, a count, or a number that `form` prints.
+    form, missing : str
+        See `number_cell`.
     """
 
     name: str
     unit: str = ""
     group: str = ""
     align: str = ">"
+    of: Callable[[Any], Any] | None = None
+    form: str = ".4g"
+    missing: str = "-"
+
+    def cell(self, row: Any) -> "Cell":
+        """Make the cell of a row."""
+        found = self.of(row)
+        return found if isinstance(found, (str, int, Number)) else number_cell(
+            found, self.form, self.missing)
 
     @property
     def full(self) -> str:
@@ -105,6 +118,27 @@ class Table:
     def left(self) -> list[bool]:
         """Return which columns are aligned to the left."""
         return [column.align == "<" or k == 0 for k, column in enumerate(self.columns)]
+
+
+def make_table(title: str, columns: Sequence[Column], rows: Iterable[Any]) -> Table:
+    """Make a table of columns that know their cells, with a line for each of some rows."""
+    return Table(title, columns, [[column.cell(row) for column in columns] for row in rows])
+
+
+def spread(of: Callable[[Any], Sequence], form: str, group: str = "",
+           heads: Sequence[str] = ("median", "low", "high"),
+           units: Sequence[str] = ()) -> list[Column]:
+    """Make a column for each of the first numbers that `of` returns of a row.
+
+    Parameters
+    ----------
+    of, form, group
+        As of `Column`.
+    heads, units : sequence of str
+        The first and the second line of each; those without a unit have none.
+    """
+    return [Column(name, unit, group, of=lambda row, k=k: of(row)[k], form=form)
+            for k, (name, unit) in enumerate(itertools.zip_longest(heads, units, fillvalue=""))]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Make the tables of schemes at several rates of links: where each is the fastest."""
+"""Schemes at several rates of links: where each is the fastest."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,47 @@ import numpy as np
 
 from bench.cases.paper import HEADINGS, TITLES
 from bench.cluster.spec import Cluster, RATES, format_unit
+from bench.document import Column, Notes, Part, make_table, spread
+from bench.records.kinds import named
 from bench.records.measurements import Measurements
-from bench.reports import emulated
-from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.records.notes import MODELLED
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme, registry
+
+SCHEMAS = {
+    "sweep": {
+        "verified": True,
+        "positive": "samples software work",
+        "environment": "ranks cores emulated_cluster",
+        "settings": (
+            "dtype heads hidden layers preset recompute seq table waited_machine waited_scale "
+            "waited_shrink"),
+        "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
+        "optional": {"predicted": "plan link phase kind", "software": "plan phase repetition"},
+        "labels": {
+            "kind": [["work", "links"]],
+            "phase": [["forward", "backward"]]}}}
+
+
+def check_texts(run: Measurements) -> None:
+    """Check that each plan names its scheme, grid, order and batch, and links are rates."""
+    for label in run.scales["plan"]:
+        words = str(label).split()
+        if not 4 <= len(words) <= 5 or words[0] not in registry():
+            raise ValueError(f"measurements/plan: {label!r:.60} is no plan such as "
+                             f"'3d 4x4x4 xyz 384'")
+        scheme, grid, order, batch, *overlap = words
+        known = find_scheme(scheme)
+        named("measurements/plan", known.grid_shape,
+              named("measurements/plan", GridShape.parse, grid, known.directions))
+        counts = [batch, *(text.removeprefix("overlap=") for text in overlap)]
+        if sorted(order) != sorted(known.directions) or not all(
+                text.isdecimal() and int(text) for text in counts):
+            raise ValueError(f"measurements/plan: {label!r:.60} has no order of the directions "
+                             f"{known.directions} and batch")
+    for link in run.scales["link"]:
+        if not (named("measurements/link", float, link) > 0):
+            raise ValueError(f"measurements/link: {link!r:.60} is no rate")
 
 
 @dataclass(frozen=True)
@@ -82,12 +120,12 @@ def read_links(record: Measurements) -> list[float]:
 
 def read_curves(record: Measurements) -> list[Curve]:
     """Read the plans of a record, with what was predicted of them before."""
-    samples = record.variables["samples"].values.sum(axis=2)    # forward and backward
-    work = record.variables["work"].values.sum(axis=1)
+    samples = record.values("samples").sum(axis=2)    # forward and backward
+    work = record.values("work").sum(axis=1)
     missing = np.full(samples.shape[:2], np.nan)
-    software = (np.median(record.variables["software"].values.sum(axis=1), axis=-1)
+    software = (np.median(record.values("software").sum(axis=1), axis=-1)
                 if "software" in record.variables else missing[:, 0])
-    predicted = (record.variables["predicted"].values.sum(axis=(2, 3))
+    predicted = (record.values("predicted").sum(axis=(2, 3))
                  if "predicted" in record.variables else missing)
     found = []
     for at, label in enumerate(record.scales["plan"]):
@@ -166,14 +204,19 @@ def _round(rate: float) -> str:
     return rate_name(float(f"{rate:.2g}"))
 
 
-def sweep_parts(records: Sequence[Measurements]) -> list[Part]:
+def tables(records: Sequence[Measurements]) -> list[Part]:
     """Make the tables and notes of all sweeps."""
     parts: list[Part] = []
     for record in records:
-        curves = read_curves(record)
-        parts += [seconds_table(record, curves), *hidden_parts(record, curves),
-                  prediction_table(record, curves),
-                  Notes("Where each is the fastest:", describe_crossovers(record, curves))]
+        curves, links = read_curves(record), range(len(record.scales["link"]))
+        hidden = [Moment(record, one, at, whole) for whole, one in with_overlap(curves)
+                  for at in links]
+        parts += [
+            make_table(heading(record), _seconds(record), curves),
+            *[make_table(f"{heading(record)}: what overlap hides", HIDDEN, hidden)] * bool(hidden),
+            make_table(f"{heading(record)}: predictions", PREDICTIONS, [
+                Moment(record, one, at) for one in curves for at in links]),
+            Notes("Where each is the fastest:", describe_crossovers(record, curves))]
     return [*parts, Notes("About these rates of links:", _notes(records))]
 
 
@@ -183,64 +226,66 @@ def heading(record: Measurements) -> str:
     layers = int(record.configuration["layers"])
     return (f"{HEADINGS[str(record.configuration['table'])]}, {layers} layer"
             f"{'s' * (layers != 1)}: emulated cluster, {cluster.nodes} nodes x {cluster.ranks} "
-            f"ranks, links of several rates; {emulated.MODELLED}")
+            f"ranks, links of several rates; {MODELLED}")
 
 
-def seconds_table(record: Measurements, curves: Sequence[Curve]) -> Table:
-    """Make the table of milliseconds a sequence, by plan and rate."""
-    links, group = read_links(record), "ms a sequence, median"
-    rows: Rows = [[one.name, number_cell(1e3 * one.work, ".3g"),
-                   *(number_cell(1e3 * value, ".3g") for value in one.medians)] for one in curves]
-    columns = [Column("scheme"), Column("work alone", "(waits)", group),
-               *(Column(rate_name(link), "", group) for link in links)]
-    return Table(heading(record), columns, rows)
-
-
-def hidden_parts(record: Measurements, curves: Sequence[Curve]) -> list[Part]:
-    """Make the table of the share of communication that overlap hides; none without overlap.
-
-    Of a plan without overlap communication is the time that is not work, and what could be hidden
-    is the shorter of both.
-    """
+def with_overlap(curves: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
+    """List plans with overlap, each after the same plan without."""
     plain = {one.label: one for one in curves}
-    rows: Rows = []
     for one in curves:
         whole = plain.get(one.label.partition(" overlap=")[0])
-        if whole is None or whole is one:
-            continue
-        moving = whole.medians - whole.work
-        hidden = (whole.medians - one.medians) / np.minimum(moving, whole.work)
-        for at, link in enumerate(read_links(record)):
-            rows.append([one.name, rate_name(link),
-                         number_cell(moving[at] / whole.medians[at], ".0%"),
-                         number_cell(hidden[at], ".0%"),
-                         number_cell(whole.medians[at] / one.medians[at], ".2f")])
-    return [Table(f"{heading(record)}: what overlap hides", [
-        Column("scheme"), Column("link"), Column("communication", "of a step without"),
-        Column("hidden of what", "could be"), Column("times as fast", "as without")],
-        rows)] * bool(rows)
+        if whole is not None and whole is not one:
+            yield whole, one
 
 
-def prediction_table(record: Measurements, curves: Sequence[Curve]) -> Table:
-    """Make the table of the least and the greatest sample, and of predictions beside medians."""
-    group = "ms a sequence"
-    rows: Rows = []
-    for one in curves:
-        for at, link in enumerate(read_links(record)):
-            median = one.medians[at]
-            rows.append([one.name, rate_name(link), number_cell(1e3 * median, ".3g"),
-                         number_cell(1e3 * one.seconds[at].min(), ".3g"),
-                         number_cell(1e3 * one.seconds[at].max(), ".3g"),
-                         number_cell(1e3 * one.predicted[at], ".3g"),
-                         number_cell(one.predicted[at] / median - 1, "+.0%"),
-                         number_cell(one.work / median, ".0%"),
-                         number_cell(one.software / median, ".0%")])
-    return Table(f"{heading(record)}: predictions", [
-        Column("scheme"), Column("link"), Column("median", "", group),
-        Column("least", "", group), Column("greatest", "", group),
-        Column("predicted", "", group), Column("error of", "prediction"),
-        Column("share", "of work"),
-        Column("share of", "software")], rows)
+@dataclass(frozen=True)
+class Moment:
+    """A plan at one rate of the links; with the same plan without overlap, if it has any."""
+
+    record: Measurements
+    plan: Curve
+    at: int
+    whole: Curve | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The median of a sequence."""
+        return self.plan.medians[self.at]
+
+    @property
+    def hidden(self) -> float:
+        """The share of what could be hidden, the shorter of work and communication, that is."""
+        whole = self.whole.medians[self.at]
+        return (whole - self.seconds) / min(whole - self.whole.work, self.whole.work)
+
+
+def _seconds(record: Measurements) -> list[Column]:
+    """Describe the table of milliseconds a sequence, by plan and rate."""
+    group = "ms a sequence, median"
+    rates = [rate_name(link) for link in read_links(record)]
+    return [Column("scheme", of=lambda one: one.name),
+            Column("work alone", "(waits)", group, of=lambda one: 1e3 * one.work, form=".3g"),
+            *spread(lambda one: 1e3 * one.medians, ".3g", group, rates)]
+
+
+FIRST = [Column("scheme", of=lambda row: row.plan.name),
+         Column("link", of=lambda row: rate_name(read_links(row.record)[row.at]))]
+# Of a plan without overlap communication is the time that is not work.
+HIDDEN = [
+    *FIRST, Column("communication", "of a step without", form=".0%", of=lambda row: (
+        row.whole.medians[row.at] - row.whole.work) / row.whole.medians[row.at]),
+    Column("hidden of what", "could be", of=lambda row: row.hidden, form=".0%"),
+    Column("times as fast", "as without", form=".2f",
+           of=lambda row: row.whole.medians[row.at] / row.seconds)]
+PREDICTIONS = [
+    *FIRST, *spread(lambda row: [1e3 * value for value in (
+        row.seconds, row.plan.seconds[row.at].min(), row.plan.seconds[row.at].max(),
+        row.plan.predicted[row.at])], ".3g", "ms a sequence",
+        ("median", "least", "greatest", "predicted")),
+    Column("error of", "prediction", of=lambda row: row.plan.predicted[row.at] / row.seconds - 1,
+           form="+.0%"),
+    Column("share", "of work", of=lambda row: row.plan.work / row.seconds, form=".0%"),
+    Column("share of", "software", of=lambda row: row.plan.software / row.seconds, form=".0%")]
 
 
 def _waits(record: Measurements) -> str:

@@ -1,0 +1,9 @@
+"""Predictions beside what was measured."""
+
+SCHEMAS = {
+    "check": {
+        "verified": True,
+        "positive": "samples",
+        "settings": "dtype transport",
+        "variables": {"samples": "work phase repetition"},
+        "labels": {"phase": [["forward", "backward"]]}}}

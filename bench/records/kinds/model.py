@@ -1,0 +1,110 @@
+"""Rows of the tables: their operations; `bench.reports.paper_tables` shows them.
+
+Useful operations are those of all matrix products of a step, each product once; what is computed
+again in backward, and what several ranks compute, is not among them.
+"""
+
+import numpy as np
+
+from bench.records.kinds import require_as_many
+from bench.records.measurements import Measurements, Variable
+from mm3d import ModelSizes
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.model import cost
+
+SCHEMAS = {
+    "model": {
+        "verified": True,
+        "group": "samples",
+        "positive": "forward backward flops",
+        "complete": "forward backward",
+        "environment": (
+            "ranks cores ranks_per_core oversubscribed cpu_model backend mpi blas "
+            "blas_architecture blas_threads python numpy_version git_commit git_clean"),
+        "settings": (
+            "table scheme preset grid grid_axes layers hidden heads batch seq mlp_factor dtype "
+            "warmup repetitions overridden verified_measured_model ended_by"),
+        "variables": {
+            "forward": "repetition rank", "backward": "repetition rank",
+            "forward_late": "repetition rank", "backward_late": "repetition rank"},
+        "derived": {"flops": "", "flops_again": ""}},
+    "model.clock": {
+        "required": True,
+        "variables": {"offset_error": "", "resolution": ""}},
+    "model.published": {
+        "required": True,
+        "variables": {
+            "average_step_time": "", "backward_time": "", "batch": "",
+            "forward_time": "", "gpus": "", "hidden": "", "recomputed_step_time": ""}},
+    "model.traffic": {
+        "required": True,
+        "whole": "calls messages words bytes expected_words",
+        "variables": {
+            "bytes": "phase rank axis collective", "calls": "phase rank axis collective",
+            "expected_words": "phase axis collective", "messages": "phase rank axis collective",
+            "words": "phase rank axis collective"},
+        "optional": {"moved": "phase rank axis collective"},
+        "labels": {"phase": [["forward", "backward"]]}},
+    "model.machine": {
+        "positive": (
+            "gemm_alone gemm_together memory_alone memory_together last_level_caches "
+            "memory_arrays ranks_at_work"),
+        "optional": {
+            "gemm_alone": "", "gemm_together": "", "memory_alone": "",
+            "memory_together": "", "last_level_caches": "", "memory_arrays": "",
+            "ranks_at_work": ""}},
+    "model.memory": {
+        "signed": "resident_growth",
+        "optional": {
+            "device_peak": "rank", "expected_gradients": "", "expected_parameters": "",
+            "expected_pool_peak": "", "expected_saved": "", "gradients": "rank",
+            "parameters": "rank", "pool_peak": "rank", "resident_growth": "rank", "saved": "rank",
+            "transient": "rank"}},
+    "model.parts": {
+        "signed": "seconds",
+        "complete": "seconds",
+        "spent": "seconds",
+        "variables": {"seconds": "repetition phase rank part"},
+        "optional": {
+            "bytes": "phase rank part", "calls": "phase rank part",
+            "flops": "phase rank part"},
+        "labels": {"phase": [["forward", "backward"]]}},
+    "model.predicted": {
+        "variables": {"seconds": "phase kind"},
+        "labels": {
+            "kind": [["work", "links"]],
+            "phase": [["forward", "backward"]]}},
+    "model.software": {
+        "positive": "samples",
+        "variables": {"samples": "phase repetition"},
+        "labels": {"phase": [["forward", "backward"]]}},
+    "model.waits": {
+        "variables": dict.fromkeys(("counted", "modelled", "overlapped", "slept"), "phase rank"),
+        "labels": {"phase": [["forward", "backward"]]}},
+    "model.wire": {
+        "variables": {"least": "phase axis", "received": "phase node", "sent": "phase node"},
+        "labels": {"phase": [["forward", "backward"]]}}}
+
+
+def derive(record: Measurements) -> dict[str, Variable]:
+    """Return the useful operations of a step, and those that recomputation repeats."""
+    sizes = ModelSizes.from_settings(record.configuration)
+    sizes.check()
+    again = cost.flops_again(sizes, str(record.configuration.get("recompute", "none")))
+    counts = {"flops": sum(cost.flops(sizes).values()), "flops_again": again}
+    return {name: Variable(np.array(count), "1", ()) for name, count in counts.items()}
+
+
+def check_texts(run: Measurements) -> None:
+    """Check that traffic is that of the ranks, and the placement an order of directions."""
+    axes, collectives, ranks = (list(run.groups["traffic"].scales[name])
+                                for name in ("axis", "collective", "rank"))
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"traffic/axis has a direction twice: {' '.join(map(str, axes))}")
+    if not set(collectives) <= set(COLLECTIVES):
+        raise ValueError(f"traffic/collective has others than {', '.join(COLLECTIVES)}")
+    require_as_many("traffic/rank", ranks, run.scales["rank"], "rank of the samples")
+    order, directions = str(run.configuration.get("placement", "")), "".join(run.grid)
+    if order and sorted(order) != sorted(directions):
+        raise ValueError(f"configuration/placement is {order!r:.60}, which should be an order of "
+                         f"the directions {directions}")

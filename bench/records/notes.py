@@ -1,0 +1,80 @@
+"""Say what the notes under the tables of several kinds of records say."""
+
+from typing import Iterable, Mapping
+
+import numpy as np
+
+from bench.cluster.spec import Cluster
+from bench.records.measurements import Check, Measurements, Setting
+from mm3d.transport import choice
+
+MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
+CROWDED = "RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed."
+
+
+def describe_cluster(environment: Mapping[str, Setting]) -> str:
+    """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
+    Mbit/s"; "" if it ran in none."""
+    text = environment.get("emulated_cluster")
+    return Cluster.parse(str(text)).describe() if text else ""
+
+
+def describe_machine(record: Measurements) -> str:
+    """Describe the machine of a record: processor, cores, BLAS and MPI."""
+    env = record.environment
+    known = [f"{env[name]}{unit}" for name, unit in (
+        ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
+        ("mpi", "")) if name in env]
+    return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
+
+
+def largest_error(checks: Iterable[Check]) -> str:
+    """Say how near the verification came to failing."""
+    worst = max((one.share for one in checks), default=0.0)
+    return f"errors at most {100 * worst:.2g} % of the tolerance"
+
+
+def count_threads(count: int) -> str:
+    """Return a number of threads for a reader."""
+    return f"{count} thread{'s' * (count != 1)}"
+
+
+def words_note(names: Iterable[str]) -> str:
+    """Explain how words are counted, and which words these transports move."""
+    known = {name: choice.describe_moved_words(name)
+             for several in names for name in several.split()}
+    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
+    return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
+            "for every transport" + (f". What it moves, {about}." if about else "."))
+
+
+def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, float]],
+                     busy: float = 1.0) -> list[str]:
+    """Return a note of the rates and the remaining ratios; none for files without the rates.
+
+    Parameters
+    ----------
+    record : Measurements
+        Of a comparison with PyTorch.
+    sides : mapping of str to (float, float)
+        The seconds of a step of each of PyTorch's sides, and of mm3d; those that are NaN were
+        not measured.
+    busy : float
+        The share of the time in which PyTorch's processes compute.
+    """
+    found = {name: variable.values for name, variable in record.raw.items()}
+    if "product_samples" not in found:
+        return []
+    own, other = found["product_flops"] / np.median(found["product_samples"], axis=1)
+    work = float(found["torch_flops"]) / int(found["torch_cores"]) / busy
+    remaining = []
+    for name, (seconds, mine) in sides.items():
+        if np.isfinite(seconds):
+            share = min(1.0, work / other / seconds)
+            remaining.append(f"{seconds * (1 - share + share * other / own) / mine:.2f} instead "
+                             f"of {seconds / mine:.2f} ({name})")
+    return [f"Kernels: one thread multiplies at {own / 1e9:.1f} GFLOP/s with mm3d's library and "
+            f"at {other / 1e9:.1f} GFLOP/s with PyTorch's: local products of a step, in turns. At "
+            f"equal rates PyTorch / mm3d would be {', '.join(remaining)}, with PyTorch's "
+            f"{found['torch_flops'] / 1e9:.3g} GFLOP of products a step on all "
+            f"{int(found['torch_cores'])} cores."]
