@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.plain_numbers import plain_number
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.model.token_functions import (merge_statistics, rows_held, softmax_gradient,
@@ -54,8 +55,8 @@ class CrossEntropy:
 
     def __init__(self, space: Space, vocab: int, ignored: int = -1, smoothing: float = 0.0,
                  z_loss: float = 0.0) -> None:
-        self.space, self.vocab, self.ignored = space, vocab, ignored
-        self.smoothing, self.z_loss = smoothing, z_loss
+        self.space, self.vocab, self.ignored = space, plain_number(vocab), plain_number(ignored)
+        self.smoothing, self.z_loss = plain_number(smoothing), plain_number(z_loss)
         place = space.layout().slices(space.grid, (space.batch, space.seq, vocab))
         self._place, self._first = place[:2], place[2].start
         self.parameters: list = []
