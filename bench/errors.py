@@ -60,7 +60,7 @@ def in_options(text: str, names: Container[str]) -> str:
         The arguments of the verb; what is none of them stays.
     """
     def option(found: re.Match[str]) -> str:
-        names_of_it = (found[1], f"expert_{found[1]}", OPTIONS.get(found[1]))
+        names_of_it = (f"expert_{found[1]}", found[1], OPTIONS.get(found[1]))
         name = next((one for one in names_of_it if one in names), None)
         if name is None:
             return found[0]

@@ -206,15 +206,16 @@ def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
 
 def describe() -> str:
     """Describe files of every kind: settings, and variables by dimensions."""
-    kinds = load()
+    common = load()
     lines = ["Settings, and what each is in files of every kind"]
-    lines += [f"  {about}: {' '.join(kinds['settings'][name].split())}"
+    lines += [f"  {about}: {' '.join(common['settings'][name].split())}"
               for name, (about, _) in SETTINGS.items()]
     lines += [f"  {name}: {' or '.join(choices.split())}"
-              for name, choices in kinds["choices"].items()]
-    for name, known in kinds.items():
-        if name in ("settings", "choices", "labels"):
-            continue
+              for name, choices in common["choices"].items()]
+    every = {"common": common["common"], **common["groups"]}
+    for kind in sorted(kinds.NAMES):
+        every |= kinds.schemas_of(kind)
+    for name, known in every.items():
         kind, _, group = name.partition(".")
         lines += ["", {"common": "Any kind may have", "verification": "Verified kinds have"}.get(
             kind, f"Kind {kind}" + f", group {group}" * bool(group))]

@@ -18,7 +18,7 @@ MODEL = "--ranks 8 --hidden 64 --heads 4"
     (f"dry {MODEL} --layers {HUGE} --recompute uniform:100000", "1024 at most would do"),
     (f"dry {MODEL} --experts {HUGE}", "fewer experts would do"),
     (f"plan {MODEL} --experts {HUGE}", "fewer experts would do"),
-    (f"start --ranks {HUGE}", "at most 4096 ranks")])
+    (f"measure start --ranks {HUGE}", "at most 4096 ranks")])
 def test_what_no_machine_holds_is_refused_in_one_line(words, said, capsys):
     assert main(words.split()) == 2
     printed = capsys.readouterr()

@@ -6,7 +6,6 @@ from numbers import Number
 
 import pytest
 
-from bench import verbs
 from bench.__main__ import parser
 from bench.command_line.number_types import fraction, fractions, number, whole
 from jobs.__main__ import parser as jobs_parser
@@ -17,10 +16,12 @@ BAD = ("nan", "inf", "-inf", "1e400", "-1", HUGE, "", "abc", f"{HUGE}/7")
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Every verb's parser, by the words that begin its command line."""
-    found = {}
-    for name, top in (*((verb, parser(verb)) for verb in verbs.names()), ("", jobs_parser())):
-        group, = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-        found |= {one: p for one, p in group.choices.items() if name in ("", one)}
+    found, left = {}, [*enumerate((parser(), jobs_parser()))]
+    while left:
+        name, top = left.pop()
+        below = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
+        left += [(f"{name} {word}", one) for a in below for word, one in a.choices.items()]
+        found |= {str(name): top} if not below else {}
     return found
 
 

@@ -40,8 +40,8 @@ def cluster(monkeypatch):
 
 @pytest.mark.ranks(8)
 def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
-    arguments = parser("run").parse_args(["run", *ROW, "--software-share", "0.1",
-                                          "--out", str(shared_tmp_path)])
+    arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "0.1",
+                                            "--out", str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
     path, = shared_tmp_path.glob("*.h5")
     run = run_file.read_run(path)
@@ -65,8 +65,8 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
 @pytest.mark.ranks(8)
 def test_a_row_that_is_not_slowed_tells_its_software_too(comm, shared_tmp_path, cluster):
     """And is not to be quoted, whatever its share."""
-    arguments = parser("run").parse_args(["run", *ROW, "--software-share", "none",
-                                          "--out", str(shared_tmp_path)])
+    arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "none",
+                                            "--out", str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
     run = run_file.read_run(*shared_tmp_path.glob("*.h5"))
     assert run.dilation == 1 and {"software", "predicted"} <= run.groups.keys()

@@ -103,7 +103,7 @@ def test_a_training_that_pytorch_cannot_follow_is_refused():
 
 def run(comm, folder, python):
     """Train by the verb; return the exit status and the records."""
-    arguments = parser("train").parse_args([
+    arguments = parser(["train"]).parse_args([
         "train", *WORDS, "--torch", python, "--out", str(folder / "out")])
     status = train.run(arguments, comm)
     return status, [run_file.read_run(path) for path in (folder / "out").glob("*.h5")]

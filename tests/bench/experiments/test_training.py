@@ -362,7 +362,7 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
         seen.append(str(grid.shape))
         yield
     small = "--layers 1 --hidden 8 --heads 2 --batch 12 --seq 6 --steps 1".split()
-    arguments = parser("train").parse_args([
+    arguments = parser(["train"]).parse_args([
         "train", "--compare", *small, "--out", str(tmp_path)])
     arguments.watched = watched
     assert train.run(arguments, comm) == 0 and len(seen) == len(list_cases(1)) == 3

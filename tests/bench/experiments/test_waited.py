@@ -21,7 +21,7 @@ FEW = ("--preset", "tiny", "--repetitions", "2", "--max-repetitions", "2", "--wa
 
 def measured(comm, folder, *words: str):
     """The file of the one row that `run` measures on the ranks of `comm`."""
-    arguments = parser("run").parse_args(["run", *FEW, *WAIT, *words, "--out", str(folder)])
+    arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, *words, "--out", str(folder)])
     assert verbs.load("run").run(arguments, comm) == 0
     path, = folder.glob("*.h5")
     return path
@@ -65,8 +65,8 @@ def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkey
     found = waited.modelled_seconds
     wrong = 1.001 if comm.rank == 5 else 1
     monkeypatch.setattr(waited, "modelled_seconds", lambda *given: wrong * found(*given))
-    arguments = parser("run").parse_args(["run", *FEW, *WAIT, "--rows", "weak:1d", "--out",
-                                          str(shared_tmp_path)])
+    arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, "--rows", "weak:1d", "--out",
+                                            str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 1
     assert not list(shared_tmp_path.glob("*.h5"))
     assert "s for its work, which takes" in "".join(comm.allgather(capsys.readouterr().out))

@@ -138,7 +138,9 @@ def test_the_paper_is_computed_without_options_of_measurements(capsys):
     (["--schedule", "1f1b", "--stages", "8", "--microbatches", "1000", "--curves", "a.png"],
      "1 to 1000 micro-batches have 4004000 forward steps: at most 262144 would do")])
 def test_what_cannot_be_meant_is_refused(words, match, capsys):
-    assert main(["schedule", *words]) == 2
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["schedule", *words]))
+    assert ended.value.code == 2
     assert match in capsys.readouterr().err
 
 
