@@ -17,7 +17,7 @@ COUNTS = {3: "three", 4: "four"}
 
 # What sizes of a model are.
 SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
-         "heads": "attention heads", "batch": "sequences in a batch, of all replicas",
+         "heads": "attention heads", "batch": "sequences of a step, of all replicas",
          "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
 
 

@@ -148,9 +148,21 @@ def passes(sizes: ModelSizes, recompute: str = "none",
         "backward", and "recomputed" for the backward of a product after
         `mm3d.schemes.product.Product.recompute_saved`, which neither multiplies nor communicates.
     """
+    period = math.lcm(parse_policy(recompute).group_size or 1, experts.every if experts else 1)
+    whole, rest = divmod(sizes.layers, period)
+    if whole <= 2:
+        return _count_passes(sizes.layers, recompute, experts)
+    # Each further period of layers has as many as the one before.
+    once, twice = (_count_passes(n * period + rest, recompute, experts) for n in (1, 2))
+    return Counter({key: once[key] + (whole - 1) * (twice[key] - once[key]) for key in twice})
+
+
+def _count_passes(layers: int, recompute: str,
+                  experts: ExpertOptions | None) -> Counter[tuple[str, str]]:
+    """Count the passes one layer after the other."""
     policy, found = parse_policy(recompute), Counter()
-    ends = {*itertools.accumulate(policy.groups(sizes.layers))}
-    for number in range(sizes.layers):
+    ends = {*itertools.accumulate(policy.groups(layers))}
+    for number in range(layers):
         routed = experts is not None and experts.in_layer(number)
         pairs = ATTENTION + (EXPERTS if routed else PERCEPTRON)
         for place, (first, second) in enumerate(pairs):

@@ -260,3 +260,16 @@ def test_ranks_along_x_and_y_combine_the_two(comm):
     linear.forward(np.ones((2, 3, 10)), np.ones((10, 3)))
     assert words(scheme.grid) == {("y", "all_gather"): 2 * 3 * 10, ("x", "all_gather"): 10 * 3}
     scheme.grid.free()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "uniform:3",
+                                       "full+selective", "uniform:4+selective"])
+@pytest.mark.parametrize("every", [None, 1, 2, 3])
+def test_passes_of_many_layers_are_those_of_each(recompute, every):
+    """Layers repeat in periods, so that their number takes no time."""
+    experts = every and mm3d.Experts(4, every=every)
+    for layers in range(1, 40):
+        one_by_one = cost._count_passes(layers, recompute, experts)
+        assert +cost.passes(ModelSizes(layers, 8, 2, 4, 4), recompute, experts) == one_by_one
+    many = cost.passes(ModelSizes(10 ** 9, 8, 2, 4, 4), recompute, experts)
+    assert many["norm", "forward"] == 2 * 10 ** 9
