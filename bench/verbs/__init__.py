@@ -108,7 +108,7 @@ def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
             add_verbs(one, chosen and chosen[1:], name)
         else:
             module.add_options(one)
-            one.set_defaults(module=module)
+            one.set_defaults(verb_file=module)
 
 
 def entry(name: str) -> Entry:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Callable
 
 from mm3d import launcher
 
@@ -101,6 +102,14 @@ def _run(command: list[str], timeout: float, cwd: str | Path | None,
         _running.discard(process)
     code = process.returncode or (1 if late else 0)
     return subprocess.CompletedProcess(command, code, out, err + late)
+
+
+def status_of(main: Callable[[list[str]], int], words: list[str]) -> int:
+    """The status with which a command line ends, whether it returns or exits."""
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 def _kill(process: subprocess.Popen, grace: float = 3.0) -> None:

@@ -29,8 +29,7 @@ def test_no_cluster():
 
 
 @pytest.mark.parametrize("text, message", [
-    ("16x4", "NODESxRANKS:LINK"),
-    ("16:200Mbit", "NODESxRANKS:LINK"),
+    ("16:200Mbit", "NODESxRANKS"),
     ("16x4:fast", "link 'fast': a rate in bit, kbit, Mbit or Gbit"),
     ("16x4:200MB", "link '200MB': a rate"),
     ("16x4:", "link '': a rate"),

@@ -369,7 +369,7 @@ def test_the_machine_has_a_neutral_name(monkeypatch):
 
 def test_what_is_measured_here_is_not_committed():
     assert f"{atomic.LOCAL}/" in (ROOT / ".gitignore").read_text().splitlines()
-    assert parser().parse_args(["gemm"]).out == host.default_out()
+    assert parser().parse_args(["measure", "gemm"]).out == host.default_out()
 
 
 @pytest.mark.parametrize("lines, name", [

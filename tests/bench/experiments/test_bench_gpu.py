@@ -15,7 +15,7 @@ from bench.experiments.gpu.parts import GpuBenchmark, measure_part
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.validation.files import check_file
-from bench.verbs import gpu
+from bench.verbs.measure import gpu
 from mm3d.arrays import backend
 
 

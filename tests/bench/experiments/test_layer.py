@@ -7,7 +7,7 @@ from bench.errors import UsageError
 from bench.experiments.layer.layer import KINDS
 from bench.records import run_file
 from bench.records.kinds.layer import tables
-from bench.verbs import layer
+from bench.verbs.measure import layer
 from made_up_torch import make_up
 from refused import refused
 from support import run_ranks

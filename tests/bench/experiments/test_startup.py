@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from bench.experiments import startup
-from bench.verbs import start as verb
+from bench.verbs.measure import start as verb
 from mm3d import launcher
 from mm3d.child_process import ChildResult
 from support import run_python, run_ranks

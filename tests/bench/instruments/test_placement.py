@@ -9,7 +9,7 @@ from bench.instruments import placement
 from bench.records import run_file
 from support import run_ranks
 
-MODEL = dict(layers=2, hidden=64, heads=4, batch=16, seq=8)
+MODEL = mm3d.ModelSizes(layers=2, hidden=64, heads=4, batch=16, seq=8)
 
 
 def test_the_direction_that_moves_the_most_words_is_the_fastest():

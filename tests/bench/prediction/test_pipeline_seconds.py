@@ -12,6 +12,7 @@ from mm3d import ModelSizes
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.training.schedules import Times, build, clock
+from support import status_of
 
 LONGHORN = machine_model.load_machine("longhorn")    # 4 ranks a node
 SIZES = ModelSizes(layers=8, hidden=256, heads=4, batch=16, seq=64)
@@ -108,12 +109,12 @@ def test_plans_of_the_stages(capsys):
 
 @pytest.mark.parametrize("words, said", [
     (["--microbatches", "4"], "--microbatches 4: give --stages too"),
-    (["--stages", "3"], "--stages 3 does not divide --ranks 8"),
+    (["--stages", "3"], "--stages 3 does not divide the 8 ranks of a replica"),
     (["--stages", "2", "--grid", "2x1x1"], "grid of 2 x 1 x 1 has 2 ranks, but stage 0 has 4"),
     (["--stages", "2", "--rank", "8"], "--rank 8: 0 to 7 would do"),
     (["--stages", "2", "--all-layers"], "--all-layers: a stage is always extended"),
     (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
     (["--stages", "2", "--microbatches", "3"], "cannot be divided into 3 equal micro-batches")])
 def test_what_cannot_be_is_refused(words, said, capsys):
-    assert main([*DRY, "--ranks", "8", "--grid", "4x1x1", *words]) == 2
+    assert status_of(main, [*DRY, "--ranks", "8", "--grid", "4x1x1", *words]) == 2
     assert said in capsys.readouterr().err

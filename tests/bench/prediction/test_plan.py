@@ -21,7 +21,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, PHASES
 from machine_files import assert_sourced
 from refused import refused
-from support import run_ranks
+from support import run_ranks, status_of
 
 LONGHORN = machine_model.load_machine("longhorn")
 WEAK_64 = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)
@@ -173,7 +173,7 @@ def test_the_verbs_print_what_they_found(capsys):
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "choose one of cpu, dgx"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "no.toml"], "machine file no.toml")])
 def test_wrong_arguments_are_named(command, message, capsys):
-    assert main(command) == 2
+    assert status_of(main, command) == 2
     assert message in capsys.readouterr().err
 
 
