@@ -13,7 +13,7 @@ def refused(comm, *words: str) -> str:
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
             arguments = parser(words[:2]).parse_args(words)
-            status = arguments.module.run(arguments, comm)
+            status = arguments.verb_file.run(arguments, comm)
         except (UsageError, StoreError) as caught:
             status, error = 2, f"error: {caught}\n"
         except SystemExit as ended:

@@ -237,7 +237,7 @@ def test_no_verb_measures_arrays_without_contents(comm, shared_tmp_path, words):
         return    # of one rank
     arguments = parser().parse_args([*words, "--backend", "dry", "--out", str(shared_tmp_path)])
     with pytest.raises(UsageError, match="'dry' is unknown: choose one of numpy, cupy"):
-        arguments.module.run(arguments, comm)
+        arguments.verb_file.run(arguments, comm)
     assert not list(shared_tmp_path.glob("*.h5"))
 
 

@@ -342,7 +342,8 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
     (["--layer", "64,4,8,16", "--inside", "x,t"], "no grid has a direction 't'"),
     (["--layer", "64,4,8,16", "--inside", ""], "no grid has a direction ''"),
     (["--layer", "64,4,8,16", "--scheme", "2d,four"], "'four' is unknown: choose one of 1d, "),
-    (["--layer", "30,4,4,8"], "hidden=30"), (["--layer", "64,4,8,16", "--machine", "abacus"], "is unknown")])
+    (["--layer", "30,4,4,8"], "hidden=30"),
+    (["--layer", "64,4,8,16", "--machine", "abacus"], "is unknown")])
 def test_wrong_arguments_are_named(comm, more, message, tmp_path):
     assert message in refused(comm, "predict", "--machine", "cpu", "--out", str(tmp_path), *more)
 
