@@ -7,7 +7,6 @@ from bench.command_line.number_types import MOST, MOST_RANKS, refused, whole
 from bench.errors import in_options
 from mm3d.model.recomputation import parse_policy
 from mm3d.names import find_name
-from mm3d.training.schedules.builders import full_name
 
 RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but products with "
              "weights; full, each layer from its input; uniform:N, every N layers from the first "
@@ -121,6 +120,7 @@ def recompute(text: str) -> str:
 
 def schedule(text: str) -> str:
     """Return the name of the schedule that `text` stands for, such as ``interleaved:3``."""
+    from mm3d.training.schedules.builders import full_name    # few verbs have schedules
     return name_of(lambda: full_name(text))
 
 

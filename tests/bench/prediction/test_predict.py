@@ -13,6 +13,7 @@ from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, paper_pipelines, planner, scaling
 from bench.reports.figures import prediction
 from mm3d.training.schedules import build
+from support import status_of
 
 LONGHORN = machine_model.load_machine("longhorn")
 
@@ -113,7 +114,7 @@ def test_the_verb_prints_rows_as_pipelines(outcome, monkeypatch, capsys):
     (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
     (["--stages", "2", "--pictures", "here"], "--pictures here: pictures are of rows without")])
 def test_pipelines_that_cannot_be_are_refused(words, said, capsys):
-    assert main(["predict", *words]) == 2
+    assert status_of(main, ["predict", *words]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -16,6 +16,7 @@ from bench.reports.figures import (against_ranks, by_scheme, every_figure,
 from bench.reports.merit_rows import merit_table
 from mm3d.grid.axis import COLLECTIVES
 from records import PARTS, limited, made_up, matmul_record, traced, write_all
+from support import status_of
 
 
 @pytest.fixture
@@ -149,8 +150,9 @@ def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
 
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
     write_all(tmp_path)
-    assert main(["report", str(tmp_path), "--figures", "--figure-format", "png,bmp"]) == 2
-    assert "--format png,bmp: png, svg, pdf would do" in capsys.readouterr().err
+    words = ["report", str(tmp_path), "--figures", "--figure-format", "png,bmp"]
+    assert status_of(main, words) == 2
+    assert "'bmp' is unknown: choose one of png, svg, pdf" in capsys.readouterr().err
 
 
 def test_crowded_ranks_are_said_below(tmp_path):
