@@ -139,7 +139,7 @@ def test_overlap_is_in_the_tables_of_a_dry_run(capsys):
 def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path), "--format", "word"])
-    assert ended.value.code == 2 and "invalid choice: 'word'" in capsys.readouterr().err
+    assert ended.value.code == 2 and "'word' is unknown" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no folder of results" in capsys.readouterr().err
 

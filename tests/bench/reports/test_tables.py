@@ -59,9 +59,9 @@ def test_hidden_sizes_are_scaled_to_whole_heads():
 
 
 @pytest.mark.parametrize("tables, schemes, named", [
-    ("medium", "3d", "'medium' is unknown: choose one of weak, strong, all"),
+    ("medium", "3d", "'medium' is unknown: choose one of weak, strong; or all"),
     ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, 2.5d, "
-     "2d-pipelined, faces, serial, all")])
+     "2d-pipelined, faces, serial; or all")])
 def test_unknown_rows(tables, schemes, named):
     with pytest.raises(UsageError, match=named):
         select_rows(tables, schemes)
