@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written(comm, shared_tmp_path):
 
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("options, message", [
-    (("--preset", "huge"), "invalid choice: 'huge'"),
+    (("--preset", "huge"), "'huge' is unknown: choose one of paper"),
     (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
     (("--repetitions", "0"), "--repetitions: '0': a whole number of at least 1"),
     (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),

@@ -138,7 +138,7 @@ def test_a_wrong_result_is_not_measured(comm, monkeypatch, waits):
 @pytest.mark.parametrize("words, said", [
     ("--stages 3", "error: 3 stages do not divide 2 ranks into equal groups: 1, 2 would do"),
     ("--stages 2 --grid 2x1x1", "a grid of 2 x 1 x 1 has 2 ranks, but stage 0 has 1"),
-    ("--stages 2 --schedule 1f1b,2f2b", "error: schedule '2f2b' is unknown: choose one of 1f1b"),
+    ("--stages 2 --schedule 1f1b,2f2b", "schedule '2f2b' is unknown: choose one of 1f1b"),
     ("--stages 2 --schedule interleaved:8", "8 layers cannot be divided among 16 stages"),
     ("--stages 2 --schedule dualpipe-v --microbatches 3", "at least 4 micro-batches are needed"),
     ("--stages 2 --times 1,1", "numbers F,B,W would do"),

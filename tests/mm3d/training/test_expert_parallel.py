@@ -88,4 +88,6 @@ def test_zero_divides_what_a_group_has_until_whole_groups_of_shards_are_full(sha
 
 def experts_layer(model) -> ExpertsLayer:
     """The layer with experts of the second layer of a model."""
-    return model.pipeline.chunks[0].builder.find_layer("layers.1.experts")
+    found, = (layer for block in model.pipeline.chunks[0].layers.layers for layer in block.layers
+              if isinstance(layer, ExpertsLayer))
+    return found
