@@ -71,9 +71,10 @@ def divide_rows(batch: int, data: int, microbatches: int,
     size, rest = divmod(batch, microbatches)
     if rest or size < data:
         near = sorted({max(data, size), max(data, size + 1)})
+        each = f" of at least {data} sequences, one for each replica" * (data > 1)
         raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
-                         f"equal micro-batches of at least {data} sequences, one for each "
-                         f"replica: {' or '.join(str(n * microbatches) for n in near)} would do")
+                         f"equal micro-batches{each}: "
+                         f"{' or '.join(str(n * microbatches) for n in near)} would do")
     lengths, found = block_lengths(size, data), []
     for start, length in zip(block_starts(lengths), lengths):
         firsts = [micro * size + start if together else microbatches * start + micro * length

@@ -236,8 +236,7 @@ WRONG = "F0 F1 BW0 BW1\nF0 BW1 F1 BW0\n"
     (dict(schedule="interleaved:3"), ValueError,
      "4 layers cannot be divided among 6 stages: at least one layer for each is needed"),
     (dict(batch=3), ValueError,
-     "a batch of 3 sequences cannot be divided into 4 equal micro-batches of at least 1 "
-     "sequences, one for each replica: 4 would do"),
+     "a batch of 3 sequences cannot be divided into 4 equal micro-batches: 4 would do"),
     (dict(schedule="dualpipe-v", microbatches=3, batch=3), ValueError,
      "at least 4 micro-batches are needed"),
     (dict(microbatches=None), ValueError, "schedule '1f1b': a name needs microbatches too"),
