@@ -148,6 +148,7 @@ def allocated(scheme, sizes, dtype, causal) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.ranks(1, slow=(8,))
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_all_memory_within_five_percent(comm, dtype, monkeypatch):
