@@ -54,7 +54,8 @@ class FailedJob(Exception):
 def check_cubes(counts: list[int]) -> None:
     """Raise UsageError unless all numbers of ranks are cubes and this process is no rank."""
     if launcher.local_ranks() > 1:
-        raise UsageError("start starts mpirun itself: run it without, as in python -m bench start")
+        raise UsageError("start starts mpirun itself: run it without, as in "
+                         "python -m bench measure start")
     wrong = [ranks for ranks in counts
              if round(ranks ** (1 / 3)) ** 3 != ranks or ranks > MOST_RANKS]
     if wrong:

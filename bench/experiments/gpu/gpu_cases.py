@@ -1,4 +1,4 @@
-"""Define the cases of ``bench gpu``: sizes, modes, calls of kernels, and PyTorch's layer."""
+"""Define the cases of ``measure gpu``: sizes, modes, calls of kernels, and PyTorch's layer."""
 
 import time
 from dataclasses import dataclass

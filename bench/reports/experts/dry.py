@@ -54,5 +54,5 @@ def plan_notes(experts: ExpertOptions) -> Notes:
         "Plans are screened by closed forms, in which the products of all experts are as fast as "
         "one and elementwise work is that of a model without experts; seconds and memory of the "
         "best are from dry runs, in which neither is so. Words are exact where nothing is "
-        "dropped, else a bound. Of products of which each row has a weight of its own no lower "
-        "bound is given."])
+        "dropped, else a bound; in 2.5d they lack sums over the layers. No lower bound is given "
+        "for products in which rows have weights of their own."])
