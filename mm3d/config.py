@@ -3,11 +3,12 @@
 Each field says in its metadata what it is, so that command lines, titles and records need not.
 """
 
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Mapping, Self
 
 from mm3d.arrays.plain_numbers import keep_plain_numbers
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.stack import Stack, field_names, make_of_fields
 
 PREFIX = "experts_"    # of the settings of experts
 
@@ -146,6 +147,14 @@ class Division:
 OF_MESH = ("data", "shards", "stages", "scheme", "grid", "backend")    # fields of a Division
 
 
+def refuse_of_mesh(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for fields that the mesh of a model says already."""
+    for name in given:
+        if name in OF_MESH:
+            raise TypeError(f"{name}={given[name]!r} belongs to the mesh, which is there already: "
+                            f"give it to mm3d.Mesh, or a mm3d.Config and its ranks to mm3d.GPT")
+
+
 @dataclass(frozen=True)
 class Config:
     """State a training: a model, and how ranks divide it.
@@ -174,18 +183,13 @@ class Config:
         TypeError
             For a name that is no field, and for sizes that are missing.
         """
-        of_model = {one.name for one in fields(Model)}
-        names = of_model | {one.name for one in fields(Division)}
-        for name in given:
-            if name not in names:
-                raise TypeError(f"{name}={given[name]!r}: there is no such field of a model, nor "
-                                f"of its division: {', '.join(sorted(names))} would do")
-        missing = [one.name for one in fields(Model)
-                   if one.default is MISSING and one.name not in given]
-        if missing:
-            raise TypeError(f"sizes of the model are missing: {', '.join(missing)}")
-        return cls(Model(**{name: given[name] for name in given if name in of_model}),
-                   Division(**{name: given[name] for name in given if name not in of_model}))
+        return cls(*make_of_fields(given, "GPT", Model, Division))
+
+    def stack(self) -> dict[str, Any]:
+        """Return the fields of a `mm3d.model.stack.Stack`: the layers of the whole model."""
+        return {"causal": True} | {name: getattr(part, name)
+                                   for part in (self.model, self.division)
+                                   for name in field_names(Stack) if hasattr(part, name)}
 
     def on(self, backend: Any) -> "Config":
         """Return the same with another array library."""

@@ -7,7 +7,7 @@ from mm3d.arrays.plain_numbers import plain_number
 from mm3d.grid.agreement import text_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.layers import LayerNorm
-from mm3d.model.sizes import ModelSizes
+from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 
 Fact = float | int | str    # what an attribute of a file can be
@@ -34,19 +34,17 @@ class Definition:
         return Definition(self.function | _as_facts(function), self.training | _as_facts(training))
 
 
-def define_transformer(sizes: ModelSizes, causal: bool, dropout: float,
-                       experts: ExpertOptions | None, dtype: str, seed: int,
-                       make_layers: Any) -> Definition:
+def define_transformer(stack: Stack, make_layers: Any) -> Definition:
     """Return the definition of a Transformer; parameters are those of `mm3d.Transformer`."""
-    function = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
-                "causal": bool(causal), "epsilon": LayerNorm.eps}
+    function = {"layers": stack.layers, "hidden": stack.hidden, "heads": stack.heads,
+                "causal": bool(stack.causal), "epsilon": LayerNorm.eps}
     made_by = getattr(make_layers, "func", make_layers)    # a part of the layers of a pipeline
-    training = {"dtype": dtype, "dropout": dropout, "described_by": (
+    training = {"dtype": str(stack.dtype), "dropout": stack.dropout, "described_by": (
         TRANSFORMER if made_by is transformer_layers else text_of(made_by))}
-    if dropout:
-        training["mask_seed"] = seed
+    if stack.dropout:
+        training["mask_seed"] = stack.seed
     found = Definition({}, {}).extended(function, training)
-    return found if experts is None else found.extended(*_define_experts(experts))
+    return found if stack.experts is None else found.extended(*_define_experts(stack.experts))
 
 
 def _define_experts(experts: ExpertOptions) -> tuple[dict[str, Any], dict[str, Any]]:

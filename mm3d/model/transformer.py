@@ -1,12 +1,12 @@
 """Define the Transformer, once for every scheme."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
 
 from mm3d.arrays.backend import DTYPES, Array, host_dtype
-from mm3d.arrays.plain_numbers import plain_number
 from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Traffic
@@ -14,7 +14,7 @@ from mm3d.grid.grid import Grid
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, vectors_of, weighted_products
 from mm3d.model.definition import define_transformer
-from mm3d.model.experts.options import ExpertOptions, check_experts_given
+from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
@@ -22,7 +22,7 @@ from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.saved_arrays import saved_bytes
-from mm3d.model.sizes import ModelSizes
+from mm3d.model.stack import Stack, field_names
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.scheme import Scheme
@@ -40,53 +40,35 @@ class Transformer(Trained):
     ----------
     scheme : Scheme
         Divides all arrays and computes the products.
-    layers, hidden, heads : int
-        Number of layers, features of the residual stream, attention heads.
-    batch, seq : int
-        Global number of sequences, and positions in each.
-    seed : int
-        Seed of the initial parameters, and of `random`.
-    dtype : {"float64", "float32", "float16", "bfloat16"}
-        Type of parameters, gradients and activations; "bfloat16" needs the package ml_dtypes.
-    causal : bool
-        Whether a position attends only to itself and those before it.
-    master : {None, "float32"}
-        For types of 16 bits: "float32" adds a float32 master copy of every parameter, which an
-        optimizer changes (``p.master -= ...``, then `refresh`), and which `state` returns and
-        `load` sets.  Gradients are then computed, summed over the ranks and accumulated in
-        float32; scaling the loss is left to the caller.
-    recompute : str
-        Name of the policy of recomputation, see `mm3d.model.recomputation`.  Results are the same
-        to the bit.  With every policy but "none", backward reads the input of forward once more,
-        so the caller must not change it before.
+    stack : Stack, optional
+        The layers, and the batch that they take; or its fields as keywords.
     make_layers : callable
-        ``make_layers(build, sizes, causal, recompute)`` returns the layers, whose parameters and
-        names the `mm3d.model.builder.Builder` gives; by default
+        ``make_layers(build, stack)`` returns the layers, whose parameters and names the
+        `mm3d.model.builder.Builder` gives; by default
         `mm3d.model.transformer_layers.transformer_layers`.  Other layers make another model.
     parameter : callable
         Makes the parameters, see `mm3d.model.builder.Builder`.
-    dropout : float
-        Probability that an element of a residual branch is dropped before it is added.  Masks are
-        keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
-        every grid.  `make_layers` then gets ``dropout=`` too.
-    experts : ExpertOptions, optional
-        Options of experts, which some layers have in place of the perceptron, see
-        `mm3d.model.experts`.  `make_layers` then gets ``experts=`` too.  The gradients of the
-        router's losses are added by `backward`, times ``routings.scale``.
-    expert_ranks : ExpertRanks, optional
-        Ranks with other sequences of the same batch, and those that divide the experts.
     initial_values : callable
         Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
         those above.
+    expert_ranks : ExpertRanks, optional
+        Ranks with other sequences of the same batch, and those that divide the experts.
+    **fields
+        Those of `mm3d.model.stack.Stack`: layers, hidden, heads, batch, seq, seed, dtype, causal,
+        master, recompute, dropout, experts.
 
     Raises
     ------
     ValueError
         On every rank alike, for sizes that cannot be divided, an unknown dtype, or options that
         do not go together.
+    TypeError
+        For a field that there is not, and sizes that are missing.
 
     Attributes
     ----------
+    stack : Stack
+        What it computes.
     sizes : ModelSizes
         The sizes.
     layers : Chain
@@ -107,42 +89,35 @@ class Transformer(Trained):
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
 
-    def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
-                 seed: int = 0, dtype: str = "float32", causal: bool = False,
-                 master: str | None = None, recompute: str = "none",
-                 make_layers: Callable[..., list] = transformer_layers, dropout: float = 0.0,
-                 initial_values: InitialValues = varied_values,
+    def __init__(self, scheme: Scheme, stack: Stack | None = None, *,
+                 make_layers: Callable[[Builder, Stack], list] = transformer_layers,
                  parameter: Callable[..., Parameter] = Parameter,
-                 experts: ExpertOptions | None = None,
-                 expert_ranks: ExpertRanks | None = None) -> None:
-        sizes = ModelSizes(layers, hidden, heads, batch, seq)
+                 initial_values: InitialValues = varied_values,
+                 expert_ranks: ExpertRanks | None = None, **fields: Any) -> None:
+        self.stack = stack = replace(stack, **fields) if stack else Stack.of(fields)
         with same_arguments(scheme.grid.comm, "Transformer") as given:
-            given |= dict(sizes) | {
-                "seed": seed, "dtype": dtype, "causal": causal, "master": master,
-                "recompute": recompute, "dropout": dropout, "experts": experts}
-        sizes.check()
-        self.sizes, (_, hidden, _, batch, seq) = sizes, sizes.values()
-        dropout = plain_number(dropout)
-        check_experts_given(experts)
-        _check_dtypes(scheme, dtype, master)
-        self.recompute, keep = recompute, getattr(scheme, "keep", "none")
-        if parse_policy(recompute).selective and keep != "none":
-            raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "
-                             f"scheme gathers: leave one of them out, or choose recompute='full'")
-        self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
-        self.dtype, self.master, self.hidden = str(dtype), master, hidden
-        self.shape = (batch, seq, hidden)
-        self.outer, self.inner = scheme.spaces(batch, seq)
-        self.dropout, self.mask_key = dropout, MaskKey(seed)
-        more = {"dropout": dropout} if dropout else {}
-        if experts is not None:
-            more["experts"] = experts
+            given |= {name: getattr(stack, name) for name in field_names(Stack)}
+        self.sizes = stack.sizes
+        self.sizes.check()
+        check_experts_given(stack.experts)
+        _check_dtypes(scheme, stack.dtype, stack.master)
+        keep = getattr(scheme, "keep", "none")
+        if parse_policy(stack.recompute).selective and keep != "none":
+            raise ValueError(f"recompute={stack.recompute!r} keeps nothing that keep={keep!r} of "
+                             f"the scheme gathers: leave one of them out, or choose "
+                             f"recompute='full'")
+        self.scheme, self.grid, self.seed = scheme, scheme.grid, stack.seed
+        self.dtype, self.master, self.hidden = str(stack.dtype), stack.master, stack.hidden
+        self.recompute, self.dropout = stack.recompute, stack.dropout
+        self.shape = (stack.batch, stack.seq, stack.hidden)
+        self.outer, self.inner = scheme.spaces(stack.batch, stack.seq)
+        self.mask_key = MaskKey(stack.seed)
         types = [name and getattr(self.grid.backend.xp, name, name)
-                 for name in (self.dtype, master)]    # those of the array library
+                 for name in (self.dtype, self.master)]    # those of the array library
         self.builder = Builder(scheme, self.outer, self.inner, *types, self.mask_key, parameter,
                                expert_ranks)
         self.routings: Routings = self.builder.routings
-        self.layers = Chain(*make_layers(self.builder, sizes, causal, recompute, **more))
+        self.layers = Chain(*make_layers(self.builder, stack))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
         # Nothing is gathered ahead if reading it is a collective already.
         ahead = not any(linear.weight.gathered_when_read for linear in self.linears)
@@ -150,11 +125,10 @@ class Transformer(Trained):
                           for backward in (False, True)} | {None: []}
         self._vectors = vectors_of(self.layers) if ahead else []
         self.parameters = self.trained = self.layers.parameters
-        self.definition = define_transformer(sizes, causal, dropout, experts, self.dtype, seed,
-                                             make_layers)
+        self.definition = define_transformer(stack, make_layers)
         self.comm = self.grid.comm
         for p in self.parameters:
-            draw_parameter(p, seed, initial_values)
+            draw_parameter(p, stack.seed, initial_values)
 
     @property
     def grids(self) -> list[Grid]:

@@ -8,44 +8,35 @@ from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.layers import Attention, Gelu, Layer, LayerNorm, Linear
 from mm3d.model.recomputation import parse_policy
-from mm3d.model.sizes import ModelSizes
+from mm3d.model.stack import Stack
 
 
-def transformer_layers(build: Builder, sizes: ModelSizes, causal: bool = False,
-                       recompute: str = "none", part: range | None = None, dropout: float = 0.0,
-                       experts: ExpertOptions | None = None) -> list[Layer]:
+def transformer_layers(build: Builder, stack: Stack, part: range | None = None) -> list[Layer]:
     """Make a stack of pre-LN Transformer layers: residual blocks, or groups that are recomputed.
 
     Parameters
     ----------
     build : Builder
         Makes the parameters.
-    sizes : ModelSizes
-        Sizes of the model.
-    causal : bool
-        Whether a position attends only to itself and those before it.
-    recompute : str
-        Name of a policy, see `mm3d.model.recomputation`.
+    stack : Stack
+        The layers' sizes and options.
     part : range, optional
         The layers of a part of the model, such as a stage of a pipeline; they keep their numbers.
         All layers, if not given.
-    dropout : float
-        Probability that an element of a residual branch is dropped (`mm3d.model.dropout`).
-    experts : ExpertOptions, optional
-        Options of the layers that have experts (`mm3d.model.experts`).
 
     Raises
     ------
     ValueError
         When no policy has that name, or `dropout` is no probability below 1.
     """
-    policy, whole = parse_policy(recompute), range(sizes.layers)
+    experts = stack.experts
+    policy, whole = parse_policy(stack.recompute), range(stack.layers)
     numbers = [*(whole if part is None else part)]
 
     def layer(number: int) -> list[Layer]:
         here = experts if experts and experts.in_layer(number) else None
         with build.block(f"layers.{number}"):
-            return _layer(build, sizes, causal, policy.selective, dropout, here)
+            return _layer(build, stack, policy.selective, here)
     if not policy.group_size:
         return [one for number in numbers for one in layer(number)]
     groups = []
@@ -57,13 +48,14 @@ def transformer_layers(build: Builder, sizes: ModelSizes, causal: bool = False,
     return groups
 
 
-def _layer(build: Builder, sizes: ModelSizes, causal: bool, selective: bool, dropout: float,
+def _layer(build: Builder, stack: Stack, selective: bool,
            experts: ExpertOptions | None) -> list[Layer]:
     """Make one layer: attention, then the multi-layer perceptron, or `experts` in its place.
 
     With `selective` each linear layer and the layer before it are recomputed in backward.
     """
-    h, wide, head = sizes.hidden, sizes.mlp_factor * sizes.hidden, sizes.hidden // sizes.heads
+    sizes, h, dropout = stack.sizes, stack.hidden, stack.dropout
+    wide, head = sizes.mlp_factor * h, h // stack.heads
 
     def residual(name: str, layers: Sequence[Layer]) -> Chain:
         if selective and len(layers) > 2:
@@ -77,7 +69,8 @@ def _layer(build: Builder, sizes: ModelSizes, causal: bool, selective: bool, dro
     attention = residual("attention", [
         LayerNorm(build, "ln1", h),
         Linear(build, "attention.qkv", "up", (h, 3, h), head),
-        build.named(Attention(build.inner, h, head, causal), "attention.attention", "attention"),
+        build.named(Attention(build.inner, h, head, stack.causal), "attention.attention",
+                    "attention"),
         Linear(build, "attention.proj", "down", (h, h), head)])
     norm = LayerNorm(build, "ln2", h)
     if experts is not None:

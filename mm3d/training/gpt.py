@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
-from mm3d.config import OF_MESH, Config
+from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import GridAxes
@@ -98,11 +98,9 @@ class GPT(PlainNumbers, Trained):
         self.optimizer: Callable[[], Any] = lambda: None
         values = gpt2_values(model.layers)
         self.pipeline = Pipeline(
-            mesh, how.schedule, model.layers, model.hidden, model.heads, model.batch, model.seq,
-            rows, around=around, asleep=asleep, synchronous=how.synchronous, zero=how.zero,
-            in_flight=how.in_flight, experts=model.experts, expert_parallel=how.expert_parallel,
-            seed=model.seed, dtype=model.dtype, master=model.master, recompute=how.recompute,
-            causal=True, initial_values=values, dropout=model.dropout)
+            mesh, how.schedule, rows, around=around, asleep=asleep, initial_values=values,
+            synchronous=how.synchronous, zero=how.zero, in_flight=how.in_flight,
+            expert_parallel=how.expert_parallel, **config.stack())
         self.experts = model.experts
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
@@ -340,9 +338,7 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
            given: dict[str, Any]) -> tuple[Mesh, Config]:
     """Return the mesh and the configuration that the parameters of `GPT` say."""
     if not isinstance(where, Config):
-        for name in set(given) & {*OF_MESH}:
-            raise TypeError(f"{name}={given[name]!r} belongs to the mesh, which is there already: "
-                            f"give it to mm3d.Mesh, or a mm3d.Config and its ranks to mm3d.GPT")
+        refuse_of_mesh(given)
         return where, Config.of(given)
     if comm is None or given:
         raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "

@@ -8,12 +8,13 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
+from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import GridAxes
-from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.initial_values import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained, check_state
-from mm3d.model.sizes import ModelSizes
+from mm3d.model.stack import Stack, field_names, make_of_fields
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.batches import divide_layers, divide_rows
@@ -40,30 +41,23 @@ class Pipeline(Trained):
     schedule : str or Schedule
         What each stage does, and in which order; a name of
         `mm3d.training.schedules.builders.registry` needs `microbatches`.
-    layers, hidden, heads, batch, seq : int
-        Sizes of the whole model.  Layers are divided among the stages of the schedule, and
-        sequences among the micro-batches and replicas as `mm3d.training.batches.divide_rows`
-        says: the micro-batches of a replica are equal.
     microbatches : int, optional
         Number of micro-batches of a replica, with a schedule's name.
     around : callable, optional
         Returns, for an action, a context in which it is executed.
-    synchronous, asleep : bool
+    asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
-    zero : {0, 1, 2, 3}
-        What the mesh's replicas divide, see `mm3d.training.data_parallel`.
-    in_flight : int
-        How many sums of gradients over replicas go on while a rank computes, see
-        `mm3d.training.data_parallel.DataParallel`.
-    experts : ExpertOptions, optional
-        Options of experts, as for `mm3d.Transformer`.  Tokens are routed together that belong to
-        one micro-batch, in all replicas; the replicas then divide each micro-batch, and not the
-        batch before, so that the routing does not depend on their number.
-    expert_parallel : int
-        Number of neighbouring replicas among which experts are divided, a divisor of that of all;
-        with 1 every replica has all experts.
-    **options
-        Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute, dropout.
+    initial_values : callable
+        As for `mm3d.Transformer`.
+    **fields
+        Those of `mm3d.model.stack.Stack`, for the whole model: layers are divided among the stages
+        of the schedule, and sequences among the micro-batches and replicas as
+        `mm3d.training.batches.divide_rows` says: the micro-batches of a replica are equal.  Tokens
+        of one micro-batch are routed to experts together, in all replicas; the replicas then
+        divide each micro-batch, and not the batch before, so that the routing does not depend on
+        their number.
+
+        And of `mm3d.config.Division`: zero, in_flight, expert_parallel, synchronous.
 
     Attributes
     ----------
@@ -96,61 +90,57 @@ class Pipeline(Trained):
         or their number is missing, or arguments differ between ranks.
     """
 
-    def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
-                 batch: int, seq: int, microbatches: int | None = None,
-                 around: Callable[[Action], ContextManager] | None = None,
-                 synchronous: bool = False, asleep: bool = False, zero: int = 0,
-                 in_flight: int = 0, experts: ExpertOptions | None = None,
-                 expert_parallel: int = 1, **options: Any) -> None:
+    def __init__(self, mesh: Mesh, schedule: str | Schedule, microbatches: int | None = None, *,
+                 around: Callable[[Action], ContextManager] | None = None, asleep: bool = False,
+                 initial_values: InitialValues = varied_values, **fields: Any) -> None:
+        refuse_of_mesh(fields)
+        stack, how = make_of_fields(fields, "Pipeline", Stack, Division)
         with same_arguments(mesh.comm, "Pipeline") as given:
-            given |= options | {
-                "layers": layers, "hidden": hidden, "heads": heads, "batch": batch, "seq": seq,
-                "microbatches": microbatches, "zero": zero, "in_flight": in_flight,
-                "experts": experts, "expert_parallel": expert_parallel,
-                "synchronous": synchronous, "schedule": schedule}
-            check_zero(zero)
-            check_in_flight(in_flight)
+            given |= {name: getattr(stack, name) for name in field_names(Stack)} | {
+                "microbatches": microbatches, "zero": how.zero, "in_flight": how.in_flight,
+                "expert_parallel": how.expert_parallel, "synchronous": how.synchronous,
+                "schedule": schedule}
+            check_zero(how.zero)
+            check_in_flight(how.in_flight)
             if isinstance(schedule, str):
                 if microbatches is None:
                     raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "
                                      f"their number")
                 schedule = build(schedule, mesh.shape["s"], microbatches)
         self.mesh, self.schedule = mesh, schedule
-        sizes = ModelSizes(layers, hidden, heads, batch, seq)
-        self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
-                                   mesh.shape["d"], experts is not None)
-        check_experts(experts, expert_parallel, mesh.shape["d"],
-                      batch // schedule.microbatches * seq)
-        self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
+        experts, replicas = stack.experts, mesh.shape["d"]
+        self.parts = divide_layers(schedule, mesh.shape["s"], stack.sizes, microbatches,
+                                   replicas, experts is not None)
+        together = stack.batch // schedule.microbatches    # sequences, of all replicas
+        check_experts(experts, how.expert_parallel, replicas, together * stack.seq)
+        self.rows = divide_rows(stack.batch, replicas, schedule.microbatches,
                                 experts is not None)[mesh.replica]
         self.data, self.data_grids = None, []
+        made: dict[str, Any] = {"initial_values": initial_values}
         if mesh.data_grid is not None:
-            self.data = DataParallel(mesh.data_grid, zero, in_flight)
+            self.data = DataParallel(mesh.data_grid, how.zero, how.in_flight)
             self.data_grids.append(mesh.data_grid)
-            options["parameter"] = self.data.create_parameter
-        if expert_parallel > 1:
-            self.data_grids.append(mesh.data_grid.with_experts(expert_parallel))
+            made["parameter"] = self.data.create_parameter
+        if how.expert_parallel > 1:
+            self.data_grids.append(mesh.data_grid.with_experts(how.expert_parallel))
         if experts is not None:
-            options |= {"experts": experts, "expert_ranks": expert_ranks(
-                self.data, self.data_grids[-1] if self.data else None,
-                batch // schedule.microbatches)}
-        length = self.rows[0].stop - self.rows[0].start
-        self.chunks = [Transformer(mesh.scheme, **replace(sizes, batch=length), **options,
+            made["expert_ranks"] = expert_ranks(
+                self.data, self.data_grids[-1] if self.data else None, together)
+        of_rows = replace(stack, batch=self.rows[0].stop - self.rows[0].start)
+        self.chunks = [Transformer(mesh.scheme, of_rows, **made,
                                    make_layers=partial(transformer_layers, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
-        self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
-        keyed = bool(options.get("dropout"))
-        self.dropout_step: int | None = 0 if keyed else None
-        if keyed:
+        self.hops = Hops(mesh, schedule, first.shape, first.dtype, how.synchronous, asleep)
+        self.dropout_step: int | None = 0 if stack.dropout else None
+        if stack.dropout:
             around = self._placing_masks(around)
         self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
         self.trained, self.comm = self.parameters, mesh.comm
-        together = None if experts is None or experts.capacity is None else (
-            batch // schedule.microbatches * seq)
-        self.definition = first.definition.extended({}, {} if together is None else {
-            "routed_together": together})
+        counts = experts is not None and experts.capacity is not None
+        self.definition = first.definition.extended({}, {
+            "routed_together": together * stack.seq} if counts else {})
 
     @property
     def grids(self) -> list[GridAxes]:

@@ -39,7 +39,7 @@ def test_a_config_builds_what_keywords_build(comm):
 
 @pytest.mark.parametrize("where, fields, said", [
     (Config(MODEL), {"layers": 1}, "no layers: GPT"), (Config(MODEL), {}, "comm is needed"),
-    (None, {"layers": 1}, "sizes of the model are missing: hidden, heads, batch, seq"),
+    (None, {"layers": 1}, "sizes are missing: hidden, heads, batch, seq"),
     (None, {"data": 2}, "data=2 belongs to the mesh"),
     (None, {"hiden": 8}, "hiden=8: there is no such field")])
 def test_what_makes_no_gpt_is_named(where, fields, said):

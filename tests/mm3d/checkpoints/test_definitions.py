@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.config import OF_MESH
+from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.optimizers import Optimizer
 from checkpoint_models import as_before, everything, same
@@ -23,7 +24,8 @@ FUNCTION, TRAINING = "function", "training"
 ELSEWHERE = {
     "mesh", "scheme", "schedule", "microbatches", "recompute", "master", "batch", "seq", "seed",
     "around", "synchronous", "asleep", "zero", "in_flight", "expert_parallel",
-    "options", "parameter", "initial_values", "expert_ranks", "self", "experts", "make_layers"}
+    "stack", "fields", "parameter", "initial_values", "expert_ranks", "self", "experts",
+    "make_layers"}
 # A GPT that is saved, what another one has in place of it, and whether that is another function.
 OTHERS = [
     (dict(heads=4), dict(heads=8), FUNCTION), (dict(heads=4), dict(heads=2), FUNCTION),
@@ -107,8 +109,8 @@ def test_attention_with_and_without_a_mask(tmp_path):
 
 
 def test_layers_of_a_description_of_ones_own_are_said(tmp_path):
-    def own_layers(build, sizes, causal, recompute):
-        return transformer_layers(build, sizes, causal, recompute)
+    def own_layers(build, stack):
+        return transformer_layers(build, stack)
     scheme = mm3d.scheme("serial", MPI.COMM_SELF)
     sizes = {name: size for name, size in GPT.items() if name != "vocab"}
     mm3d.save(tmp_path, mm3d.Transformer(scheme, **sizes), step=1)
@@ -122,7 +124,7 @@ def test_every_argument_is_in_the_definition_or_known_not_to_be():
     facts = {*model.definition.function, *model.definition.training}
     arguments = {name for kind in (mm3d.Pipeline, mm3d.Transformer)
                  for name in inspect.signature(kind.__init__).parameters}
-    arguments |= {one.name for kind in (mm3d.Model, mm3d.Division) for one in fields(kind)}
+    arguments |= {one.name for kind in (mm3d.Model, mm3d.Division, Stack) for one in fields(kind)}
     arguments -= {*OF_MESH} - {"scheme"}
     assert arguments - facts == ELSEWHERE
     assert {f"experts.{one.name}" for one in fields(mm3d.Experts)} <= facts

@@ -49,11 +49,10 @@ class Factors:
         return dx
 
 
-def with_embedding(build, sizes, causal=False, recompute="none"):
+def with_embedding(build, stack):
     """A Transformer between an embedding and a head."""
-    return [Factors(build, "embedding", sizes.hidden),
-            *transformer_layers(build, sizes, causal, recompute),
-            Factors(build, "head", sizes.hidden)]
+    return [Factors(build, "embedding", stack.hidden), *transformer_layers(build, stack),
+            Factors(build, "head", stack.hidden)]
 
 
 def counted_step(model, comm, trace):
@@ -131,7 +130,7 @@ def test_gradients_of_another_layer():
 def test_parameters_have_the_names_of_their_layers(layers, recompute):
     """In their order, whatever is computed again; checkpoints have them."""
     scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
-    model = mm3d.Transformer(scheme, layers, hidden=8, heads=2, batch=1, seq=2,
+    model = mm3d.Transformer(scheme, layers=layers, hidden=8, heads=2, batch=1, seq=2,
                              recompute=recompute)
     of_layer = [f"{name}.{end}" for name in ("ln1", "attention.qkv", "attention.proj", "ln2",
                                              "mlp.up", "mlp.down") for end in ("weight", "bias")]

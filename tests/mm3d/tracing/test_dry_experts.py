@@ -12,7 +12,7 @@ def traced(rank, ranks, data, grid, scheme="3d", layers=1, **options):
     """One micro-batch on a rank of replicas that divide the experts."""
     def build(comm, backend):
         mesh = mm3d.Mesh(comm, scheme=scheme, grid=grid, data=data, backend=backend)
-        return mm3d.Pipeline(mesh, "gpipe", layers, microbatches=1, **options)
+        return mm3d.Pipeline(mesh, "gpipe", 1, layers=layers, **options)
     return dry_run.trace(build, ranks, rank, step=dry_run.step_of_chunks)
 
 

@@ -186,7 +186,7 @@ def test_a_step_sets_gradients_to_zero_and_a_pipeline_leaves_that_to_the_caller(
     again = [model.step(tokens, targets), model.gradients()]
     assert first[0] == again[0]
     assert all(np.array_equal(a, again[1][name]) for name, a in first[1].items())
-    pipeline = mm3d.Pipeline(mesh, "1f1b", 1, 4, 2, 2, 3, 1)
+    pipeline = mm3d.Pipeline(mesh, "1f1b", 1, layers=1, hidden=4, heads=2, batch=2, seq=3)
     x = pipeline.chunks[0].random("x")
     found = []
     for _ in range(2):
