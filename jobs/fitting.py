@@ -49,12 +49,13 @@ def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
     most, how, scheme = rank_memory(site, case.row.gpus), case.variant, case.row.scheme
     if most is None:
         return RowFit(recompute or "none")
-    grid, dtype = find_scheme(scheme).default_grid(case.row.gpus), numpy_dtype(how)
-    sizes = case.sizes
+    grid = find_scheme(scheme).default_grid(case.row.gpus)
+    stack = memory_fit.stack_of_row(case.sizes, replace(how, dtype=numpy_dtype(how)),
+                                    recompute or "none")
     if recompute:
-        found = memory_fit.predict_peak(scheme, grid, dtype, recompute, sizes, how)
+        found = memory_fit.predict_peak(scheme, grid, stack, how)
         return RowFit(recompute, found, found <= most)
-    name, found = memory_fit.choose_policy(scheme, grid, dtype, sizes, most, how)
+    name, found = memory_fit.choose_policy(scheme, grid, stack, most, how)
     return RowFit(name or "none", found, name is not None)
 
 

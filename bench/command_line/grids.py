@@ -6,6 +6,7 @@ from typing import Any
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from mm3d import ModelSizes
+from mm3d.model.stack import Stack
 
 
 def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
@@ -46,8 +47,8 @@ def divide_among_replicas(arguments: argparse.Namespace) -> None:
         setattr(arguments, name, value // data)
 
 
-def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
-              sizes: ModelSizes, recompute: str = "none", **more: Any) -> tuple[int, ...] | None:
+def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: Stack,
+              trace_of: Any = None) -> tuple[int, ...] | None:
     """Read sizes such as ``16x4x1``; ``auto`` is the planner's choice, None the default grid.
 
     Parameters
@@ -58,10 +59,10 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: st
         The parallelism and the number of ranks that ``auto`` plans for.
     machine : str
         The machine that it plans for; see `bench.prediction.machine_model.load`.
-    dtype, sizes, recompute
+    stack : Stack
         The model that it plans for.
-    **more
-        Its experts, and how ranks are traced, see `bench.prediction.planner.rank_plans`.
+    trace_of : callable, optional
+        Traces a rank of a plan, see `bench.prediction.planner.rank_plans`.
 
     Raises
     ------
@@ -74,9 +75,8 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: st
     if text == "auto":
         from bench.prediction import machine_model, planner
         try:
-            known = machine_model.load_machine(machine, dtype)
-            return planner.best_grid(scheme, ranks, known, dtype, recompute, **more,
-                                     **sizes).sizes
+            known = machine_model.load_machine(machine, stack.dtype)
+            return planner.best_grid(scheme, ranks, known, stack, trace_of).sizes
         except ValueError as error:
             raise UsageError(str(error)) from error
     try:

@@ -15,8 +15,8 @@ from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import largest_block
 from mm3d.tracing import dry_run
@@ -139,14 +139,15 @@ class _BlockSizes:
                          tokens * seq * heads / inside * uneven])
 
 
-def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtype: str,
-                recompute: str, sizes: ModelSizes, experts: ExpertOptions | None = None) -> Plan:
+def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
+                stack: Stack) -> Plan:
     """Predict a step of a scheme on a grid by closed forms.
 
-    With `experts` none drops a token, the products of all of them are as fast as one, and the
+    With experts none drops a token, the products of all of them are as fast as one, and the
     elementwise work is that of a model without.
     """
-    size, sizes = np.dtype(dtype).itemsize, ModelSizes(**sizes)
+    size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
+    dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = _BlockSizes(name, grid, sizes)
     moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks

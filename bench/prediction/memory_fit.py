@@ -2,14 +2,16 @@
 
 import re
 import sys
+from dataclasses import replace
 from functools import cache
+from typing import Mapping
 
 from bench.cases.variants import Variant, itemsize
 from bench.errors import UsageError
 from mm3d.grid.shape import GridShape
 from mm3d.model import recomputation
-from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import POLICIES
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 
@@ -35,44 +37,37 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
+def stack_of_row(sizes: Mapping[str, int], how: Variant, recompute: str = "none") -> Stack:
+    """Return the layers of a row, in the types and with the mask of its variant."""
+    return Stack(**sizes, dtype=how.dtype, causal=how.causal, recompute=recompute)
+
+
 @cache
-def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
-          sizes: tuple[tuple[str, int], ...], how: Variant, block: int,
-          experts: ExpertOptions | None) -> int:
+def _peak(scheme: str, grid: GridShape, stack: Stack, how: Variant, block: int) -> int:
     return dry_run.extrapolate_step(scheme, grid.ranks, grid, options=how.options(scheme),
-                                    dtype=dtype, block=block,
-                                    causal=how.causal, recompute=recompute,
-                                    **({"experts": experts} if experts else {}),
-                                    **dict(sizes)).peak
+                                    block=block, **stack.fields()).peak
 
 
-def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-                 sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize,
-                 experts: ExpertOptions | None = None) -> int:
+def predict_peak(scheme: str, grid: GridSizes, stack: Stack, how: Variant = Variant(),
+                 block: int = sys.maxsize) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model.
 
     Parameters
     ----------
     scheme, grid : str, tuple of int or GridShape
         The scheme, and the sizes of its directions.
-    dtype, recompute : str
-        The dtype of all arrays, and the policy of recomputation.
-    sizes : mapping of str to int
-        Sizes of the model.
+    stack : Stack
+        The model, whose experts are assumed to get equally many tokens.
     how : Variant
-        Its `keep`, `overlap` and `causal` are used.
+        Its `keep` and `overlap` are used.
     block : int
         Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
-    experts : ExpertOptions, optional
-        The options of the model's experts, which are assumed to get equally many tokens.
     """
-    shape = find_scheme(scheme).grid_shape(grid)
-    return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block, experts)
+    return _peak(scheme, find_scheme(scheme).grid_shape(grid), stack, how, block)
 
 
-def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
-                  limit: float, how: Variant = Variant(),
-                  experts: ExpertOptions | None = None) -> tuple[str | None, int]:
+def choose_policy(scheme: str, grid: GridSizes, stack: Stack, limit: float,
+                  how: Variant = Variant()) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
 
     Returns
@@ -82,7 +77,7 @@ def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int
     """
     peaks = []
     for name in list_policies(how.keep):
-        peaks.append(predict_peak(scheme, grid, dtype, name, sizes, how, experts=experts))
+        peaks.append(predict_peak(scheme, grid, replace(stack, recompute=name), how))
         if peaks[-1] <= limit:
             return name, peaks[-1]
     return None, min(peaks)
@@ -95,8 +90,8 @@ def list_policies(keep: str = "none") -> list[str]:
     return [name for name in POLICIES if able[name]]
 
 
-def judge_fit(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-              sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
+def judge_fit(scheme: str, grid: GridSizes, stack: Stack, limit: int,
+              how: Variant = Variant()) -> tuple[bool, str]:
     """Decide whether a model fits into `limit` bytes a rank.
 
     Returns
@@ -104,12 +99,12 @@ def judge_fit(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     bool, str
         Whether it fits, and a line that says so or names a policy that does.
     """
-    needed = predict_peak(scheme, grid, dtype, recompute, sizes, how)
-    line = (f"recompute {recompute} needs {format_gib(needed)} a rank by a dry run, of "
+    needed = predict_peak(scheme, grid, stack, how)
+    line = (f"recompute {stack.recompute} needs {format_gib(needed)} a rank by a dry run, of "
             f"{format_gib(limit)}")
     if needed <= limit:
         return True, f"{line}: it fits without an optimizer"
-    name, least = choose_policy(scheme, grid, dtype, sizes, limit, how)
+    name, least = choose_policy(scheme, grid, stack, limit, how)
     if name is None:
         return False, (f"{line}, and no policy fits: the least is {format_gib(least)}; take more "
                        f"ranks")

@@ -82,9 +82,11 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
                          block: int) -> MemoryNeed:
     """Estimate the memory of a row by dry runs, with elementwise work in blocks of `block`."""
     how = one.variant
+    stack = memory_fit.stack_of_row(one.sizes, how, recompute)
     return MemoryNeed(
-        memory_fit.predict_peak(one.row.scheme, grid, how.dtype, recompute, one.sizes, how, block),
-        memory_fit.predict_peak("serial", (1,), how.dtype, "none", one.verified, block=block)
+        memory_fit.predict_peak(one.row.scheme, grid, stack, how, block),
+        memory_fit.predict_peak("serial", (1,), memory_fit.stack_of_row(
+            one.verified, replace(how, causal=False)), block=block)
         + _collected_bytes(one))
 
 

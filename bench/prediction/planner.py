@@ -6,15 +6,14 @@ counts are exact.  Seconds are always a model's.
 """
 
 from dataclasses import replace
-from typing import Any, Callable, Iterator
+from typing import Callable, Iterator
 
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
-from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
-from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme, registry
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
@@ -50,8 +49,7 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
     return 1 if ranks * n <= m else 2 if ranks * k * k <= m * n else 3
 
 
-def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: ModelSizes, experts: ExpertOptions | None = None,
+def trace_plan(plan: Plan, machine: machine_model.Machine, stack: Stack,
                trace_of: TraceOf | None = None) -> Plan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
 
@@ -59,8 +57,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
     """
     def alone(plan: Plan, rank: int, block: int) -> Trace:
         return dry_run.extrapolate_step(
-            plan.scheme, plan.grid.ranks, plan.grid, rank, dtype=dtype, block=block,
-            recompute=recompute, **({"experts": experts} if experts else {}), **sizes)
+            plan.scheme, plan.grid.ranks, plan.grid, rank, block=block, **stack.fields())
     trace = trace_on_cores(
         lambda rank: (trace_of or alone)(plan, rank, machine.elementwise_block),
         plan.scheme, plan.grid, machine.cores_shared_by(plan.grid.ranks))
@@ -69,10 +66,9 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
                    memory=trace.peak, fits=trace.peak <= machine.memory_bytes, traced=True)
 
 
-def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
-               recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
-               experts: ExpertOptions | None = None, trace_of: TraceOf | None = None,
-               **sizes: int) -> list[Plan]:
+def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
+               top: int = TRACED_OF_MANY, scheme: str | None = None,
+               trace_of: TraceOf | None = None) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
     The best plans are traced until `top` fit the memory, but at most 4 `top`; or all if there are
@@ -81,15 +77,17 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
 
     Parameters
     ----------
-    ranks, machine, dtype, recompute, top, scheme, **sizes
-        The ranks, and the model.
-    experts : ExpertOptions, optional
-        The options of its experts.
+    ranks, machine, stack
+        The ranks, their machine, and the model.
+    top : int
+        Number of plans that are to fit.
+    scheme : str, optional
+        The scheme of all plans; by default each.
     trace_of : callable, optional
         Traces a rank of a plan, with a block of elementwise work; by default a step of one
         replica.  Closed forms know no others.
     """
-    found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes, experts)
+    found = sorted((screen_grid(name, grid, machine, stack)
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
     first = {plan.scheme: place for place, plan in reversed(list(enumerate(found)))}
@@ -98,31 +96,27 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
     for place, plan in enumerate(found):
         short = place < 4 * top and sum(one.fits for one in traced) < top
         if place in wanted or place >= top and short:
-            traced.append(trace_plan(plan, machine, dtype, recompute, sizes, experts, trace_of))
+            traced.append(trace_plan(plan, machine, stack, trace_of))
         else:
             left.append(plan)
     return sorted(traced, key=lambda plan: plan.order) + left
 
 
-def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",
-              recompute: str = "none", **model: Any) -> GridShape:
+def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, stack: Stack,
+              trace_of: TraceOf | None = None) -> GridShape:
     """Choose the grid of ``--grid auto``: the first of the scheme's `rank_plans`.
-
-    `model` are the sizes, and `experts` and `trace_of` as there.
 
     Raises
     ------
     ValueError
         When the scheme has no grid of `ranks` ranks.
     """
-    return rank_plans(ranks, machine, dtype, recompute, scheme=scheme, **model)[0].grid
+    return rank_plans(ranks, machine, stack, scheme=scheme, trace_of=trace_of)[0].grid
 
 
-def describe_fit(plan: Plan, machine: machine_model.Machine, dtype: str, sizes: ModelSizes,
-                 experts: ExpertOptions | None = None) -> str:
+def describe_fit(plan: Plan, machine: machine_model.Machine, stack: Stack) -> str:
     """Format whether a plan fits the memory: "yes", "with" a policy of recomputation, or "NO"."""
     if plan.fits:
         return "yes"
-    name, _ = memory_fit.choose_policy(plan.scheme, plan.grid, dtype, sizes, machine.memory_bytes,
-                                       experts=experts)
+    name, _ = memory_fit.choose_policy(plan.scheme, plan.grid, stack, machine.memory_bytes)
     return f"with {name}" if name else "NO"

@@ -14,6 +14,7 @@ from bench.prediction import machine_model, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from mm3d.grid.shape import GridShape
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 
@@ -32,8 +33,7 @@ def family_grid(family: str, ranks: int) -> tuple[str, GridShape] | None:
     return found and (found[0], find_scheme(found[0]).grid_shape(found[1]))
 
 
-def plan_families(machine: machine_model.Machine, dtype: str, recompute: str,
-                  sizes: dict[str, int], most: int = 2**21) -> Curves:
+def plan_families(machine: machine_model.Machine, stack: Stack, most: int = 2**21) -> Curves:
     """Plan each family by closed forms at powers of two up to `most` ranks."""
     found: Curves = {family: [] for family in FAMILIES}
     ranks = 2
@@ -41,9 +41,9 @@ def plan_families(machine: machine_model.Machine, dtype: str, recompute: str,
         for family in FAMILIES:
             chosen = family_grid(family, ranks)
             if chosen:
-                one = screen_grid(*chosen, machine, dtype, recompute, sizes)
+                one = screen_grid(*chosen, machine, stack)
                 found[family].append((ranks, one))
-        best = min((screen_grid(*each, machine, dtype, recompute, sizes)
+        best = min((screen_grid(*each, machine, stack)
                     for each in planner.list_candidates(ranks, "3d")), key=lambda p: p.seconds)
         found[BEST].append((ranks, best))
         ranks *= 2

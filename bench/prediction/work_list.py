@@ -13,6 +13,7 @@ from bench.instruments.available_memory import total_memory
 from bench.prediction import memory_fit, planner
 from bench.prediction.work import NAMES, Work
 from mm3d.grid.shape import GridShape
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 
 # A short step and a long one, to separate the costs of barriers from those of work.  In a cluster
@@ -143,8 +144,8 @@ def contenders_in_batches(works: Sequence[Work], expected: Sequence[float], rank
 def estimate_bytes(work: Work, dtype: str) -> float:
     """Estimate the bytes of a rank's arrays, with those of a step."""
     if work.kind == "layer":
-        return memory_fit.predict_peak(work.scheme, work.grid, dtype, "none",
-                                       dict(zip(NAMES["layer"], work.sizes)))
+        return memory_fit.predict_peak(
+            work.scheme, work.grid, Stack(**dict(zip(NAMES["layer"], work.sizes)), dtype=dtype))
     m, n, k = work.sizes
     gathered = max(work.grid.sizes) / work.ranks    # of each matrix and its gradient, at most
     return 2 * (m * n + n * k + m * k) * gathered * np.dtype(dtype).itemsize

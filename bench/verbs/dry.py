@@ -7,7 +7,9 @@ from dataclasses import replace
 from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
+from bench.prediction.closed_form_plan import Plan
 from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.planner import TraceOf
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
@@ -20,6 +22,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
@@ -79,15 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
-    planned = {"experts": experts}
-    if experts and not arguments.stages:
-        planned["trace_of"] = lambda plan, rank, block: PipelineModel(
-            build("gpipe", 1, 1), plan.scheme, (plan.grid,), sizes, arguments.dtype,
-            arguments.recompute, experts=experts, data=arguments.data or 1,
-            expert_parallel=arguments.expert_parallel,
-        ).trace(sizes["layers"], rank, block=block, sums=False)
+    stack = Stack(**sizes, dtype=arguments.dtype, recompute=arguments.recompute, experts=experts)
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
-                              arguments.dtype, sizes, arguments.recompute, **planned)
+                              stack, _trace_with_experts(arguments, sizes, experts))
               for text in _grid_texts(arguments)]
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
@@ -122,11 +119,26 @@ def run(arguments: argparse.Namespace) -> int:
                      f"arrays: it {'fits without an optimizer' if fits else 'does not fit'}")
     elif limit:
         fits, line = memory_fit.judge_fit(
-            arguments.scheme, grid.sizes, arguments.dtype, arguments.recompute, sizes, limit,
-            Variant(arguments.keep or "none", arguments.overlap, arguments.causal))
+            arguments.scheme, grid.sizes, replace(stack, causal=arguments.causal), limit,
+            Variant(arguments.keep or "none", arguments.overlap))
         parts.append(line)
     say(render(parts, arguments.format))
     return int(not fits)
+
+
+def _trace_with_experts(arguments: argparse.Namespace, sizes: ModelSizes,
+                        experts: ExpertOptions | None) -> TraceOf | None:
+    """Return how a planner traces a grid of replicas that divide experts; None without any."""
+    if not experts or arguments.stages:
+        return None
+
+    def trace_of(plan: Plan, rank: int, block: int) -> Trace:
+        return PipelineModel(
+            build("gpipe", 1, 1), plan.scheme, (plan.grid,), sizes, arguments.dtype,
+            arguments.recompute, experts=experts, data=arguments.data or 1,
+            expert_parallel=arguments.expert_parallel,
+        ).trace(sizes["layers"], rank, block=block, sums=False)
+    return trace_of
 
 
 def _judge_training(trace: Trace, arguments: argparse.Namespace,

@@ -21,6 +21,7 @@ from mm3d.console import say
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
+from mm3d.model.stack import Stack
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -71,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _pipelines(arguments, machine, sizes, experts)
     start = time.perf_counter()
     try:
-        found = planner.rank_plans(ranks, machine, dtype, recompute,
-                                   max(arguments.top, planner.TRACED_OF_MANY), experts=experts,
-                                   **sizes)
+        stack = Stack(**sizes, dtype=dtype, recompute=recompute, experts=experts)
+        found = planner.rank_plans(ranks, machine, stack,
+                                   max(arguments.top, planner.TRACED_OF_MANY))
     except ValueError as error:
         raise UsageError(str(error)) from error
     took = time.perf_counter() - start
     shown = found[:arguments.top]
-    fits = [planner.describe_fit(one, machine, dtype, sizes, experts) for one in shown]
+    fits = [planner.describe_fit(one, machine, stack) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
     parts = [machine.about, title, plan_table(shown, fits),
@@ -92,8 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
         return style.draw_pictures(
-            draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes),
-            arguments.format)
+            draw_plans(arguments.pictures, ranks, machine, stack), arguments.format)
     return 0
 
 
@@ -126,10 +126,10 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
                      pipeline_options.stage_ranks(arguments))]
     except ValueError as error:
         raise UsageError(str(error)) from error
-    layers = max(map(len, every[0].parts))
+    stack = Stack(**{**every[0].micro, "layers": max(map(len, every[0].parts))},
+                  dtype=arguments.dtype, recompute=arguments.recompute, experts=experts)
     best = sorted(every, key=lambda one: screen_grid(
-        one.scheme, one.grids[0], machine, arguments.dtype, arguments.recompute,
-        {**one.micro, "layers": layers}, experts).seconds)[:arguments.top]
+        one.scheme, one.grids[0], machine, stack).seconds)[:arguments.top]
     found = pipeline_seconds.plan_pipelines(best, machine)
     parts = [machine.about, *predicted_pipelines.plan_parts(found, len(every))]
     if experts:

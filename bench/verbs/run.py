@@ -34,6 +34,7 @@ from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.console import say
 from mm3d.model.sizes import SIZES
+from mm3d.model.stack import Stack
 from mm3d.tracing.events import PHASES
 
 GROUP = "Measure the paper's tables"
@@ -211,8 +212,8 @@ def grid_chooser(arguments: argparse.Namespace,
     if arguments.grid is None:
         return None
     return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
-        arguments.grid, one.row.scheme, comm.size, name, one.variant.dtype,
-        one.sizes, arguments.recompute), comm)
+        arguments.grid, one.row.scheme, comm.size, name,
+        Stack(**one.sizes, dtype=one.variant.dtype, recompute=arguments.recompute)), comm)
 
 
 def stopper(file: str | None) -> Callable[[], bool]:

@@ -66,6 +66,10 @@ class Stack:
         """Return the stack with the given fields; TypeError for unknown and missing ones."""
         return make_of_fields(given, "Transformer", cls)[0]
 
+    def fields(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return {name: getattr(self, name) for name in field_names(type(self))}
+
     @property
     def sizes(self) -> ModelSizes:
         """Return the sizes alone."""

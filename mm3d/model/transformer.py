@@ -22,7 +22,7 @@ from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.saved_arrays import saved_bytes
-from mm3d.model.stack import Stack, field_names
+from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.scheme import Scheme
@@ -96,7 +96,7 @@ class Transformer(Trained):
                  expert_ranks: ExpertRanks | None = None, **fields: Any) -> None:
         self.stack = stack = replace(stack, **fields) if stack else Stack.of(fields)
         with same_arguments(scheme.grid.comm, "Transformer") as given:
-            given |= {name: getattr(stack, name) for name in field_names(Stack)}
+            given |= stack.fields()
         self.sizes = stack.sizes
         self.sizes.check()
         check_experts_given(stack.experts)

@@ -14,7 +14,7 @@ from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained, check_state
-from mm3d.model.stack import Stack, field_names, make_of_fields
+from mm3d.model.stack import Stack, make_of_fields
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.batches import divide_layers, divide_rows
@@ -96,7 +96,7 @@ class Pipeline(Trained):
         refuse_of_mesh(fields)
         stack, how = make_of_fields(fields, "Pipeline", Stack, Division)
         with same_arguments(mesh.comm, "Pipeline") as given:
-            given |= {name: getattr(stack, name) for name in field_names(Stack)} | {
+            given |= stack.fields() | {
                 "microbatches": microbatches, "zero": how.zero, "in_flight": how.in_flight,
                 "expert_parallel": how.expert_parallel, "synchronous": how.synchronous,
                 "schedule": schedule}

@@ -1,4 +1,6 @@
 """Rows of the tables and the memory of a cluster's ranks."""
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -12,6 +14,7 @@ from bench.prediction import memory_fit
 from jobs import fitting, scripts
 from jobs.site import load_site
 from mm3d.model.recomputation import parse_policy
+from mm3d.model.stack import Stack
 
 
 def site(**node):
@@ -53,18 +56,20 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
     row, (grid, sizes) = float32.row, of(float32)
     one = make_case(row, "tiny", variant)
     dtype = fitting.numpy_dtype(variant)
-    most = memory_fit.predict_peak("3d", grid, "float32", "none", sizes)
+    most = memory_fit.predict_peak("3d", grid, Stack(**sizes))
     found = fitting.fit_row(site(gpu_memory=f"{most} B"), one)
     plain = fitting.fit_row(site(gpu_memory=f"{most} B"), float32)
     assert plain == fitting.RowFit("none", most)
-    needed = memory_fit.predict_peak("3d", grid, dtype, "none", sizes, variant)
+    stack = memory_fit.stack_of_row(sizes, replace(variant, dtype=dtype))
+    needed = memory_fit.predict_peak("3d", grid, stack, variant)
     if dtype == "float16":
         assert found == fitting.RowFit("none", needed) and needed < most
     elif needed > most:
         assert not found.fits or found.recompute != "none" and found.peak <= most
         assert variant.keep == "none" or not parse_policy(found.recompute).selective
     assert variant.causal or (needed > most) == (dtype != "float16")
-    needed = memory_fit.predict_peak("3d", grid, dtype, found.recompute, sizes, variant)
+    needed = memory_fit.predict_peak("3d", grid, replace(stack, recompute=found.recompute),
+                                     variant)
     script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
     for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
         assert option in script

@@ -14,26 +14,24 @@ from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.scaling import (Curves, average_step_time, find_crossovers, plan_families,
                                       strong_sizes, weak_sizes)
 from bench.reports.figures import style
-from mm3d import ModelSizes
 from mm3d.model import cost
+from mm3d.model.stack import Stack
 
 FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, "v"),
                  "2-D": (style.GREEN, "s"), "data, sharded (P x 1 x 1)": (style.PURPLE, "D"),
                  "3-D cube": (style.BLUE, "^"), "3-D, best grid": ("black", ".")}
 
 
-def draw_plans(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: dict[str, int]) -> list[Callable[[], Path]]:
+def draw_plans(folder: str, ranks: int, machine: machine_model.Machine,
+               stack: Stack) -> list[Callable[[], Path]]:
     """Return what draws words, time, memory and the map of grids of one model, each to a PNG."""
-    found = plan_families(machine, dtype, recompute, sizes)
-    text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), dtype,
-                      f"recompute {recompute}"])
+    found = plan_families(machine, stack)
+    text = ", ".join([*(f"{key} {value}" for key, value in stack.sizes.items()), stack.dtype,
+                      f"recompute {stack.recompute}"])
     drawings = [partial(_save, folder, f"plan-{name}.png",
-                        partial(draw, found=found, machine=machine, sizes=sizes), text)
-                for name, draw in (("words", _words), ("time", _time),
-                                   ("memory", partial(_memory, dtype=dtype,
-                                                      recompute=recompute)))]
-    grids = [screen_grid("3d", grid, machine, dtype, recompute, sizes)
+                        partial(draw, found=found, machine=machine, stack=stack), text)
+                for name, draw in (("words", _words), ("time", _time), ("memory", _memory))]
+    grids = [screen_grid("3d", grid, machine, stack)
              for _, grid in planner.list_candidates(ranks, "3d")]
     return [*drawings, partial(_save, folder, f"plan-grids-{ranks}.png",
                                partial(_map, found=grids, ranks=ranks, machine=machine.name),
@@ -62,10 +60,10 @@ def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
         style.label_powers(axis)
 
 
-def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
+def _words(panel, found: Curves, machine: machine_model.Machine, stack: Stack) -> None:
     _lines(panel, found, lambda p: sum(p.words.values()))
     ranks = [r for r, _ in found["1-D"]]
-    every = cost.products(ModelSizes(**sizes)).items()
+    every = cost.products(stack.sizes).items()
     bound = [3 * sum(times * cost.lower_bound(*product.extents, r) for product, times in every)
              for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
@@ -74,7 +72,7 @@ def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) ->
     panel.legend()
 
 
-def _time(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
+def _time(panel, found: Curves, machine: machine_model.Machine, stack: Stack) -> None:
     _lines(panel, found, lambda p: p.seconds)
     changes = find_crossovers(found)
     for ranks, family in changes[1:]:
@@ -85,10 +83,9 @@ def _time(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> 
                  title=f"fastest but for the best grid\n{named}", title_fontsize=8.5)
 
 
-def _memory(panel, found: Curves, machine: machine_model.Machine, sizes: dict, dtype: str,
-            recompute: str) -> None:
-    _lines(panel, found, lambda p: memory_fit.predict_peak(
-        p.scheme, p.grid, dtype, recompute, sizes) / 2**30)
+def _memory(panel, found: Curves, machine: machine_model.Machine, stack: Stack) -> None:
+    _lines(panel, found,
+           lambda p: memory_fit.predict_peak(p.scheme, p.grid, stack) / 2**30)
     panel.axhline(machine.memory_bytes / 2**30, color="grey", linestyle="--",
                   label=f"a rank of {machine.name}")
     panel.set(title="Peak memory of a rank, by dry runs", ylabel="GiB")

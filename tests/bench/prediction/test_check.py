@@ -18,6 +18,7 @@ from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
 from records import invented
@@ -195,7 +196,7 @@ def test_the_report_says_how_far_off_predictions_are():
     text = render(compare_predictions(CPU, found))
     assert "error 20% in the median" in text and "9900% at most" in text
     lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
-    best = planner.rank_plans(8, CPU, **LAYER)[0]
+    best = planner.rank_plans(8, CPU, Stack(**LAYER))[0]
     assert best.grid.sizes != (8, 1, 1)
     assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
     for line in lines:    # what the planner would have taken, and then the fastest

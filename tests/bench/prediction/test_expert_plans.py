@@ -7,6 +7,7 @@ from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.pipeline_seconds import PipelineModel, predict_pipeline
 from mm3d.model.experts.layer import Experts
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
@@ -42,13 +43,13 @@ def test_stages_take_together_what_the_whole_model_takes():
 @pytest.mark.parametrize("scheme, grid", [("3d", (2, 2, 1)), ("1d", (4,)), ("2d", (2, 2))])
 def test_screened_words_are_those_of_dry_runs(scheme, grid):
     shape = find_scheme(scheme).grid_shape(grid)
-    plan = screen_grid(scheme, shape, LONGHORN, "float32", "none", SIZES, EXPERTS)
+    plan = screen_grid(scheme, shape, LONGHORN, Stack(**SIZES, experts=EXPERTS))
     traces = [dry_run.trace_step(scheme, 4, grid, rank, experts=EXPERTS, **SIZES)
               for rank in range(4)]
     for phase in PHASES:
         moved = sum(one.words for trace in traces for one in trace.traffic[phase].values())
         assert plan.words[phase] == moved / 4 > 0
-    traced = planner.trace_plan(plan, LONGHORN, "float32", "none", SIZES, EXPERTS)
+    traced = planner.trace_plan(plan, LONGHORN, Stack(**SIZES, experts=EXPERTS))
     assert traced.memory == dry_run.trace_step(
         scheme, 4, grid, block=LONGHORN.elementwise_block, experts=EXPERTS, **SIZES).peak
     assert plan.over_bound != plan.over_bound
@@ -64,8 +65,8 @@ def test_plans_with_experts_are_printed(capsys):
 
 
 def test_dry_runs_with_experts_take_the_planned_grid_and_stages(capsys):
-    best = planner.best_grid("3d", 4, LONGHORN, experts=Experts(4, gate="mixtral"),
-                             layers=4, hidden=64, heads=4, batch=8, seq=16)
+    best = planner.best_grid("3d", 4, LONGHORN, Stack(4, 64, 4, 8, 16,
+                                                      experts=Experts(4, gate="mixtral")))
     assert main(["dry", *WORDS, "--ranks", "8", "--batch", "16", "--grid", "auto", "--data", "2",
                  "--expert-parallel", "2"]) == 0
     out = capsys.readouterr().out

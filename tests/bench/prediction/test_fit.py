@@ -12,6 +12,7 @@ from bench.prediction import memory_fit
 from bench.reports.merit_rows import recomputation_notes
 from bench.validation import rules
 from mm3d.model.recomputation import POLICIES
+from mm3d.model.stack import Stack
 from mm3d.tracing import dry_run
 from records import made_up
 
@@ -33,21 +34,21 @@ def test_what_is_no_size_is_refused(text):
 
 def test_the_policy_is_the_first_that_fits_by_a_dry_run():
     """One byte less than a policy needs, and another one is found."""
-    found = {name: memory_fit.predict_peak("3d", GRID, "float32", name, SIZES)
+    found = {name: memory_fit.predict_peak("3d", GRID, Stack(**SIZES, recompute=name))
              for name in POLICIES}
     for name in ("none", "selective", "full"):
         assert dry_run.trace_step("3d", 8, GRID, **SIZES, recompute=name).peak == found[name]
-        assert memory_fit.choose_policy("3d", GRID, "float32", SIZES, found[name]) == (
+        assert memory_fit.choose_policy("3d", GRID, Stack(**SIZES), found[name]) == (
             name, found[name])
-        other, peak = memory_fit.choose_policy("3d", GRID, "float32", SIZES, found[name] - 1)
+        other, peak = memory_fit.choose_policy("3d", GRID, Stack(**SIZES), found[name] - 1)
         assert other != name and (other is None or peak == found[other] < found[name])
-    none, least = memory_fit.choose_policy("3d", GRID, "float32", SIZES, min(found.values()) // 2)
+    none, least = memory_fit.choose_policy("3d", GRID, Stack(**SIZES), min(found.values()) // 2)
     assert none is None and least <= 1.1 * min(found.values())
 
 
 def test_dry_says_whether_it_fits_and_what_would(capsys):
     options = ["dry", "--ranks", "8", *(f"--{name}={n}" for name, n in SIZES.items())]
-    full = memory_fit.predict_peak("3d", GRID, "float32", "full", SIZES)
+    full = memory_fit.predict_peak("3d", GRID, Stack(**SIZES, recompute="full"))
     assert main([*options, f"--memory={full} B"]) == 1
     assert "it does not fit, but --recompute full does" in capsys.readouterr().out
     assert main([*options, f"--memory={full} B", "--recompute", "full"]) == 0

@@ -15,6 +15,7 @@ from bench.command_line import grids
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
@@ -47,7 +48,7 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, nam
     for scheme, grid in planner.list_candidates(ranks):
         trace = dry_run.trace_step(scheme, ranks, grid, **sizes)
         seconds[scheme, grid] = sum(step_seconds(LONGHORN, trace).values())
-    best = planner.rank_plans(ranks, LONGHORN, **sizes)[0]
+    best = planner.rank_plans(ranks, LONGHORN, Stack(**sizes))[0]
     assert best.traced and best.seconds == seconds[best.scheme, best.grid]
     assert best.seconds <= 1.02 * min(seconds.values())
 
@@ -58,7 +59,7 @@ def test_screened_words_are_those_of_the_traces(ranks):
     """Of all ranks together, for every scheme and grid, where nothing divides."""
     sizes = SMALL["uneven"]
     for scheme, grid in planner.list_candidates(ranks):
-        screened = screen_grid(scheme, grid, LONGHORN, "float32", "none", sizes)
+        screened = screen_grid(scheme, grid, LONGHORN, Stack(**sizes))
         traces = [dry_run.trace_step(scheme, ranks, grid, rank, **sizes)
                   for rank in range(ranks)]
         for phase in PHASES:
@@ -70,8 +71,8 @@ def test_screened_words_are_those_of_the_traces(ranks):
 def test_screened_memory_and_seconds_are_near_the_traces():
     sizes = dict(WEAK_64, layers=2, batch=96)
     for scheme, grid in planner.list_candidates(64):
-        screened = screen_grid(scheme, grid, LONGHORN, "float32", "none", sizes)
-        traced = planner.trace_plan(screened, LONGHORN, "float32", "none", sizes)
+        screened = screen_grid(scheme, grid, LONGHORN, Stack(**sizes))
+        traced = planner.trace_plan(screened, LONGHORN, Stack(**sizes))
         assert screened.memory == pytest.approx(traced.memory, rel=0.5), (scheme, grid)
         assert screened.seconds == pytest.approx(traced.seconds, rel=0.15), (scheme, grid)
 
@@ -79,7 +80,8 @@ def test_screened_memory_and_seconds_are_near_the_traces():
 @pytest.mark.slow
 def test_the_weak_64_gpu_shape_is_no_cube():
     """16 x 4 x 1 moves 2.5 times fewer words than 4 x 4 x 4, 491 to 1246 million a layer."""
-    found = {p.grid.sizes: p for p in planner.rank_plans(64, LONGHORN, scheme="3d", **WEAK_64)}
+    found = {p.grid.sizes: p
+             for p in planner.rank_plans(64, LONGHORN, Stack(**WEAK_64), scheme="3d")}
     slab, cube = found[16, 4, 1], found[4, 4, 4]
     assert slab.words["forward"] / 24e6 == pytest.approx(491, rel=0.01)
     assert cube.words["forward"] / 24e6 == pytest.approx(1246, rel=0.01)
@@ -105,22 +107,20 @@ def test_no_grid_is_below_the_bound_in_any_regime():
 @pytest.mark.slow
 def test_a_million_ranks_in_under_ten_seconds():
     start = time.process_time()    # seconds of this process, whatever else the machine does
-    found = planner.rank_plans(10**6, LONGHORN, layers=96, hidden=12288, heads=96, batch=1536,
-                               seq=2048)
+    found = planner.rank_plans(10**6, LONGHORN, Stack(96, 12288, 96, 1536, 2048))
     # All grids of 3-D and of faces, 16 of Tesseract, and one of each other scheme.
     assert len(found) == 2 * 784 + 16 + 4 and found[0].traced
     assert time.process_time() - start < 10
 
 
 def test_what_does_not_fit_comes_last():
-    found = planner.rank_plans(8, LONGHORN, layers=24, hidden=4096, heads=32, batch=4, seq=512)
+    found = planner.rank_plans(8, LONGHORN, Stack(24, 4096, 32, 4, 512))
     fits = [p.fits for p in found]
     assert fits == sorted(fits, reverse=True)
     sizes = dict(WEAK_64, batch=96)
     once, again = (
-        planner.trace_plan(screen_grid("3d", SLAB, LONGHORN, "float32", recompute, sizes),
-                           LONGHORN, "float32", recompute, sizes)
-        for recompute in ("none", "full"))
+        planner.trace_plan(screen_grid("3d", SLAB, LONGHORN, one), LONGHORN, one)
+        for one in (Stack(**sizes, recompute=recompute) for recompute in ("none", "full")))
     assert again.memory < once.memory / 2 and again.backward > once.backward
 
 
@@ -128,13 +128,13 @@ def test_what_does_not_fit_comes_last():
 def test_grid_auto_is_the_planner_s_choice(capsys):
     command = ["dry", "--ranks", "64", "--hidden", "8192", "--layers", "2", "--grid", "auto"]
     assert main(command) == 0
-    chosen = planner.best_grid("3d", 64, LONGHORN, **dict(WEAK_64, layers=2))
+    chosen = planner.best_grid("3d", 64, LONGHORN, Stack(**dict(WEAK_64, layers=2)))
     assert f"grid {chosen}, rank 0 of 64" in capsys.readouterr().out
 
 
 def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
     with pytest.raises(ValueError, match="8 ranks are no square: start 4 or 9"):
-        planner.best_grid("2d", 8, LONGHORN, **SMALL["wide"])
+        planner.best_grid("2d", 8, LONGHORN, Stack(**SMALL["wide"]))
     assert {name for name, _ in planner.list_candidates(8)} == {
         "1d", "1d-sp", "2.5d", "3d", "faces"}
 
@@ -254,14 +254,15 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     (path,) = tmp_path.glob("*.h5")
     found = run_file.read_run(path).configuration
     sizes = ModelSizes.from_settings(found)
-    best = planner.best_grid("3d", 8, machine_model.load_machine("cpu"), **sizes)
+    best = planner.best_grid("3d", 8, machine_model.load_machine("cpu"), Stack(**sizes))
     assert found["grid"] == str(best) and found["overridden"] == "grid"
 
 
 def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
     """What is chosen is planned for the step that is run."""
     asked, plans = [], [SimpleNamespace(grid=GridShape("xyz", (32, 2, 1)))]
-    monkeypatch.setattr(planner, "rank_plans", lambda ranks, machine, dtype, recompute, **rest:
-                        asked.append(recompute) or plans)
-    assert grids.read_grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
+    monkeypatch.setattr(planner, "rank_plans", lambda ranks, machine, stack, **rest:
+                        asked.append(stack.recompute) or plans)
+    asking = Stack(**WEAK_64, recompute="full")
+    assert grids.read_grid("auto", "3d", 64, "longhorn", asking) == (32, 2, 1)
     assert asked == ["full"]

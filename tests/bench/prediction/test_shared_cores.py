@@ -9,6 +9,7 @@ from bench.prediction.planner import rank_plans
 from bench.prediction.shared_cores import trace_on_cores
 from bench.prediction.work import NAMES, Work, predict_seconds
 from mm3d.grid.shape import GridShape
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective
@@ -73,14 +74,14 @@ def test_predictions_and_plans_know_shared_cores():
     shared = msgspec.structs.replace(alone, cores=2)
     took = {}
     for machine in (alone, shared):
-        for plan in rank_plans(8, machine, **SIZES):
+        for plan in rank_plans(8, machine, Stack(**SIZES)):
             work = Work("layer", plan.scheme, plan.grid, tuple(SIZES[n] for n in NAMES["layer"]))
             assert plan.seconds == sum(predict_seconds(machine, work, "float32").values())
             took[machine.cores, plan.scheme, plan.grid.compact] = plan.seconds
     assert took[2, "3d", "2x2x2"] == took[0, "3d", "2x2x2"]
     assert took[2, "faces", "2x2x2"] < took[0, "faces", "2x2x2"]
     # Which cores other numbers of ranks share was not measured.
-    others = [[plan.seconds for plan in rank_plans(4, machine, **SIZES)]
+    others = [[plan.seconds for plan in rank_plans(4, machine, Stack(**SIZES))]
               for machine in (alone, shared)]
     assert others[0] == others[1]
     assert shared.cores_shared_by(8) == 2 and shared.cores_shared_by(4) == 0

@@ -16,6 +16,7 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory, schedules
 from mm3d.grid.shape import GridShape
+from mm3d.model.stack import Stack
 from records import limited
 from support import ROOT
 
@@ -94,7 +95,7 @@ def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
     monkeypatch.setattr(planner, "list_candidates",
                         lambda ranks, scheme: [("3d", GridShape("xyz", (ranks, 1, 1)))])
-    drawn = prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
+    drawn = prediction.draw_plans(str(tmp_path), 16, LONGHORN, Stack(**SIZES))
     assert len([draw() for draw in drawn]) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4
 

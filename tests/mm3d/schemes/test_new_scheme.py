@@ -11,6 +11,7 @@ from bench.prediction import machine_model, memory_fit, planner, work, work_list
 from bench.prediction.closed_form_plan import screen_grid
 from bench.records import run_file
 from mm3d.model.sizes import ModelSizes
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.matrix_product import FORMS
@@ -139,10 +140,10 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
     grids = find_scheme(renamed[0]).grids(ranks)
     assert find_scheme(renamed[1]).grids(ranks) == grids
     for grid in grids:
-        known, new = (screen_grid(name, grid, LONGHORN, "float32", "full", WEAK)
+        known, new = (screen_grid(name, grid, LONGHORN, Stack(**WEAK, recompute="full"))
                       for name in renamed)
         assert replace(known, scheme="renamed") == new
-    known, new = (planner.rank_plans(ranks, LONGHORN, top=2, scheme=name, **SMALL)
+    known, new = (planner.rank_plans(ranks, LONGHORN, Stack(**SMALL), top=2, scheme=name)
                   for name in renamed)
     assert [replace(p, scheme="renamed") for p in known] == new
     assert {p.grid for p in new} == set(grids) and new[0].traced
@@ -179,7 +180,7 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
                           [work.predict_seconds(LONGHORN, one, "float32") for one in works],
                           placement.direction_order("auto", name, grid,
                                                     ModelSizes(**sizes)),
-                          memory_fit.choose_policy(name, grid, "float32", sizes, 2 ** 16)])
+                          memory_fit.choose_policy(name, grid, Stack(**sizes), 2 ** 16)])
         assert found[0] == found[1]
 
 
