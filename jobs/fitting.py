@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from bench.cases.case import Case
+from bench.cases.row_stack import row_stack
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
 from jobs.site_tables import Site
@@ -50,8 +51,7 @@ def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
     if most is None:
         return RowFit(recompute or "none")
     grid = find_scheme(scheme).default_grid(case.row.gpus)
-    stack = memory_fit.stack_of_row(case.sizes, replace(how, dtype=numpy_dtype(how)),
-                                    recompute or "none")
+    stack = replace(row_stack(how, case.sizes, recompute or "none"), dtype=numpy_dtype(how))
     if recompute:
         found = memory_fit.predict_peak(scheme, grid, stack, how)
         return RowFit(recompute, found, found <= most)

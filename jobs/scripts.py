@@ -218,8 +218,9 @@ def row_script(work: Work, case: Case) -> str:
            f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
            f"--recompute={fits.recompute}", *case.variant.arguments(), *site.run.options]
     most = rank_memory(site, ranks)
-    return _script(work, "run", f"{case.title}, preset {case.preset}", job_name(case), ranks,
-                   folder, run, dry_options(case, fits.recompute, most) if most else [])
+    return _script(work, Job("run", f"{case.title}, preset {case.preset}", job_name(case), ranks,
+                             folder, run),
+                   memory=dry_options(case, fits.recompute, most) if most else [])
 
 
 def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
@@ -227,8 +228,8 @@ def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
     folder = word(check_path(work.folder / "runs" / name))
     run = [f"--out={word(work.out / 'pipeline')}", f"--backend={work.site.run.backend}",
            *map(word, words)]
-    return _script(work, "measure pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}", ranks,
-                   folder, run, [])
+    return _script(work, Job("measure pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}",
+                             ranks, folder, run))
 
 
 def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
@@ -239,37 +240,59 @@ def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
     checkpoints = word(check_path(work.out / "train" / name))
     run = [f"--out={word(work.out / 'train')}", f"--checkpoints={checkpoints}",
            f"--backend={work.site.run.backend}", *map(word, words)]
-    return _script(work, "train", f"Training {name} on {ranks} ranks", f"mm3d-{name}", ranks,
-                   word(check_path(work.folder / "runs" / name)), run, [],
+    return _script(work, Job("train", f"Training {name} on {ranks} ranks", f"mm3d-{name}", ranks,
+                             word(check_path(work.folder / "runs" / name)), run),
                    ["--dependency=singleton"], checkpoints=checkpoints)
 
 
-def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: str,
-            run: list[str], memory: list[str], more: Sequence[str] = (), **values: Any) -> str:
-    """Write the script that checks the job and then runs a verb with the words of `run`.
+@dataclass(frozen=True)
+class Job:
+    """State what a job runs.
+
+    Attributes
+    ----------
+    verb, title, name : str
+        The verb of ``bench``, a title for people, and the name in the queue.
+    ranks : int
+        Number of ranks.
+    folder : str
+        Where it writes, as a word of the shell.
+    run : list of str
+        The words after the verb.
+    """
+
+    verb: str
+    title: str
+    name: str
+    ranks: int
+    folder: str
+    run: list[str]
+
+
+def _script(work: Work, job: Job, more: Sequence[str] = (), **values: Any) -> str:
+    """Write the script that checks a job and then runs its verb.
 
     `more` are further options of sbatch, and `values` what the template needs for the verb.
     """
-    site, stops = work.site, verb in STOPPING
-    doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",
-              f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
+    site, stops = work.site, job.verb in STOPPING
+    doctor = [f"--ranks={job.ranks}",
+              f"--launcher={shlex.join(launch_command(site, job.ranks))}",
+              f"--seen={job.folder}", f"--out={job.folder}", f"--limit={LIMIT}",
               f"--ranks-per-node={site.node.ranks}", f"--backend={site.run.backend}",
               *[f"--module={name}" for name in site.software.modules]]
     if site.launch.gpu_binding != "none":
-        doctor.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
+        doctor.append(f"--gpus-per-node={gpus_per_node(site, job.ranks)}")
     if site.run.device_buffers:
         doctor.append("--device-buffers")
-    options = [*row_options(work, name, ranks, stops), *more]
+    options = [*row_options(work, job.name, job.ranks, stops), *more]
     names = {option.removeprefix("--").partition("=")[0] for option in options}
     return TEMPLATES.get_template("row.sh.j2").render(
-        verb=verb, words=verb.split(), stops=stops, title=title, site=site, root=word(ROOT),
-        folder=folder,
-        options=options, handed_on=[one.upper().replace("-", "_") for one in HANDED_ON
-                                    if one in names],
-        launch=launch_command(site, ranks),
-        environment=describe_environment(site),
+        verb=job.verb, words=job.verb.split(), stops=stops, title=job.title, site=site,
+        root=word(ROOT), folder=job.folder, options=options,
+        handed_on=[one.upper().replace("-", "_") for one in HANDED_ON if one in names],
+        launch=launch_command(site, job.ranks), environment=describe_environment(site),
         variables=[name for name in variables_of(site) if not launcher.is_launchers(name)],
-        limit=LIMIT, doctor=doctor, run=run, memory=memory, **values)
+        limit=LIMIT, doctor=doctor, run=job.run, **{"memory": (), **values})
 
 
 def array_script(work: Work, cases: list[Case]) -> str:

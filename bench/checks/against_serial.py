@@ -12,7 +12,8 @@ from threadpoolctl import threadpool_limits
 import mm3d
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
-from mm3d import ModelSizes, launcher
+from mm3d import launcher
+from mm3d.model.stack import Stack
 
 # Relative Frobenius errors that rounding alone stays below: (outputs, gradients).  They hold for
 # the presets' sizes, where sums have up to some ten thousand terms: the error of a blocked sum
@@ -49,13 +50,6 @@ def tolerances(rounding: str, layers: int) -> tuple[float, float]:
     return (ROUNDINGS * EPS[rounding] * math.sqrt(layers),) * 2
 
 
-def build_model(scheme, sizes: ModelSizes, seed: int, dtype: str, causal: bool = False,
-                recompute: str = "none") -> mm3d.Transformer:
-    """Build the Transformer of `sizes`; its numbers are the same under every scheme."""
-    return mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
-                            sizes.seq, seed, dtype, causal, recompute=recompute)
-
-
 @dataclass(frozen=True)
 class Quantity:
     """A global quantity to compare: its name, this rank's block, and its tolerance."""
@@ -67,9 +61,8 @@ class Quantity:
     tolerance: float
 
 
-def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, seed: int,
-            rounding: str, other: Callable[[], dict[str, np.ndarray]] | None = None,
-            causal: bool = False) -> list[Check]:
+def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
+            other: Callable[[], dict[str, np.ndarray]] | None = None) -> list[Check]:
     """Compare outputs and gradients of one step of `model` with those of the serial scheme.
 
     Parameters
@@ -79,8 +72,6 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, 
         ``model.random("output gradient")``.
     output, input_gradient : array
         This rank's blocks of the results of that step.
-    sizes, seed, causal
-        The arguments that `model` was built from.
     rounding : str
         See `tolerances`.
     other : callable, optional
@@ -99,7 +90,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, 
     only the first is sent.
     """
     grid = model.grid
-    forward, gradient = tolerances(rounding, sizes.layers)
+    forward, gradient = tolerances(rounding, model.stack.layers)
     layout = model.outer.layout()
     parts = [Quantity("output", output, layout, model.shape, forward),
              Quantity("input gradient", input_gradient, layout, model.shape, gradient)]
@@ -109,8 +100,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, 
     checks = None
     if grid.rank == 0:
         with threadpool_limits(launcher.cores(), user_api="blas"):
-            reference = other() if other else _reference(
-                grid.backend, sizes, seed, model.dtype, causal)
+            reference = other() if other else _reference(grid.backend, model.stack)
         shapes = {part.name: part.shape for part in parts}
         reference = {name: np.reshape(a, shapes[name]) for name, a in reference.items()}
         checks = [Check(part.name,
@@ -162,11 +152,11 @@ def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
     return difference / float(np.linalg.norm(expected.astype(np.float64))) if difference else 0.0
 
 
-def _reference(backend, sizes: ModelSizes, seed: int, dtype: str,
-               causal: bool) -> dict[str, np.ndarray]:
+def _reference(backend, stack: Stack) -> dict[str, np.ndarray]:
     """Compute the quantities of `compare` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)
-    model = build_model(scheme, sizes, seed, dtype, causal)
+    model = mm3d.Transformer(scheme, stack, recompute="none", master=None)
+    model.zero_gradients()
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
     host = backend.to_host

@@ -7,9 +7,9 @@ from bench.command_line.config_options import add_fields
 from bench.command_line.number_types import MOST_RANKS
 from bench.errors import UsageError
 from bench.prediction.pipeline_seconds import PipelineModel
-from mm3d import ModelSizes
 from mm3d.config import Division
 from mm3d.grid.shape import GridShape
+from mm3d.model.stack import Stack
 from mm3d.training.mesh import check_data
 from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.builders import check_size
@@ -95,9 +95,9 @@ def replicas(arguments: argparse.Namespace) -> dict[str, int | None]:
 
 
 def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],
-                   sizes: ModelSizes, **more) -> PipelineModel:
+                   stack: Stack, **more) -> PipelineModel:
     """Return the pipeline that the options ask for; ValueError when there is none such."""
-    model = PipelineModel(build_schedule(arguments), scheme, grids, sizes, arguments.dtype,
-                          arguments.recompute, **replicas(arguments), **more)
+    model = PipelineModel(build_schedule(arguments), scheme, grids, stack,
+                          **replicas(arguments), **more)
     model.parts    # raises where layers or sequences cannot be divided
     return model

@@ -53,7 +53,7 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
 
 
 def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, per_node: int,
-                source: int, target: int) -> Moves:
+                hop: tuple[int, int]) -> Moves:
     """Number the ranks of the moves of a hop in all replicas, and return them with their bytes.
 
     Parameters
@@ -67,9 +67,10 @@ def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, pe
         same repeats, and is left out.
     per_node : int
         Ranks of a node.
-    source, target : int
-        The stages of the mesh.
+    hop : (int, int)
+        The stages of the mesh that send and receive.
     """
+    source, target = hop
     first = np.arange(min(data, per_node + 1))[:, None] * stages * places
     senders, receivers, words = moves
     return ((first + source * places + senders).ravel(),

@@ -4,7 +4,6 @@ import re
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import Mapping
 
 from bench.cases.variants import Variant, itemsize
 from bench.errors import UsageError
@@ -35,11 +34,6 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text!r} is no size of memory: give it as 16 GB (of 1000^3 bytes) or "
                          "40 GiB (of 1024^3)")
     return int(float(found[1]) * UNITS[found[2]])
-
-
-def stack_of_row(sizes: Mapping[str, int], how: Variant, recompute: str = "none") -> Stack:
-    """Return the layers of a row, in the types and with the mask of its variant."""
-    return Stack(**sizes, dtype=how.dtype, causal=how.causal, recompute=recompute)
 
 
 @cache

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from mpi4py import MPI
 
 from bench.cases.case import Case
+from bench.cases.row_stack import row_stack
 from bench.cases.variants import itemsize
 from bench.errors import LeftOut
 from bench.instruments.available_memory import available_memory, release_heap
@@ -82,11 +83,10 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
                          block: int) -> MemoryNeed:
     """Estimate the memory of a row by dry runs, with elementwise work in blocks of `block`."""
     how = one.variant
-    stack = memory_fit.stack_of_row(one.sizes, how, recompute)
+    stack = row_stack(how, one.sizes, recompute)
     return MemoryNeed(
         memory_fit.predict_peak(one.row.scheme, grid, stack, how, block),
-        memory_fit.predict_peak("serial", (1,), memory_fit.stack_of_row(
-            one.verified, replace(how, causal=False)), block=block)
+        memory_fit.predict_peak("serial", (1,), row_stack(how, one.verified), block=block)
         + _collected_bytes(one))
 
 

@@ -15,6 +15,7 @@ from bench.prediction import scaling
 from bench.prediction.paper_fit import Outcome
 from bench.prediction.pipeline_seconds import (PipelineModel, PredictedPipeline,
                                                largest_peak_bytes, predict_pipeline)
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.batches import divide_rows
 from mm3d.training.mesh import Sizes, stage_grids
@@ -84,7 +85,7 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
         except ValueError as error:
             missing.setdefault(str(error), []).append(f"{row.table} {row.scheme} on {row.gpus}")
             continue
-        stored = replace(model, recompute="full") if repeats else model
+        stored = replace(model, stack=replace(model.stack, recompute="full")) if repeats else model
         found.append(RowPipeline(
             row, model, predict_pipeline(model, tuned, repeats), largest_peak_bytes(stored),
             scaling.average_step_time(outcome, row.scheme, row.gpus, {
@@ -105,7 +106,7 @@ def row_model(row: Row, layers: int, schedule: Schedule,
     sizes = make_case(row, "paper", layers=layers).sizes
     largest, *_ = divide_rows(sizes.batch, data, schedule.microbatches)
     own = sum(rows.stop - rows.start for rows in largest)
-    model = PipelineModel(schedule, row.scheme, grids, replace(sizes, batch=own),
-                          load_tables().settings.dtype, data=data, **replicas)
+    stack = Stack(**replace(sizes, batch=own), dtype=load_tables().settings.dtype)
+    model = PipelineModel(schedule, row.scheme, grids, stack, data=data, **replicas)
     model.parts    # raises where layers cannot be divided
     return model

@@ -8,7 +8,7 @@ dry, and exact; seconds are a model.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any, Iterable
@@ -23,6 +23,7 @@ from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.stack import Stack
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.batches import divide_layers
@@ -46,20 +47,15 @@ class PipelineModel:
         The parallelism of the layers.
     grids : tuple of GridShape
         The grid of each stage of the mesh; all have as many ranks.
-    sizes : ModelSizes
-        Of the whole model, with the sequences of all micro-batches of a replica.
-    dtype, recompute : str
-        The type of all arrays, and the policy of recomputation.
-    causal : bool
-        Whether attention looks backward only.
+    stack : Stack
+        The whole model, with the sequences of all micro-batches of a replica.  Its experts all get
+        equally many tokens.
     options : tuple of (str, object)
         Options of the scheme.
     data, shards : int, int or None
         Number of replicas, and of those that divide a copy, as for `mm3d.Mesh`.
     zero : {0, 1, 2, 3}
         As for `mm3d.Pipeline`.
-    experts : ExpertOptions or None
-        The options of the model's experts, of which all get equally many tokens.
     expert_parallel : int
         As for `mm3d.Pipeline`.
     """
@@ -67,15 +63,11 @@ class PipelineModel:
     schedule: Schedule
     scheme: str
     grids: tuple[GridShape, ...]
-    sizes: ModelSizes
-    dtype: str = "float32"
-    recompute: str = "none"
-    causal: bool = False
+    stack: Stack
     options: tuple[tuple[str, Any], ...] = ()
     data: int = 1
     zero: int = 0
     shards: int | None = None
-    experts: ExpertOptions | None = None
     expert_parallel: int = 1
 
     @property
@@ -88,6 +80,16 @@ class PipelineModel:
         """Name the grids: one if all stages have it, or those of the stages in order."""
         different = len(set(self.grids)) > 1
         return ", ".join(one.compact for one in self.grids) if different else str(self.grids[0])
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Return the sizes of the whole model."""
+        return self.stack.sizes
+
+    @property
+    def experts(self) -> ExpertOptions | None:
+        """Return the options of its experts."""
+        return self.stack.experts
 
     @property
     def micro(self) -> ModelSizes:
@@ -135,12 +137,10 @@ class PipelineModel:
         """Build so many layers on all ranks, with the micro-batches of a schedule."""
         mesh = mm3d.Mesh(comm, self.schedule.ranks, self.scheme, self.grids, backend,
                          data=self.data, shards=self.shards, **dict(self.options))
-        sizes = {**self.micro, "layers": layers,
-                 "batch": self.data * schedule.microbatches * self.micro.batch}
-        return mm3d.Pipeline(
-            mesh, schedule, **sizes, dtype=self.dtype, master=master, zero=self.zero,
-            causal=self.causal, recompute=self.recompute, experts=self.experts,
-            expert_parallel=self.expert_parallel)
+        stack = replace(self.stack, layers=layers, master=master,
+                        batch=self.data * schedule.microbatches * self.micro.batch)
+        return mm3d.Pipeline(mesh, schedule, **stack.fields(), zero=self.zero,
+                             expert_parallel=self.expert_parallel)
 
     def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
               block: int = sys.maxsize, sums: bool = True, extrapolates: bool = True) -> Trace:
@@ -159,7 +159,7 @@ class PipelineModel:
                 lambda *where: self.build(one, count * stages, *where), self.data * self.ranks,
                 self.rank(place, stage, replica), block, step)
         return dry_run.extrapolate(
-            trace_of, layers, dry_run.period_of(self.recompute, self.experts)
+            trace_of, layers, dry_run.period_of(self.stack.recompute, self.experts)
         ) if extrapolates else trace_of(layers)
 
     @property
@@ -178,7 +178,7 @@ class PipelineModel:
 
         Types of 16 bits are trained with masters in float32.
         """
-        master = "float32" if optimizer and np.dtype(self.dtype).itemsize == 2 else None
+        master = "float32" if optimizer and np.dtype(self.stack.dtype).itemsize == 2 else None
 
         def step(model: mm3d.Pipeline, trace: Trace) -> None:
             change = AdamW(model, 1e-3).step if optimizer else model.refresh
@@ -189,7 +189,7 @@ class PipelineModel:
                 lambda *where: self.build(self.schedule, layers, *where, master),
                 self.data * self.ranks, self.rank(place, stage, replica), step=step),
             self.sizes.layers,
-            dry_run.period_of(self.recompute, self.experts) * self.schedule.stage_count)
+            dry_run.period_of(self.stack.recompute, self.experts) * self.schedule.stage_count)
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,8 @@ def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
     moves = stage_moves(model.scheme, model.grids[source], model.grids[target], model.shape,
                         dict(model.options))
     return seconds_of_moves(machine, *place_moves(
-        moves, np.dtype(model.dtype).itemsize, model.places, model.schedule.ranks, model.data,
-        machine.ranks_per_node, source, target))
+        moves, np.dtype(model.stack.dtype).itemsize, model.places, model.schedule.ranks,
+        model.data, machine.ranks_per_node, (source, target)))
 
 
 def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: GridShape,

@@ -173,11 +173,11 @@ def make_transformer(work: Work, comm, dtype: str,
     """Build a Transformer, and check a step of it against the serial scheme."""
     sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
     scheme = mm3d.scheme(work.scheme, _in_order(work, comm), work.grid, "numpy")
-    network = against_serial.build_model(scheme, sizes, seed, dtype)
+    network = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
     y, saved = network.forward(network.random("input"))
     dx = network.backward(network.random("output gradient"), saved)
     return network, [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
-                     for done in against_serial.compare(network, y, dx, sizes, seed, dtype)]
+                     for done in against_serial.compare(network, y, dx, dtype)]
 
 
 def make_transformers(works: Sequence[Work], comm, checks: list[Check],

@@ -82,9 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
-    stack = Stack(**sizes, dtype=arguments.dtype, recompute=arguments.recompute, experts=experts)
+    stack = Stack(**sizes, dtype=arguments.dtype, causal=arguments.causal,
+                  recompute=arguments.recompute, experts=experts)
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
-                              stack, _trace_with_experts(arguments, sizes, experts))
+                              stack, _trace_with_experts(arguments, stack))
               for text in _grid_texts(arguments)]
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
@@ -96,9 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.stages:
             every = stage_grids(scheme, arguments.ranks, arguments.stages,
                                 chosen if len(chosen) > 1 else chosen[0])
-            return _pipeline(arguments, every, sizes, machine, limit, experts)
+            return _pipeline(arguments, every, stack, machine, limit)
         grid = scheme.grid_shape(chosen[0] or scheme.default_grid(ranks))
-        trace = _trace(arguments, grid, sizes, machine, experts)
+        trace = _trace(arguments, grid, stack, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
     useful = cost.flops(sizes, experts) | cost.flops_of_halves(sizes, experts)
@@ -119,25 +120,23 @@ def run(arguments: argparse.Namespace) -> int:
                      f"arrays: it {'fits without an optimizer' if fits else 'does not fit'}")
     elif limit:
         fits, line = memory_fit.judge_fit(
-            arguments.scheme, grid.sizes, replace(stack, causal=arguments.causal), limit,
+            arguments.scheme, grid.sizes, stack, limit,
             Variant(arguments.keep or "none", arguments.overlap))
         parts.append(line)
     say(render(parts, arguments.format))
     return int(not fits)
 
 
-def _trace_with_experts(arguments: argparse.Namespace, sizes: ModelSizes,
-                        experts: ExpertOptions | None) -> TraceOf | None:
+def _trace_with_experts(arguments: argparse.Namespace, stack: Stack) -> TraceOf | None:
     """Return how a planner traces a grid of replicas that divide experts; None without any."""
-    if not experts or arguments.stages:
+    if not stack.experts or arguments.stages:
         return None
 
     def trace_of(plan: Plan, rank: int, block: int) -> Trace:
         return PipelineModel(
-            build("gpipe", 1, 1), plan.scheme, (plan.grid,), sizes, arguments.dtype,
-            arguments.recompute, experts=experts, data=arguments.data or 1,
+            build("gpipe", 1, 1), plan.scheme, (plan.grid,), stack, data=arguments.data or 1,
             expert_parallel=arguments.expert_parallel,
-        ).trace(sizes["layers"], rank, block=block, sums=False)
+        ).trace(stack.layers, rank, block=block, sums=False)
     return trace_of
 
 
@@ -167,9 +166,8 @@ def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
     return [text or None for text in texts]
 
 
-def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes: ModelSizes,
-              machine: machine_model.Machine | None, limit: int,
-              experts: ExpertOptions | None) -> int:
+def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack: Stack,
+              machine: machine_model.Machine | None, limit: int) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
     if arguments.all_layers:
         raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
@@ -177,16 +175,17 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
     if not 0 <= arguments.rank < data * arguments.ranks:
         raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would do")
     model = pipeline_options.pipeline_model(
-        arguments, arguments.scheme, every, sizes, causal=arguments.causal,
-        options=tuple(_scheme_options(arguments).items()), experts=experts,
+        arguments, arguments.scheme, every, stack,
+        options=tuple(_scheme_options(arguments).items()),
         expert_parallel=arguments.expert_parallel)
+    experts = stack.experts
     replica, place = divmod(arguments.rank, arguments.ranks)
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
     trace = model.trace(layers, place, stage, replica)
     stage_sizes = replace(model.micro, layers=layers)
     useful = cost.flops(stage_sizes, experts) | cost.flops_of_halves(stage_sizes, experts)
-    parts = [_title(arguments, model.grids[stage], sizes), "", "One micro-batch:", "",
+    parts = [_title(arguments, model.grids[stage], stack.sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
@@ -236,8 +235,8 @@ def _refuse_with_experts(arguments: argparse.Namespace, experts: ExpertOptions |
                          f"--experts 8 would do, or leave it out")
 
 
-def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
-           machine: machine_model.Machine | None, experts: ExpertOptions | None) -> Trace:
+def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
+           machine: machine_model.Machine | None) -> Trace:
     """Run a step of the rank dry.
 
     Raises
@@ -247,19 +246,17 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
     """
     block = machine.elementwise_block if machine else sys.maxsize
     asked = _scheme_options(arguments)
-    if experts:
+    if stack.experts:
         data = arguments.data or 1
         if not 0 <= arguments.rank < data * arguments.ranks:
             raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would "
                              f"do")
         model = PipelineModel(
             build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
-            sizes, arguments.dtype, arguments.recompute, arguments.causal, tuple(asked.items()),
-            data, experts=experts, expert_parallel=arguments.expert_parallel)
+            stack, tuple(asked.items()), data, expert_parallel=arguments.expert_parallel)
         replica, place = divmod(arguments.rank, arguments.ranks)
-        return model.trace(sizes.layers, place, 0, replica, block, sums=False,
+        return model.trace(stack.layers, place, 0, replica, block, sums=False,
                            extrapolates=not arguments.all_layers)
     trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
-                    dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
-                    block=block, halves=arguments.halves, **sizes)
+                    block=block, halves=arguments.halves, **stack.fields())

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from dataclasses import replace
 
 from bench.errors import UsageError
 from bench.prediction import machine_model, pipeline_seconds, planner
@@ -68,11 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     experts = expert_options.experts_of(arguments)
     if experts:
         _check_experts(arguments, experts, sizes)
+    stack = Stack(**sizes, dtype=dtype, recompute=recompute, experts=experts)
     if arguments.stages:
-        return _pipelines(arguments, machine, sizes, experts)
+        return _pipelines(arguments, machine, stack)
     start = time.perf_counter()
     try:
-        stack = Stack(**sizes, dtype=dtype, recompute=recompute, experts=experts)
         found = planner.rank_plans(ranks, machine, stack,
                                    max(arguments.top, planner.TRACED_OF_MANY))
     except ValueError as error:
@@ -112,7 +113,7 @@ def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
 
 
 def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
-               sizes: ModelSizes, experts: ExpertOptions | None) -> int:
+               stack: Stack) -> int:
     """Print the plans of a pipeline's stages; 0."""
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "
@@ -121,18 +122,17 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
         raise UsageError("--costs: the costs are of layers without --stages")
     try:
         every = [pipeline_options.pipeline_model(arguments, scheme, (grid,) * arguments.stages,
-                                                 sizes, experts=experts)
+                                                 stack)
                  for scheme, grid in planner.list_candidates(
                      pipeline_options.stage_ranks(arguments))]
     except ValueError as error:
         raise UsageError(str(error)) from error
-    stack = Stack(**{**every[0].micro, "layers": max(map(len, every[0].parts))},
-                  dtype=arguments.dtype, recompute=arguments.recompute, experts=experts)
+    stage = replace(stack, layers=max(map(len, every[0].parts)), batch=every[0].micro.batch)
     best = sorted(every, key=lambda one: screen_grid(
-        one.scheme, one.grids[0], machine, stack).seconds)[:arguments.top]
+        one.scheme, one.grids[0], machine, stage).seconds)[:arguments.top]
     found = pipeline_seconds.plan_pipelines(best, machine)
     parts = [machine.about, *predicted_pipelines.plan_parts(found, len(every))]
-    if experts:
-        parts.append(dry_experts.plan_notes(experts))
+    if stack.experts:
+        parts.append(dry_experts.plan_notes(stack.experts))
     say(render(parts, arguments.format))
     return 0

@@ -9,6 +9,7 @@ from typing import Callable
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
+from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.checks.names import split_checks
@@ -34,7 +35,6 @@ from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.console import say
 from mm3d.model.sizes import SIZES
-from mm3d.model.stack import Stack
 from mm3d.tracing.events import PHASES
 
 GROUP = "Measure the paper's tables"
@@ -213,7 +213,7 @@ def grid_chooser(arguments: argparse.Namespace,
         return None
     return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
         arguments.grid, one.row.scheme, comm.size, name,
-        Stack(**one.sizes, dtype=one.variant.dtype, recompute=arguments.recompute)), comm)
+        row_stack(one.variant, one.sizes, arguments.recompute)), comm)
 
 
 def stopper(file: str | None) -> Callable[[], bool]:

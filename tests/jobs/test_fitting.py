@@ -8,6 +8,7 @@ import mm3d
 from bench.__main__ import main
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables
+from bench.cases.row_stack import row_stack
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.prediction import memory_fit
@@ -60,7 +61,7 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
     found = fitting.fit_row(site(gpu_memory=f"{most} B"), one)
     plain = fitting.fit_row(site(gpu_memory=f"{most} B"), float32)
     assert plain == fitting.RowFit("none", most)
-    stack = memory_fit.stack_of_row(sizes, replace(variant, dtype=dtype))
+    stack = replace(row_stack(variant, sizes), dtype=dtype)
     needed = memory_fit.predict_peak("3d", grid, stack, variant)
     if dtype == "float16":
         assert found == fitting.RowFit("none", needed) and needed < most

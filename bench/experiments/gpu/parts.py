@@ -196,8 +196,7 @@ class GpuBenchmark:
 
     def layer_step(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
         """Return a step: forward and backward of one layer on this rank's blocks."""
-        model = mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
-                                 sizes.seq, self.seed, dtype)
+        model = mm3d.Transformer(scheme, **sizes, seed=self.seed, dtype=dtype)
         x, dy = model.random("input"), model.random("output gradient")
 
         def step() -> tuple[Any, Any]:

@@ -58,7 +58,7 @@ class MeasuredLayer:
                  dtype: str = "float32") -> None:
         self.footprint = Footprint(scheme.grid)
         self.scheme, self.sizes, self.seed, self.dtype = scheme, sizes, seed, dtype
-        self.model = against_serial.build_model(scheme, sizes, seed, dtype)
+        self.model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
         self.x, self.dy = self.model.random("input"), self.model.random("output gradient")
         self.model.zero_gradients()
 
@@ -71,8 +71,7 @@ class MeasuredLayer:
                    reference: TorchProcesses | None) -> list[Check]:
         """Compare a step's results and the parameters' gradients with PyTorch or serial."""
         expected = reference and (lambda: reference.ask("check"))
-        return against_serial.compare(self.model, *results, self.sizes, self.seed, self.dtype,
-                                      expected)
+        return against_serial.compare(self.model, *results, self.dtype, expected)
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,8 @@ def start_torch(subject: MeasuredLayer, python: str) -> TorchProcesses:
 
 def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
-    model = against_serial.build_model(
-        mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
+    model = mm3d.Transformer(
+        mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), **sizes, seed=seed, dtype=dtype)
     arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
     return arrays | {name: model.random(name) for name in ("input", "output gradient")}
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import mm3d
 from bench.cases.case import Case
-from bench.checks import against_serial
+from bench.cases.row_stack import row_stack
 from bench.experiments.rows.dilation import (KINDS, Dilation, Predicted, set_links,
                                              time_phases)
 from bench.experiments.rows.row import (fail_on_value_error, free_at_end, run_counted_step,
@@ -159,9 +159,8 @@ def prepare_plan(plan: SweepPlan, settings: Settings, world) -> Iterator[ReadyPl
             one.row.scheme, comm, shape.sizes, settings.backend,
             **one.variant.options(one.row.scheme)))
         with free_at_end(scheme.grid.free):
-            model = against_serial.build_model(scheme, one.sizes, settings.seed,
-                                               one.variant.dtype, one.variant.causal,
-                                               settings.recompute)
+            model = mm3d.Transformer(
+                scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed))
             y, dx, _ = run_counted_step(model, model.random("input"),
                                         model.random("output gradient"))
             checks = verify_step(one, scheme, model, y, dx, settings)

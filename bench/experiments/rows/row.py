@@ -8,6 +8,7 @@ import numpy as np
 
 import mm3d
 from bench.cases.case import Case
+from bench.cases.row_stack import row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
 from bench.errors import Failed
@@ -110,9 +111,8 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
                     trace: bool) -> Measured:
     """Verify, time and trace one case on the grid of `scheme`; see `measure_case`."""
     resident, comm = peak_memory.Resident(), scheme.grid.comm
-    model = fail_on_value_error(lambda: against_serial.build_model(
-        scheme, one.sizes, settings.seed, one.variant.dtype, one.variant.causal,
-        settings.recompute))
+    model = fail_on_value_error(lambda: mm3d.Transformer(
+        scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed)))
     x, dy = model.random("input"), model.random("output gradient")
     memory = StepMemory(model, resident)
     with settings.watched(scheme.grid, model):
@@ -213,13 +213,11 @@ def verify_step(one: Case, scheme, model, y, dx, settings: Settings) -> list[Che
     """
     checked = model
     if one.verified != one.sizes:
-        checked = against_serial.build_model(
-            scheme, one.verified, settings.seed, one.variant.dtype, one.variant.causal,
-            settings.recompute)
+        checked = mm3d.Transformer(
+            scheme, row_stack(one.variant, one.verified, settings.recompute, settings.seed))
         y, dx, _ = run_counted_step(checked, checked.random("input"),
                                     checked.random("output gradient"))
-    checks = against_serial.compare(checked, y, dx, one.verified, settings.seed,
-                                    one.variant.rounding, causal=one.variant.causal)
+    checks = against_serial.compare(checked, y, dx, one.variant.rounding)
     problem = against_serial.failure_message(checks)
     if problem:
         raise Failed(problem)

@@ -8,7 +8,7 @@ import numpy as np
 
 import mm3d
 from bench.cases.case import Case
-from bench.checks import against_serial
+from bench.cases.row_stack import row_stack
 from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilated, dilate
 from bench.experiments.rows.settings import ModelledWork, Settings
@@ -71,8 +71,8 @@ def waiting_model(one: Case, scheme, settings: Settings,
     work, comm = settings.waits(one), scheme.grid.comm
     trace = trace_rank(one, scheme, settings, work)
     with waited_work(scheme.grid, work.seconds, work.block) as backend:
-        model = against_serial.build_model(scheme, one.sizes, settings.seed, one.variant.dtype,
-                                           one.variant.causal, settings.recompute)
+        model = mm3d.Transformer(
+            scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed))
         x, dy = model.random("input"), model.random("output gradient")
         with settings.watched(scheme.grid, model):
             dilated = (dilate(one, model, x, dy, order, settings.dilation)

@@ -199,12 +199,12 @@ def test_wrong_gradients_in_16_bits_are_seen(comm, name, layers):
         return
     sizes = mm3d.ModelSizes(layers=layers, hidden=32, heads=8, batch=8, seq=8)
     scheme = mm3d.scheme(name, comm)
-    model = against_serial.build_model(scheme, sizes, 0, "float16", causal=True)
+    model = mm3d.Transformer(scheme, **sizes, dtype="float16", causal=True)
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
 
     def failed() -> list[str]:
-        checks = against_serial.compare(model, y, dx, sizes, 0, "float16", causal=True)
+        checks = against_serial.compare(model, y, dx, "float16")
         return [check.quantity for check in checks if not check.passed]
     assert failed() == []
     for what, mutate in MUTATIONS.items():

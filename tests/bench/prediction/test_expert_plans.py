@@ -21,8 +21,8 @@ WORDS = "--ranks 4 --layers 4 --hidden 64 --heads 4 --batch 8 --seq 16 --experts
 
 def made(name="1f1b", stages=2, scheme="3d", grid=(2, 1, 1), sizes=SIZES, **more):
     shape = find_scheme(scheme).grid_shape(grid)
-    return PipelineModel(build(name, stages, 4), scheme, (shape,) * stages, sizes,
-                         experts=EXPERTS, **more)
+    return PipelineModel(build(name, stages, 4), scheme, (shape,) * stages,
+                         Stack(**sizes, experts=EXPERTS), **more)
 
 
 def test_stages_take_together_what_the_whole_model_takes():
@@ -36,7 +36,7 @@ def test_stages_take_together_what_the_whole_model_takes():
     times = predict_pipeline(model, LONGHORN).timeline.times
     assert times.forward[0] == times.forward[1] > 0
     with_none = predict_pipeline(PipelineModel(
-        model.schedule, "3d", model.grids, SIZES), LONGHORN).timeline.times
+        model.schedule, "3d", model.grids, Stack(**SIZES)), LONGHORN).timeline.times
     assert times.forward[0] > with_none.forward[0]
 
 

@@ -6,6 +6,7 @@ import mm3d
 from bench.__main__ import main
 from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_seconds import PipelineModel
+from mm3d.model.stack import Stack
 from mm3d.tracing.events import Collective
 from mm3d.training.schedules import build
 
@@ -18,8 +19,8 @@ def shapes(sizes) -> tuple:
 
 
 def made(name="1f1b", stages=4, microbatches=8, grid=(2, 1, 1), **more) -> PipelineModel:
-    sizes = mm3d.ModelSizes(layers=8, hidden=256, heads=4, batch=16, seq=64)
-    return PipelineModel(build(name, stages, microbatches), "3d", shapes([grid]) * stages, sizes,
+    stack = Stack(layers=8, hidden=256, heads=4, batch=16, seq=64)
+    return PipelineModel(build(name, stages, microbatches), "3d", shapes([grid]) * stages, stack,
                          **more)
 
 
@@ -54,7 +55,7 @@ def test_replicas_share_the_links_of_a_node():
                                     (1, 4, 8), {})
     crossing = {}
     for source, target in ((0, 1), (1, 2)):
-        placed = hop_seconds.place_moves(moves, 4, 1, 3, 8, 4, source, target)
+        placed = hop_seconds.place_moves(moves, 4, 1, 3, 8, 4, (source, target))
         crossing[source] = [(int(a), int(b)) for a, b, _ in zip(*placed) if a // 4 != b // 4]
     assert crossing == {0: [(3, 4)], 1: [(7, 8)]}
     assert len(placed[0]) == 5    # replicas, after which places in nodes repeat

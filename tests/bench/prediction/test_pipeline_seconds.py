@@ -9,6 +9,7 @@ from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_seconds import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.training.schedules import Times, build, clock
@@ -21,7 +22,7 @@ DRY = ["dry", "--hidden", "256", "--layers", "8", "--batch", "16", "--seq", "64"
 
 def made(name="1f1b", stages=4, grid=(2, 1, 1), **more) -> PipelineModel:
     grids = (find_scheme("3d").grid_shape(grid),) * stages
-    return PipelineModel(build(name, stages, 8), "3d", grids, SIZES, **more)
+    return PipelineModel(build(name, stages, 8), "3d", grids, Stack(**SIZES), **more)
 
 
 def test_a_hop_takes_the_link_between_its_nodes():
@@ -31,7 +32,7 @@ def test_a_hop_takes_the_link_between_its_nodes():
     def hop(places, source, target):
         moves = np.arange(places), np.arange(places), np.full(places, size)
         return hop_seconds.seconds_of_moves(LONGHORN, *hop_seconds.place_moves(
-            moves, 1, places, 8, 1, 4, source, target))
+            moves, 1, places, 8, 1, 4, (source, target)))
     seconds, level = hop(2, 0, 1)
     assert level == "node" and seconds == pytest.approx(
         LONGHORN.node.seconds_per_message / achieved.latency
@@ -74,7 +75,7 @@ def test_the_step_is_that_of_the_closed_form_without_hops(name):
 def test_one_stage_is_predicted_as_a_model_without_stages(name):
     """To the last digit: of one micro-batch it is the step that dry runs predict."""
     model = PipelineModel(build(name, 1, 1), "3d", (find_scheme("3d").grid_shape((2, 2, 1)),),
-                          SIZES)
+                          Stack(**SIZES))
     found = pipeline_seconds.predict_pipeline(model, LONGHORN)
     trace = dry_run.extrapolate_step("3d", 4, (2, 2, 1), **SIZES)
     assert float(found.seconds) == sum(step_seconds(LONGHORN, trace).values())
