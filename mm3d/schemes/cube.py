@@ -203,9 +203,9 @@ class Cube(Scheme):
     overlap : {False, True, 2, 4, 8}
         Whether communication overlaps with products, see `mm3d.schemes.overlap`.  It takes memory
         for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
-        the results are the same to the bit.  With a number A and C travel in up to so many panels
-        of rows, as often as all ranks hold equal parts of them: the words are the same, the calls
-        more, and the last bits may differ, as BLAS divides the rows otherwise.
+        the results are the same to the bit.  With a number, A and C travel in at most that many
+        panels of rows, shared equally by the ranks: the words are the same, the calls more, and
+        the last bits may differ, as BLAS divides the rows otherwise.
     """
 
     name = "3d"
