@@ -74,10 +74,10 @@ class Transformer(Trained):
         `mm3d.model.experts`.  `make_layers` then gets ``experts=`` too.  The gradients of the
         router's losses are added by `backward`, times ``routings.scale``.
     expert_ranks : ExpertRanks, optional
-        Ranks with other sequences of the same batch, and those that divide the experts.
+        Ranks with other sequences of the same batch, and the ranks that divide the experts.
     initial_values : callable
-        Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
-        those above.
+        Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default as
+        above.
 
     Raises
     ------
@@ -101,8 +101,8 @@ class Transformer(Trained):
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     mask_key : MaskKey
-        Key of the masks of dropout.  Set its `place` before each forward, without which nothing
-        is dropped; backward uses that of its own forward, and leaves it there.
+        Key of the masks of dropout.  Set its `place` before each forward, else nothing is
+        dropped; backward sets it to the place of its own forward.
     routings : Routings
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
@@ -138,7 +138,7 @@ class Transformer(Trained):
         if experts is not None:
             more["experts"] = experts
         types = [name and getattr(self.grid.backend.xp, name, name)
-                 for name in (self.dtype, master)]    # those of the array library
+                 for name in (self.dtype, master)]    # the array library's own types
         self.builder = Builder(scheme, self.outer, self.inner, *types, self.mask_key, parameter,
                                expert_ranks)
         self.routings: Routings = self.builder.routings
@@ -158,7 +158,7 @@ class Transformer(Trained):
 
     @property
     def grids(self) -> list[Grid]:
-        """Return the grid, whose collectives an observer may be told of."""
+        """Return the grid, in a list, for observers of its collectives."""
         return [self.grid]
 
     @property
@@ -228,14 +228,14 @@ class Transformer(Trained):
             return self.layers.backward(dy, saved, overlap)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
-        """Compute the gradient of the input, but not those of the weights.
+        """Compute the gradient of the input, without the gradients of weights.
 
         This and `backward_weights` are the two halves of `backward`, with the same results to the
         bit.  Any number of micro-batches may be between them, and the second halves may come in
         any order, in which they add to the gradients of the weights.  The gradients of biases and
         norms are added here.
 
-        Parameters and errors are those of `backward`.
+        Parameters and errors as in `backward`.
 
         Returns
         -------
@@ -332,7 +332,7 @@ class Transformer(Trained):
         for p in self.parameters:
             p.load(np.asarray(state[p.name]))
 
-    # Of the data that `forward` saved, or the operands that `backward_input` returned.
+    # Counts the data that `forward` saved, or the operands that `backward_input` returned.
     saved_bytes = staticmethod(saved_bytes)
 
 
