@@ -125,10 +125,10 @@ class Layout:
 
     @property
     def _along_diagonal(self) -> str:
-        """Return the direction whose coordinates are those of the diagonal.
+        """Return the direction whose coordinate selects the rank on the diagonal.
 
-        It is the first that divides the last divided dimension, as of a vector's features: others
-        may divide copies of the vector before.
+        It is the first direction of the last divided dimension, such as a vector's features;
+        earlier dimensions may be divided too, such as experts.
         """
         return next(letters[0] for letters in reversed(self.dims) if letters)
 

@@ -48,9 +48,9 @@ class Optimizer(PlainNumbers, ABC):
         Gradients are multiplied by ``min(1, clip / (norm + 1e-6))`` with the norm of all of them.
         None or 0 clips nothing.
     loss_scaling : LossScaling, optional
-        For float16: gradients are those of the loss times ``loss_scaling.scale``, and are divided
-        by it.  Set as ``model.loss_scale``, which a model with a loss of its own heeds; without
-        loss scaling it is 1 there.
+        For float16: gradients of the loss times ``loss_scaling.scale`` are divided by the scale.
+        It is set as ``model.loss_scale``, which a model with a loss of its own applies; without
+        loss scaling that is 1.
     decays : callable
         Tells for one of `model.trained` whether it decays; by default `decays` of this module.
 
@@ -86,7 +86,7 @@ class Optimizer(PlainNumbers, ABC):
         self.state = {name: [_zeros_like(t.master) for t in model.trained]
                       for name in self.moments}
         if hasattr(model, "loss_scale"):
-            model.loss_scale = 1.0    # not that of an earlier optimizer
+            model.loss_scale = 1.0    # an earlier optimizer may have set another
             model.optimizer = weakref.ref(self)    # whose numbers a step compares over all ranks
         self._announce_scale()
 
@@ -103,8 +103,8 @@ class Optimizer(PlainNumbers, ABC):
     def step(self) -> bool:
         """Change all parameters by their gradients; return whether the step was not skipped.
 
-        Every rank must call it.  Ranks exchange what they clip or scale by, and compare their
-        numbers with it; where they do neither, `GPT.step` finds the next time what differs.
+        Every rank must call it.  Ranks that clip or scale exchange the largest gradient, and
+        compare their numbers with it; else the next `GPT.step` finds what differs.
 
         Raises
         ------
@@ -136,13 +136,13 @@ class Optimizer(PlainNumbers, ABC):
         return True
 
     def numbers(self) -> dict[str, float | int]:
-        """Return what continues a training beside the moments: counts, rate, loss scaling."""
+        """Return what resumes a training beside the moments: counts, rate, loss scaling."""
         scaling = self.loss_scaling
         return {"steps": self.steps, "lr": self.lr} | ({} if scaling is None else {
             f"loss_scaling.{name}": getattr(scaling, name) for name in scaling.numbers})
 
     def options(self) -> dict[str, float | int | str]:
-        """Return what defines the steps beside `numbers`: with others a training goes on, too."""
+        """Return what else defines the steps; a training may be resumed with other options."""
         scaling = self.loss_scaling
         return {"weight_decay": self.weight_decay, "clip": self.clip or 0.0,
                 "decays": text_of(self.decays),
@@ -194,7 +194,7 @@ class Optimizer(PlainNumbers, ABC):
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, w -= lr b with b = momentum b + g.
+    """Change parameters by stochastic gradient descent, w -= lr b with b = momentum b + g.
 
     Parameters
     ----------
@@ -233,9 +233,9 @@ class SGD(Optimizer):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
+    """Change parameters by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
-    After t steps m and v are averages of the gradients and of their squares,
+    Weight decay is decoupled.  After t steps m and v are averages of the gradients and squares,
     m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2, and
     w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
 

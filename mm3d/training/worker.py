@@ -97,7 +97,7 @@ class Worker:
         self.hops.messages.finish()
 
     def _begin_receives(self, index: int) -> None:
-        """Begin the receives up to those of the action numbered `index`."""
+        """Begin all receives up to the action numbered `index`."""
         while self._receives and self._receives[0].index <= index:
             receive = self._receives.popleft()
             self._begun[receive.event] = self.hops.begin_receive(receive.event, receive.other)
