@@ -1,11 +1,11 @@
-"""Raise on all ranks what goes wrong on one, in one line."""
+"""Raise an error of one rank on all ranks, in one line."""
 
 import errno
 import os
 import re
 from typing import Any, Callable
 
-# Those of disks, HDF5 and arguments, whose text says enough without their kind.
+# Errors of disks, HDF5 and arguments, whose text says enough without their type.
 PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
 
 
