@@ -86,7 +86,7 @@ def hide_launcher() -> None:
 
 
 def leave_job(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the launcher's variables from `environ` where they are those of another process.
+    """Remove the launcher's variables from `environ` where they belong to another process.
 
     Such a process has passed all of `os.environ` on; or it has not imported mm3d.
     """
@@ -108,7 +108,7 @@ def _is_worker() -> bool:
 
 
 def launch(environ: Mapping[str, str]) -> str:
-    """Return what tells this start of a rank by a launcher from all others.
+    """Return an identifier of this start of a rank by a launcher.
 
     Returns
     -------

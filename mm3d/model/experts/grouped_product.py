@@ -90,7 +90,7 @@ class GroupedProduct:
     - the features of A and the rows of C reduce-scatters terms of C, and gathers dC, by rows;
     - the rows of A and the features of C gathers A, and reduce-scatters terms of dA, by rows;
     - the features of both gathers A, and reduce-scatters dA, by features;
-    - the features of A alone all-reduces terms of C, and of C alone terms of dA;
+    - the features of A alone all-reduces terms of C; the features of C alone, terms of dA;
     - the weight alone gathers it, and reduce-scatters its gradient.
 
     Where the first rank of a direction holds all, these are broadcasts from it and reductions onto
