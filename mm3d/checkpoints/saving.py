@@ -20,7 +20,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
          keep: int = 3, **attributes: float | int | str) -> Path:
     """Save a checkpoint, complete or not at all.
 
-    Every rank of ``model.comm`` must call it.  Each writes its blocks, one of equal copies alone, to
+    Every rank of ``model.comm`` must call it.  Each writes its blocks, once among equal copies, to
     a file of its own; the index is written last, and the checkpoint gets its name when all of it
     is on the disk.  So a job that is killed at any moment leaves the earlier checkpoints.
 
