@@ -126,7 +126,7 @@ class Division:
         keep_plain_numbers(self)
 
     def given(self) -> dict[str, Any]:
-        """Return what differs from the defaults."""
+        """Return the fields that differ from their defaults."""
         return {one.name: value for one in fields(self)
                 if (value := getattr(self, one.name)) != one.default}
 

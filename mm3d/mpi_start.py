@@ -74,7 +74,7 @@ def neutral_letters() -> Iterator[None]:
 
 
 def hide_launcher() -> None:
-    """Leave the launcher's variables out of what this process passes on to others.
+    """Hide the launcher's variables from the processes that this one starts.
 
     `os.environ` keeps them, for programs that read them there.
     """

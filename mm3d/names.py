@@ -1,4 +1,4 @@
-"""Find what a person names among known names, without regard to case, hyphens and underscores."""
+"""Find a name among known names, without regard to case, hyphens and underscores."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Compare ``/dev/shm`` with what MPICH takes of it when it starts.
+"""Check whether ``/dev/shm`` has the room that MPICH takes when it starts.
 
 MPICH lays out memory there for the ranks of a node, and crashes without a word where it does not
 fit; a container has 64 MB by default.  How much it takes depends on how it was built, which is
@@ -111,7 +111,7 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
 
 
 def hint(ranks: int, folder: str = FOLDER) -> str:
-    """Return what is free, for ranks on this node that crashed; "" where that is ample.
+    """Describe the free room, for ranks on this node that crashed; "" where it is ample.
 
     It may be the cause: other jobs have a share of it, and other MPI libraries take it, too.
     """

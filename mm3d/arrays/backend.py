@@ -1,4 +1,4 @@
-"""Define what a backend does, on NumPy's arrays, and find the backend of an array.
+"""Define the interface of a backend, on NumPy's arrays, and find the backend of an array.
 
 A `Backend` makes, copies and multiplies arrays, and counts their memory.  The code above it calls
 functions of the arrays' own namespace (`namespace`), so that no algorithm names a library.  The
@@ -27,7 +27,7 @@ Progress = Callable[[], None] | None    # lets collectives make progress during 
 
 
 class Backend:
-    """Arrays in host memory as NumPy handles them; backends of libraries override what differs.
+    """Provide NumPy's arrays in host memory; backends of other libraries override what differs.
 
     Attributes
     ----------

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def masked_array(name: str, a: Any) -> np.ndarray:
-    """Return what a caller passes as an array, as one with a mask if anything in it is masked.
+    """Convert what a caller passes to an array, with a mask if anything in it is masked.
 
     Raises
     ------

@@ -133,7 +133,7 @@ def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:
 
 def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]],
           *groups: dict[str, Any]) -> Index:
-    """Return the index of what all ranks hold."""
+    """Join the arrays and blocks of all ranks in an index."""
     infos = {path: info for found, _ in gathered for path, info in found.items()}
     parts = sorted(infos, key=lambda path: path.startswith("optimizer/"))    # parameters first
     return Index({path: infos[path] for path in parts},

@@ -50,7 +50,7 @@ def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line, without what HDF5 adds to what the system said."""
+    """Return an error in one line, without HDF5's additions to the system's message."""
     text = " ".join(str(error).split())
     said = re.search(r"error message = '([^']*)'", text)
     if said:

@@ -64,7 +64,7 @@ class Writer:
         self._index: int | None = None    # descriptor
 
     def begin(self) -> Path:
-        """Create the folder aside, and return it; remove first what jobs have left there."""
+        """Remove the leftovers of other jobs, create the folder aside, and return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.said += remove_leftovers(self.folder)
         self._first = self._free_place()

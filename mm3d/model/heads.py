@@ -8,7 +8,7 @@ from mm3d.model.parameters import Parameter
 
 
 class Weight(Protocol):
-    """Describe what a head needs of its weight: a `Parameter` has it."""
+    """Describe the interface of a head's weight, such as a `Parameter`."""
 
     value: Array
     has_master: bool

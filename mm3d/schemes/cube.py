@@ -183,10 +183,10 @@ class CubeMatrixProduct(MatrixProduct):
 class Cube(Scheme):
     """Divide matrices over an X x Y x Z grid, with perfect load balance.
 
-    The layout of the outer space is that of A_ijl, the layout of the inner one that of C_ilj.  A
-    product *up* into the inner space has the directions y, x, z, a product *down* z, x, y.  Rows
-    are divided by whole sequences, or by batch and position as in the paper's [b/p, s/p, h/p];
-    attention then gathers keys and values along the sequence.
+    The outer space has the layout of A_ijl, the inner space the layout of C_ilj.  A product *up*
+    into the inner space has the directions y, x, z, a product *down* z, x, y.  Rows are divided by
+    whole sequences, or by batch and position as in the paper's [b/p, s/p, h/p]; attention then
+    gathers keys and values along the sequence.
 
     X = P is fully sharded data parallelism (ZeRO-3), Y = P Megatron-LM with sequence
     parallelism, Z = 1 the two combined.

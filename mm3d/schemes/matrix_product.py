@@ -1,6 +1,6 @@
 """Define the interface of products of plain matrices: C = A B, A B^T and A^T B.
 
-They run the algorithms of the linear layers (`mm3d.schemes.scheme.Product`) without a model, for
+They run the algorithms of the linear layers (`mm3d.schemes.product.Product`) without a model, for
 microbenchmarks and checks.
 """
 

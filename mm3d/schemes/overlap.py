@@ -160,7 +160,7 @@ class Overlap:
         self._terms.append((parameter, vector, terms))
 
     def finish_gradients(self) -> None:
-        """Sum what is left to be summed, so that all gradients computed so far are complete."""
+        """Complete the sums of all gradients computed so far."""
         self._finish_weight()
         terms, self._terms = self._terms, []
         for parameter, vector, term in terms:

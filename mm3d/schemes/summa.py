@@ -175,5 +175,5 @@ class Summa(Scheme):
 
 
 def _reductions(broadcasts: list[Move]) -> list[Move]:
-    """List the reductions of the gradients of what is broadcast, along the same directions."""
+    """List the reductions of the gradients of broadcast matrices, along the same directions."""
     return [move._replace(collective="reduce") for move in broadcasts]

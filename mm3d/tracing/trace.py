@@ -75,7 +75,7 @@ class Trace(Observer):
             self.begin_phase(phase)
 
     def begin_phase(self, phase: str) -> None:
-        """Begin a phase, and count what has moved before as the traffic of the last one."""
+        """Begin a phase, and add the traffic so far to the phase before."""
         if self._model is not None:
             moved = {key: one for key, one in self._model.traffic().items() if one.calls}
             if moved or self.phase in (*PHASES, *HALVES):

@@ -63,7 +63,7 @@ def reproducible_norm(arrays: list[Array], comm: MPI.Intracomm,
     arrays : list of Array
         This rank's arrays; every element is on one rank only.
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which must call it.
+        The ranks; all must call it.
     largest : float, optional
         The result of `largest_magnitude`, which is computed if not given.
 

@@ -136,20 +136,20 @@ class Optimizer(PlainNumbers, ABC):
         return True
 
     def numbers(self) -> dict[str, float | int]:
-        """Return what resumes a training beside the moments: counts, rate, loss scaling."""
+        """Return the numbers that resume a training beside moments: counts, rate, loss scaling."""
         scaling = self.loss_scaling
         return {"steps": self.steps, "lr": self.lr} | ({} if scaling is None else {
             f"loss_scaling.{name}": getattr(scaling, name) for name in scaling.numbers})
 
     def options(self) -> dict[str, float | int | str]:
-        """Return what else defines the steps; a training may be resumed with other options."""
+        """Return the options that define the steps; a training may be resumed with others."""
         scaling = self.loss_scaling
         return {"weight_decay": self.weight_decay, "clip": self.clip or 0.0,
                 "decays": text_of(self.decays),
                 "loss_scaling": "none" if scaling is None else scaling.rule()}
 
     def set_numbers(self, numbers: dict[str, float | int]) -> None:
-        """Set what `numbers` returned; loss scaling where this optimizer has one."""
+        """Set the numbers that `numbers` returned; loss scaling where this optimizer has one."""
         for name in self.numbers():
             owner, _, attribute = name.rpartition(".")
             if name in numbers:
@@ -157,7 +157,7 @@ class Optimizer(PlainNumbers, ABC):
         self._announce_scale()
 
     def _gradient_factor(self) -> float | None:
-        """Return what the gradients are to be multiplied by; None where the step is skipped."""
+        """Return the factor of the gradients; None where the step is skipped."""
         scaling, self.norm = self.loss_scaling, None
         nothing_to_see = not all(backend_of(t.grad).has_contents for t in self.model.trained)
         if scaling is None and self.clip is None or nothing_to_see:
@@ -183,7 +183,7 @@ class Optimizer(PlainNumbers, ABC):
         return factor
 
     def _announce_scale(self) -> None:
-        """Tell the model what to multiply its loss by."""
+        """Set the model's `loss_scale` to the factor of the loss."""
         if self.loss_scaling is not None:
             self.model.loss_scale = self.loss_scaling.scale
 

@@ -36,7 +36,7 @@ class Pipeline(Trained):
     Parameters
     ----------
     mesh : Mesh
-        The ranks, all of which create it, and call `free` when it is not used any more.
+        The ranks; all create it, and call `free` when it is not used any more.
     schedule : str or Schedule
         What each stage does, and in which order; a name of
         `mm3d.training.schedules.builders.registry` needs `microbatches`.

@@ -169,5 +169,5 @@ class Barrier:
             raise ValueError(differ)
 
     def note_call(self, call: int | Call) -> None:
-        """Add a call, or the length of an allocation, to what all ranks compare next."""
+        """Add a call, or the length of an allocation, to the hash that all ranks compare next."""
         self.earlier_calls = hash((self.earlier_calls, call))

@@ -148,7 +148,7 @@ class MpiTransport:
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
-        """Broadcast `a` of the rank `root`; that of the others is overwritten."""
+        """Broadcast `a` of the rank `root`, over `a` of the others."""
         a = self.backend.contiguous(a)
         self._broadcast(a, root)
         self._moved += a.size * (self.rank != root)

@@ -39,7 +39,7 @@ class DryCommunicator:
         return 2 ** 62
 
     def allgather(self, own: Any) -> list[Any]:
-        """Return what this rank gives, as if all others gave the same."""
+        """Return this rank's object once for each rank, as if all gave the same."""
         return [own] * self.size
 
     def Isend(self, buffer: Any, target: int, tag: int) -> "DryRequest":

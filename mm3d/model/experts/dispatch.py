@@ -66,7 +66,7 @@ class Plan:
 
 
 class Dispatch:
-    """Plan the ways of rows, and move them.
+    """Plan where rows go, and move them.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class Dispatch:
         self._width = hidden * self._sharing // grid.shape.ranks_along(outer.features)
 
     def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> Plan:
-        """Plan the ways of this rank's rows; every rank must call it.
+        """Plan where this rank's rows go; every rank must call it.
 
         Parameters
         ----------
