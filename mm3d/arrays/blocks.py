@@ -9,7 +9,7 @@ from typing import Any, Iterator
 Array = Any
 
 GELU_SCALE = math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715
+GELU_CUBIC = 0.044715    # both of GELU's tanh form, here for all of its kernels
 
 
 def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:

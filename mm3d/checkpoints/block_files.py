@@ -108,7 +108,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def read_part(folder: Path, block: Block, place: tuple[slice, ...], out: np.ndarray) -> int:
-    """Copy the part of a stored block that lies in this rank's block at `place` to `out`.
+    """Copy the part of a stored block that lies in `place` to `out`, this rank's block there.
 
     Pieces are read whole, and compared with their checksums.
 

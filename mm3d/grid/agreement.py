@@ -86,7 +86,7 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     facts = {"call": call} | {name: text_of(value) for name, value in given.items()} | refused
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
     own = float(int.from_bytes(digest, "big") >> 11)    # whole numbers below 2^53 are exact
-    found = np.array([own, -own, largest])
+    found = np.array([own, -own, largest])    # all have the same if the most is the least
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))

@@ -57,7 +57,7 @@ class GridAxes:
                 for name, line in lines.items()}
 
     def stride(self, name: str) -> int:
-        """Return the difference between the ranks of two neighbours along a direction."""
+        """Return the difference between the ranks, in a mesh, of neighbours along a direction."""
         return self.shape.stride(name)
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:

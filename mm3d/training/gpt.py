@@ -41,8 +41,8 @@ class GPT(PlainNumbers, Trained):
     Parameters
     ----------
     where : Mesh or Config
-        A mesh, with the fields of `mm3d.config.Model` and `mm3d.config.Division` that it does not
-        fix as keywords; or a configuration of all of them, with `comm`.
+        A mesh, and as keywords the fields of `mm3d.config.Model` and `mm3d.config.Division` that
+        the mesh does not set; or a configuration of all of them, with `comm`.
     comm : mpi4py.MPI.Intracomm, optional
         All ranks of a `Config`; each creates it, and calls `free` when it is not used any more.
     around : callable, optional

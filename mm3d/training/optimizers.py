@@ -103,8 +103,8 @@ class Optimizer(PlainNumbers, ABC):
     def step(self) -> bool:
         """Change all parameters by their gradients; return whether the step was not skipped.
 
-        Every rank must call it.  Ranks that clip or scale exchange the largest gradient, and
-        compare their numbers with it; else the next `GPT.step` finds what differs.
+        Every rank must call it.  Ranks that clip or scale compare their numbers as they exchange
+        the largest gradient; without, the next `GPT.step` finds what differs.
 
         Raises
         ------

@@ -19,8 +19,7 @@ from mm3d.transport.pending import Pending
 def shard_layout(layout: Layout) -> Layout:
     """Return the layout of the shards of blocks in `layout`: d divides their first dimension.
 
-    Vectors on a diagonal are divided further in the first dimension that is divided already, so
-    that d does not define the diagonal.
+    Vectors on a diagonal are divided further in the first dimension that is divided already.
     """
     dims = layout.spec.partition("@")[0].split(",")    # as written, with the 0 of faces
     place = next(n for n, letters in enumerate(dims) if letters) if layout.diagonal else 0

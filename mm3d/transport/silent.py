@@ -35,7 +35,7 @@ class DryCommunicator:
         return self
 
     def Get_attr(self, key: int) -> int:
-        """Return a largest tag that no schedule reaches."""
+        """Return the largest tag, which no schedule reaches."""
         return 2 ** 62
 
     def allgather(self, own: Any) -> list[Any]:

@@ -26,7 +26,7 @@ class ExpertOptions:
     top : int
         Number of experts k that a token is sent to.
     every : int
-        Every how many layers one has experts in place of its multi-layer perceptron: with 2 the
+        Period of the layers with experts in place of the multi-layer perceptron: with 2 the
         layers 1, 3, and so on, counted from 0; with 1 all of them.
     capacity : float or None
         Capacity factor: how many tokens an expert takes, as a multiple of what it gets when all
