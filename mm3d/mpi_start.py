@@ -1,6 +1,6 @@
 """Start MPI where it can start, and keep child processes of a rank out of its job.
 
-This is what MPI libraries need when they start and do not see to themselves:
+MPI libraries need three things when they start that they do not provide themselves:
 
 - The letters "I" and "i" must be one to C.  In Turkish they are not, and UCX, which looks its
   options up without regard to case, does not find them.

@@ -18,8 +18,8 @@ from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
-# Of a backend's `block`, elements that are changed at a time: no parameter or moment is in cache
-# before, so half as many calls cost less than what a longer piece of scratch memory does.
+# Elements changed at a time, in units of a backend's `block`: parameters and moments are not in
+# cache before, so half as many calls save more than a longer piece of scratch memory costs.
 BLOCKS = 2
 
 

@@ -1,8 +1,8 @@
 """Execute one rank's row of a pipeline schedule.
 
-The order of receives, actions and sends is that of `mm3d.training.schedules.messages.operations`,
-which the check of a schedule has played through.  Sends are asynchronous, so a schedule that
-passes it completes here.
+Receives, actions and sends are in the order of `mm3d.training.schedules.messages.operations`,
+which the check of a schedule plays through.  Sends are asynchronous, so a schedule that passes it
+completes here.
 """
 
 from collections import deque
