@@ -23,7 +23,7 @@ TRANSPORTS = {
 HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")
 DEVICE_TRANSPORTS = ("device", "staged", "nccl")
 IN_NODES = ("shared", "hierarchical")    # lines inside a node share memory
-LEAST_NODES = 3    # of a chain: of two nodes, MPI's tree is one
+LEAST_NODES = 3    # of a chain; between two nodes MPI's tree is a chain
 
 
 def transport_class(name: str) -> type[MpiTransport]:
