@@ -26,8 +26,8 @@ def set_default(environ: MutableMapping[str, str] = os.environ) -> None:
 def fastest_kernels(processors: Path = PROCESSORS) -> str | None:
     """Return the kernels that OpenBLAS should use here; None where it chooses the fastest itself.
 
-    On every processor with AVX-512 it uses kernels of 512 bits.  Zen 4 (family 25, of which only
-    it has AVX-512) executes such instructions in halves of 256 bits.  There the products of a GPT
+    On every processor with AVX-512 it uses kernels of 512 bits.  Zen 4 (the only one of family 25
+    with AVX-512) executes such instructions in halves of 256 bits.  There the products of a GPT
     of 512 features, 1024 rows, take 1.03 (one process) to 1.08 times as long (two) in float32 as
     with kernels of 256 bits (OpenBLAS 0.3.31), and as long in float64.
 

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-# In which programs that are started here print: the locale's, but for Python's UTF-8 mode, which
-# they have too.
+# The encoding in which programs that are started here print: the locale's, or UTF-8 in Python's
+# UTF-8 mode, which they have too.
 CHILDREN_PRINT = locale.getpreferredencoding(False)
 GRACE = 10.0     # seconds between SIGTERM and SIGKILL
-ORPHANS = 1.0    # of these at most for processes that have outlived the child
+ORPHANS = 1.0    # seconds of these, at most, for processes that have outlived the child
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class ChildResult:
-    """The end of a child process.
+    """Describe the end of a child process.
 
     Attributes
     ----------

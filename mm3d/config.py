@@ -74,9 +74,9 @@ class Model:
         keep_plain_numbers(self)
 
     def settings(self) -> dict[str, Any]:
-        """Return all fields as settings of a record, those of experts with a prefix.
+        """Return all fields as settings of a record, fields of experts with a prefix.
 
-        What is None is not recorded.
+        Fields that are None are left out.
         """
         found = asdict(self)
         found |= {PREFIX + name: value for name, value in (found.pop("experts") or {}).items()}
@@ -127,7 +127,7 @@ class Division:
         keep_plain_numbers(self)
 
     def given(self) -> dict[str, Any]:
-        """Return what differs from the defaults."""
+        """Return the fields that differ from their defaults."""
         return {one.name: value for one in fields(self)
                 if (value := getattr(self, one.name)) != one.default}
 

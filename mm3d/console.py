@@ -18,7 +18,7 @@ NAMES = {1: "stdout", 2: "stderr"}
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error, which loses what cannot be written."""
+    """Write to standard output or standard error, and lose what cannot be written."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -86,7 +86,7 @@ def can_complain() -> bool:
 
 
 def flush() -> None:
-    """Pass on what was printed by whatever means."""
+    """Flush standard output and standard error, as far as they can be written."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):    # a full disk, a closed stream

@@ -1,4 +1,4 @@
-"""Read the limits that Linux control groups, such as those of a container, set to this process."""
+"""Read the limits that Linux control groups, such as a container's, set to this process."""
 from __future__ import annotations
 
 import os

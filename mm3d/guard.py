@@ -134,7 +134,7 @@ class Guard:
         """Return whether another rank that fails tells `text`; otherwise this rank is to tell it.
 
         A rank that hears of it before it fails relies on the ranks that it hears of, and does not
-        let others know.  Of several that fail in the same moment the first tells it that can.
+        let others know.  Of several that fail in the same moment the first that can tells it.
         """
         world, can_tell = MPI.COMM_WORLD, console.can_complain()
         mine = hashlib.blake2b(ADDRESS.sub("", text).encode(errors="replace"),

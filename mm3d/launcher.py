@@ -22,7 +22,7 @@ LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE",
                         "MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE",
                         "JSM_NAMESPACE_LOCAL_SIZE", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
 
-# The rank among those of this node: the same launchers, Flux, and srun.
+# The number of the rank on this node: the same launchers, Flux, and srun.
 LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK",
                         "MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK",
                         "JSM_NAMESPACE_LOCAL_RANK", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK",
@@ -44,7 +44,7 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_
                      "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_NAMESPACE_", "PALS_", "FLUX_TASK_",
                      "FLUX_JOB_")
 
-# Open MPI's, of the same form as a user's settings of it, which stay.
+# Set by Open MPI for its ranks, in the form of a user's settings; a user's own stay.
 RANK_SETTINGS = ("OMPI_MCA_ess", "OMPI_MCA_orte_app", "OMPI_MCA_orte_ess", "OMPI_MCA_orte_hnp",
                  "OMPI_MCA_orte_job", "OMPI_MCA_orte_launch", "OMPI_MCA_orte_local_daemon",
                  "OMPI_MCA_orte_top", "OMPI_MCA_pmix")
@@ -96,7 +96,7 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
 def ranks_on_these_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks that share the cores of this machine, by the launcher.
 
-    They are those of this node, but in an emulated cluster those of all its nodes.
+    They are the ranks of this node, and in an emulated cluster the ranks of all its nodes.
     """
     local = local_ranks(environ)
     if CLUSTER_VARIABLE not in environ:
@@ -105,7 +105,7 @@ def ranks_on_these_cores(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return this process' rank among those of its node; None if no launcher says it."""
+    """Return the number of this process' rank on its node; None if no launcher says it."""
     return _first_number(LOCAL_RANK_VARIABLES, environ)
 
 
@@ -172,7 +172,7 @@ def environment_to_start(command: list[str],
 def mpirun_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that let an ``mpirun`` run as root and with more ranks than cores.
 
-    Those that the user has set are left out.
+    Variables that the user has set are left out.
     """
     return {name: value for name, value in PERMISSIONS.items() if name not in environ}
 
@@ -180,8 +180,8 @@ def mpirun_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def mpirun_command(ranks: int, *argv: str) -> list[str]:
     """Return the command line that runs `argv` on a number of ranks, for `subprocess.run`.
 
-    The ``mpirun`` beside this interpreter goes before those on PATH, as it belongs to the MPI
-    library that mpi4py finds in the same environment; in an emulated cluster, that on PATH.
+    The ``mpirun`` beside this interpreter goes before one on PATH, as it belongs to the MPI
+    library that mpi4py finds in the same environment; an emulated cluster uses the one on PATH.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ def cores(environ: Mapping[str, str] = os.environ) -> int:
 def allowed_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of cores on which the ranks on this node may run.
 
-    A launcher may bind each rank to some of its own cores.  The ranks then share those of the
+    A launcher may bind each rank to some of its own cores.  The ranks then share the cores of the
     launcher, which is the parent process, within Slurm's allocation.
     """
     available = _allowed_cores(0)

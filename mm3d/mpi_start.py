@@ -1,6 +1,6 @@
 """Start MPI where it can start, and keep child processes of a rank out of its job.
 
-This is what MPI libraries need when they start and do not see to themselves:
+MPI libraries need three things when they start that they do not provide themselves:
 
 - The letters "I" and "i" must be one to C.  In Turkish they are not, and UCX, which looks its
   options up without regard to case, does not find them.
@@ -74,7 +74,7 @@ def neutral_letters() -> Iterator[None]:
 
 
 def hide_launcher() -> None:
-    """Leave the launcher's variables out of what this process passes on to others.
+    """Hide the launcher's variables from the processes that this one starts.
 
     `os.environ` keeps them, for programs that read them there.
     """
@@ -86,7 +86,7 @@ def hide_launcher() -> None:
 
 
 def leave_job(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the launcher's variables from `environ` where they are those of another process.
+    """Remove the launcher's variables from `environ` where they belong to another process.
 
     Such a process has passed all of `os.environ` on; or it has not imported mm3d.
     """
@@ -108,7 +108,7 @@ def _is_worker() -> bool:
 
 
 def launch(environ: Mapping[str, str]) -> str:
-    """Return what tells this start of a rank by a launcher from all others.
+    """Return an identifier of this start of a rank by a launcher.
 
     Returns
     -------

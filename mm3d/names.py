@@ -1,11 +1,11 @@
-"""Find what a person names among known names, without regard to case, hyphens and underscores."""
+"""Find a name among known names, without regard to case, hyphens and underscores."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def plain(name: str) -> str:
-    """Return what tells `name` from other names: ``zbh1`` of ``ZB_H1``."""
+    """Return `name` without case, hyphens and underscores: ``zbh1`` for ``ZB_H1``."""
     return name.casefold().replace("-", "").replace("_", "").strip()
 
 
@@ -39,7 +39,7 @@ def find_name(name: str, known: Iterable[str], what: str) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` for the known name most similar to `name`; "" for none.
 
-    Where none is similar, that is one which has `name` as a part of it.
+    Where none is similar, a known name that contains `name` is suggested.
     """
     ordered, given = {plain(one): one for one in known}, plain(name[:100])
     similar = (difflib.get_close_matches(given, ordered, 1, 0.75)

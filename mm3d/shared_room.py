@@ -1,11 +1,11 @@
-"""Compare ``/dev/shm`` with what MPICH takes of it when it starts.
+"""Check whether ``/dev/shm`` has the room that MPICH takes when it starts.
 
 MPICH lays out memory there for the ranks of a node, and crashes without a word where it does not
 fit; a container has 64 MB by default.  How much it takes depends on how it was built, which is
 known of the library on PyPI alone.
 
 UCX, its network library, would take 4.3 MB a rank more, for messages that MPICH sends itself.  It
-does without where there is no room, but ranks crash that share what is left for some of them.
+does without where there is no room, but where the room is enough for some ranks only, ranks crash.
 """
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = "/dev/shm"
-TRANSPORTS = "UCX_TLS"    # names those of UCX
+TRANSPORTS = "UCX_TLS"    # the variable that names UCX's transports
 NO_SHARE = "^shm"         # all but shared memory
 CELLS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS"    # of a rank, through which messages pass
-USUAL, FEW = 64, 16       # of them
+USUAL, FEW = 64, 16       # numbers of cells
 CELL_BYTES = 1 << 14
 RANK_BYTES = 9_400        # beside the cells
 FOR_ALL = 1 << 16         # bytes for all ranks together
@@ -41,8 +41,7 @@ def free_bytes(folder: str = FOLDER) -> tuple[int, int]:
 
 
 def bytes_of_siblings(folder: str = FOLDER) -> int:
-    """Return how much of a folder is taken by files that other children of this process' parent,
-    such as the ranks that a launcher has started with this one, have mapped."""
+    """Return the bytes of a folder that siblings of this process, such as other ranks, map."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -112,7 +111,7 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
 
 
 def hint(ranks: int, folder: str = FOLDER) -> str:
-    """Return what is free, for ranks on this node that crashed; "" where that is ample.
+    """Describe the free room, for ranks on this node that crashed; "" where it is ample.
 
     It may be the cause: other jobs have a share of it, and other MPI libraries take it, too.
     """

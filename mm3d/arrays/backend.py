@@ -1,4 +1,4 @@
-"""Define what a backend does, on NumPy's arrays, and find the backend of an array.
+"""Define the interface of a backend, on NumPy's arrays, and find the backend of an array.
 
 A `Backend` makes, copies and multiplies arrays, and counts their memory.  The code above it calls
 functions of the arrays' own namespace (`namespace`), so that no algorithm names a library.  The
@@ -27,14 +27,14 @@ Progress = Callable[[], None] | None    # lets collectives make progress during 
 
 
 class Backend:
-    """Arrays in host memory as NumPy handles them; backends of libraries override what differs.
+    """Provide NumPy's arrays in host memory; backends of other libraries override what differs.
 
     Attributes
     ----------
     name : str
         The value of ``--backend``.
     has_contents : bool
-        Whether elements of arrays have values; those of dry runs have none.
+        Whether elements of arrays have values; in dry runs they have none.
     xp : module
         The array library.
     pool : object
@@ -52,7 +52,7 @@ class Backend:
     nccl : module or None
         CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
     more_dtypes : tuple of dtype
-        Floating-point types beside those of 16, 32 and 64 bits that every library has.
+        Floating-point types beside float16, float32 and float64, which every library has.
     between_blocks : callable or None
         Called between blocks of elementwise work, so that collectives in flight make progress.
     """
@@ -83,10 +83,10 @@ class Backend:
         Parameters
         ----------
         number : int
-            The rank among those that share memory with it.
+            Number of the rank on its node.
         counted : float
-            How many ranks that number is of, infinite for all: of fewer than before it is
-            ignored.
+            Number of ranks that were counted, infinite for all ranks.  The call is ignored if
+            an earlier one counted more.
 
         Raises
         ------
@@ -95,7 +95,7 @@ class Backend:
         """
 
     def alike(self, count: int) -> Iterable[int]:
-        """Return the numbers of `count` pieces of work whose arrays differ in contents alone."""
+        """Return the numbers of `count` equal pieces of work; a dry run does only two of them."""
         return range(count)
 
     def owns(self, a: Array) -> bool:

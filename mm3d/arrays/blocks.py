@@ -9,7 +9,7 @@ from typing import Any, Iterator
 Array = Any
 
 GELU_SCALE = math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715
+GELU_CUBIC = 0.044715    # both of GELU's tanh form, here for all of its kernels
 
 
 def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -28,7 +28,7 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:
-    """Return start and length of one of the blocks of `block_lengths`, without the others."""
+    """Return start and length of block `part` of `block_lengths`, without computing the others."""
     share, more = divmod(_whole_units(extent, unit), parts)
     return (share * part + min(part, more)) * unit, (share + (part < more)) * unit
 
@@ -90,8 +90,8 @@ def row_blocks(library: Any, *arrays: Array,
 def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[tuple[Array, ...]]:
     """Iterate over matching views of about `block` elements of arrays of the same shape.
 
-    Contiguous arrays are passed as one-dimensional views, whatever their shape; of others a view
-    has as many dimensions as it spans.  Parameters as in `row_blocks`.
+    Contiguous arrays are passed as one-dimensional views, whatever their shape; views of others
+    drop the leading dimensions along which they have one index.  Parameters as in `row_blocks`.
     """
     xp, block = library.xp, block or library.block
     if all(library.is_contiguous(a) for a in arrays):
@@ -110,8 +110,8 @@ def head_blocks(library: Any, q: Array, k: Array,
                 rows: int | None = None) -> Iterator[tuple[int, slice]]:
     """Iterate over sequences and groups of heads whose scores have about 8 blocks of elements.
 
-    `q` and `k` are (batch, positions, heads, d), and scores of `rows` queries, by default all, are
-    computed at once; yields the index of a sequence and a slice of its heads.
+    Yields the index of a sequence and a slice of its heads.  `q` and `k` are (batch, positions,
+    heads, d); scores of `rows` queries, by default all, are computed at once.
     """
     batch, queries, heads, _ = q.shape
     step = max(1, 8 * library.block // max(1, (rows or queries) * k.shape[1]))

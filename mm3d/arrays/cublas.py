@@ -32,7 +32,7 @@ ARGUMENT_TYPES = {
 
 
 class Cublas:
-    """cuBLAS on the stream of a backend.
+    """Call cuBLAS on the stream of a backend.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ INSTALL_COMMAND = "pip install -U 'cupy-cuda13x[ctk]>=14.1' (cupy-cuda12x for GP
 
 
 class CupyBackend(Backend):
-    """CuPy arrays, with cuBLAS for products.
+    """Provide CuPy arrays on one GPU, with cuBLAS for products.
 
     Memory comes from a pool over plain ``cudaMalloc``: other kinds cannot be shared between
     processes by CUDA IPC, which MPI needs.
@@ -45,8 +45,8 @@ class CupyBackend(Backend):
     Raises
     ------
     ValueError
-        When CuPy is missing or too old, comes without cuBLAS or NVRTC, finds no GPU, or is of a
-        CUDA that does not know this one; when ``MM3D_GPU_ORDER`` is no order of the GPUs.
+        When CuPy is missing or too old, comes without cuBLAS or NVRTC, finds no GPU, or uses a
+        CUDA that does not support it; when ``MM3D_GPU_ORDER`` is no order of the GPUs.
     """
 
     name = "cupy"
@@ -245,7 +245,7 @@ class CupyBackend(Backend):
 
 
 class Graph:
-    """The device's work of a step, recorded as a CUDA graph; each call launches it again.
+    """Record the device's work of a step as a CUDA graph; each call launches it again.
 
     Memory that the step allocates is from a pool of the graph, so that its addresses are never
     given to other arrays; the step's inputs are read and written in place.  The step runs once
@@ -256,7 +256,7 @@ class Graph:
     backend : CupyBackend
         The backend whose stream is recorded.
     step : callable
-        The step; between its operations on the device the host does nothing, such as MPI.
+        The step; the host does nothing else in it, such as MPI.
 
     Attributes
     ----------

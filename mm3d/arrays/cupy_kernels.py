@@ -30,7 +30,7 @@ MAX_SCORE_BYTES = 2 ** 28    # of attention scores that are in memory at a time
 
 
 class GpuKernels:
-    """Functions of `mm3d.model.functional` for the arrays of a GPU.
+    """Compute functions of `mm3d.model.functional` on the arrays of a GPU.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class GpuKernels:
         return self._launch_with_rows("scale_rows", a, b, out)
 
     def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array) -> Array:
-        """Launch a kernel of every row of `a` with the vector `b`."""
+        """Launch a kernel that combines every row of `a` with the vector `b`."""
         rows, cols = _matrix_shape(a)
         across = -(-cols // (THREADS_PER_BLOCK * (16 // out.dtype.itemsize)))
         down = min(rows, max(1, MAX_BLOCKS // max(1, across)))

@@ -12,7 +12,7 @@ def gpu_of_rank(number: int, gpus: int, environ: Mapping[str, str] = os.environ)
     Parameters
     ----------
     number : int
-        Number of the rank among those of its node.
+        Number of the rank on its node.
     gpus : int
         How many GPUs it sees; where there are more ranks, they are assigned in turn.
     environ : mapping

@@ -30,7 +30,7 @@ class Segment:
 
 
 def segments_of(groups: Sequence[int], lengths: Sequence[int]) -> list[Segment]:
-    """Return the segments of rows that follow each other, without those that have no rows."""
+    """Return the segments of groups whose rows follow each other, without empty segments."""
     found, start = [], 0
     for group, length in zip(groups, map(int, lengths), strict=True):
         if length:

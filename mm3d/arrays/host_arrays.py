@@ -1,4 +1,4 @@
-"""Check arrays that a caller passes on the host: nothing that they say may be lost."""
+"""Check host arrays that a caller passes, so that no value and no mask is lost."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def masked_array(name: str, a: Any) -> np.ndarray:
-    """Return what a caller passes as an array, as one with a mask if anything in it is masked.
+    """Convert what a caller passes to an array, with a mask if anything in it is masked.
 
     Raises
     ------
     ValueError
-        When it has no one shape, such as lists of different lengths.
+        When its parts differ in shape, such as lists of different lengths.
     """
     if isinstance(getattr(a, "dtype", None), np.dtype) and hasattr(a, "shape"):
         return a

@@ -11,7 +11,7 @@ from typing import Any
 GRANULARITY_BYTES = 4096
 CLASS_BITS = 3               # after the leading one of a size in units: 8 classes per power of two
 MIN_BOUND_BYTES = 1 << 24    # that may always be idle
-WINDOW_PIECES = 4096         # given back, over which the most bytes in use are remembered
+WINDOW_PIECES = 4096         # pieces given back in a window; its most bytes in use are kept
 
 
 def size_class(length: int, granularity: int = GRANULARITY_BYTES) -> int:
@@ -26,7 +26,7 @@ def size_class(length: int, granularity: int = GRANULARITY_BYTES) -> int:
 
 
 class IdleMemory:
-    """Pieces of memory that are not in use, by their size.
+    """Hold pieces of memory that are not in use, by their size.
 
     Its state depends on the order of the calls alone: where ranks make the same calls, they keep
     and release the same pieces.
@@ -38,7 +38,7 @@ class IdleMemory:
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[tuple[int, Any]]] = {}    # with the number of their `put`
+        self._pieces: dict[int, list[tuple[int, Any]]] = {}    # each with the number of its `put`
         self.bytes = self._count = self._most = self._before = 0
         self._window = WINDOW_PIECES    # the number of the `put` at which the next window begins
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
-QUERY_BLOCK = 64    # queries, at least, whose scores are computed at once under a causal mask
-MAX_EXPONENT = 87.0    # whose exp and its reciprocal float32 still has in full precision
+QUERY_BLOCK = 64    # least number of queries in a block of scores under a causal mask
+MAX_EXPONENT = 87.0    # exp of it, and the reciprocal, have full precision in float32
 
 Array = Any
 
 
 class Kernels:
-    """NumPy's versions of functions of `mm3d.model.functional`, which document them.
+    """Compute functions of `mm3d.model.functional`, which documents them, with NumPy.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ class Kernels:
         np, scale, d = self.np, 1 / math.sqrt(q.shape[-1]), q.shape[-1]
         blocks = self._query_blocks(q, k, first, causal)
         seen = blocks[0][1]
-        if seen < k.shape[1]:    # of positions after all queries
+        if seen < k.shape[1]:    # positions after all queries have no gradient
             dk[:, seen:, ...] = dv[:, seen:, ...] = 0
         names = ("s", "s", "qe", "ke", "kd", "r", "p")
         for b, some, memory in self._head_blocks(q, k, blocks, *names):
@@ -252,7 +252,7 @@ class Kernels:
                                 seen, part)
 
     def _put_terms(self, a: Array, b: Array, out: Array, seen: int, part: Array) -> None:
-        """Put the products `a` b of each head where `out` has all positions seen, or add them."""
+        """Multiply `a` and `b` of each head into `out` if it has all positions seen, else add."""
         np, out = self.np, by_head(self.np, out)
         if out.shape[1] == seen:
             np.matmul(a, b, out=out)
@@ -284,9 +284,9 @@ class Kernels:
                      *spare: str) -> Iterator[tuple[int, slice, list[Array]]]:
         """Iterate over groups of heads, each with memory for the intermediate values of a block.
 
-        The memory is of the scores (s), of a number for each of their rows (r) and of products
-        that are added up (p), one-dimensional; or of the group's queries or positions, with d
-        features of a head or d + 1 (qd, qe, kd, ke).
+        `spare` names it: one-dimensional for scores (s), for one number per row of scores (r) and
+        for products that are added up (p); for the group's queries or positions with d or d + 1
+        features a head (qd, qe, kd, ke).
         """
         (queries, d), positions = (q.shape[1], q.shape[3]), k.shape[1]
         rows, made = max(block[0].stop - block[0].start for block in blocks), None

@@ -1,4 +1,4 @@
-"""Make Python's numbers of a caller's scalars, before they meet arrays.
+"""Convert a caller's scalars to Python numbers, before they meet arrays.
 
 A scalar of NumPy has a type that arithmetic keeps: a float32 array times a ``np.float64`` is
 computed in float64, and times a Python float in float32.  So the bits of a result would depend on
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number as Python's int or float, also those in a tuple; all else as it is.
+    """Convert a number, or those in a tuple, to Python's int or float; return all else as it is.
 
-    Numbers are those of NumPy and of other libraries, and their arrays without dimensions.
+    Numbers include scalars of NumPy and other libraries, and arrays without dimensions.
     """
     if type(value) in (float, int, bool, str) or value is None:
         return value
@@ -31,13 +31,13 @@ def plain_number(value: Any) -> Any:
 
 
 def keep_plain_numbers(record: Any) -> None:
-    """Make Python's numbers of those in the fields of a dataclass, also of a frozen one."""
+    """Convert the numbers in the fields of a dataclass, frozen or not, to Python's."""
     for field in fields(record):
         object.__setattr__(record, field.name, plain_number(getattr(record, field.name)))
 
 
 class PlainNumbers:
-    """Keep each number that becomes an attribute as Python's, whoever sets it."""
+    """Convert each number that is set as an attribute to Python's."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, plain_number(value))

@@ -18,7 +18,7 @@ MIN_HUGE_BYTES = 1 << 22      # of memory for which large pages are advised, as 
 
 
 class Lease(weakref.ref):
-    """Memory that an array has until the array and every view of it are gone.
+    """Hold the memory of an array until the array and every view of it are gone.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Lease(weakref.ref):
 
 
 class Pool:
-    """Host memory that is reused as soon as no array refers to it.
+    """Lend host memory to arrays, and reuse it as soon as no array refers to it.
 
     A first touch of new memory costs several times a reuse, and a training step allocates the
     same sizes again and again.  Every view of an array from `take` keeps that array alive; when
@@ -136,7 +136,7 @@ class Pool:
         return lease
 
     def _end_lease(self, lease: Lease) -> None:
-        """Give the memory of an array back, which is gone with all of its views."""
+        """Give back the memory of an array that is gone with all of its views."""
         del self._leases[lease.key]
         self.in_use -= lease.size
         lease.give_back(lease.item)

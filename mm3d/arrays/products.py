@@ -34,9 +34,9 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               progress: Progress = None) -> Array:
-    """Compute C = A B^T of (..., k) and (n, k), where k may be several dimensions.
+    """Compute C = A B^T of A, (..., k), and B, (n, k), where k may be several dimensions.
 
-    They are all dimensions of B but the first.  Other parameters as in `matmul`.
+    k stands for all dimensions of B but the first.  Other parameters as in `matmul`.
     """
     n, inner = b.shape[0], b.shape[1:]
     rows = a.shape[:len(a.shape) - len(inner)]
@@ -46,9 +46,9 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               accumulate_float32: bool = False, progress: Progress = None) -> Array:
-    """Compute C = A^T B of (m, n) and (m, ...), where m may be several dimensions.
+    """Compute C = A^T B of A, (m, n), and B, (m, ...), where m may be several dimensions.
 
-    They are all dimensions of A but the last.  With `accumulate_float32` C has the
+    m stands for all dimensions of A but the last.  With `accumulate_float32` C has the
     `accumulation_dtype` of A.  Other parameters as in `matmul`.
     """
     n, m = a.shape[-1], math.prod(a.shape[:-1])
@@ -61,7 +61,7 @@ def _gemm(a_shape: tuple[int, int], a: Array, b_shape: tuple[int, int], b: Array
           shape: tuple[int, ...], empty: Callable[..., Array] | None, progress: Progress,
           left: bool = False, right: bool = False,
           accumulate_float32: bool = False) -> Array:
-    """Multiply `a` and `b` as matrices of these shapes, transposed if `left` and `right`."""
+    """Multiply `a`, transposed if `left`, by `b`, transposed if `right`, as these matrices."""
     backend = backend_of(a)
     c = (empty or backend.empty)(shape, accumulation_dtype(a) if accumulate_float32 else a.dtype)
     c_shape = (a_shape[1] if left else a_shape[0], b_shape[0] if right else b_shape[1])

@@ -21,14 +21,14 @@ PIECE_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Block:
-    """Where a block of a global array lies.
+    """Describe where a block of a global array lies.
 
     Attributes
     ----------
     path : str
         The array's place in the index, and the block's in its file.
     start, shape : tuple of int
-        Of the block, in the array as stored.
+        First indices and lengths of the block in the array as stored.
     file, offset : str, int
         The file, and the first byte of the data in it.
     checksums : tuple of int
@@ -108,7 +108,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def read_part(folder: Path, block: Block, place: tuple[slice, ...], out: np.ndarray) -> int:
-    """Copy to `out`, this rank's block at `place`, what lies in another block of the array.
+    """Copy the part of a stored block that lies in `place` to `out`, this rank's block there.
 
     Pieces are read whole, and compared with their checksums.
 

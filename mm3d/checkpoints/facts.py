@@ -1,7 +1,7 @@
-"""Compare what defines a model and its training with what a checkpoint says of it.
+"""Compare the definition of a model and its training with a checkpoint's.
 
-Another function is refused.  What changes the training alone is said, and so is what cannot be
-told, since the checkpoint or the model does not state it.
+A model of another function is refused.  Facts that change the training alone are reported, and so
+are facts that the checkpoint or the model does not state.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ OPTIMIZER = "optimizer."    # before the names of an optimizer's options
 
 
 def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what defines a model, and what changes its training alone; both may be empty."""
+    """Return the facts that define a model, and those of its training alone; both may be empty."""
     definition = getattr(model, "definition", None)
     function, training = (definition.function, definition.training) if definition else ({}, {})
     options = {} if optimizer is None else optimizer.options()
@@ -21,12 +21,12 @@ def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, A
 
 
 def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[str]:
-    """Compare a model and its optimizer with what an index says of them.
+    """Compare a model and its optimizer with the facts in an index.
 
     Returns
     -------
     list of str
-        What the caller should know; the first line is of the model.
+        What the caller should know, one line each.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Name the checkpoints in a folder, and remove those that are over.
+"""List the checkpoints in a folder, and remove old ones.
 
 A checkpoint is a folder ``step-00000010``, or ``step-00000010.1`` if that step was written before.
-What has such a name is complete: it is written aside (`mm3d.checkpoints.writer`), and renamed
-before it is removed.
+A folder with such a name is complete: it is written under another name
+(`mm3d.checkpoints.writer`), and renamed before it is removed.
 """
 
 import os
@@ -20,7 +20,7 @@ DELETING = "deleting"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, by rising step, of a step as written.
+    """Return the complete checkpoints in a folder, by rising step, then in the order written.
 
     A link counts, wherever it points to: what was moved away is no less a checkpoint.
     """
@@ -49,7 +49,7 @@ def step_of(path: Path) -> int:
 
 
 def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
-    """Remove all checkpoints but those of the last `keep` steps, and `newest`.
+    """Remove all checkpoints except `newest` and those of the last `keep` steps.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
 def _remove(path: Path) -> None:
     """Remove a checkpoint; of a link the link alone.
 
-    A folder that also holds what no checkpoint has stays.
+    A folder that also holds foreign files stays.
     """
     with suppress(FileNotFoundError):    # another job was faster
         if path.is_symlink():

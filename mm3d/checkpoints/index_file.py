@@ -26,7 +26,7 @@ FORMAT, BEFORE = "mm3d checkpoint, version 2", "mm3d checkpoint, version 1"
 CHECKSUM = "\nCRC-32 of what is before: {:08x}\n"
 CHECKSUM_LINE = re.compile(rb"\nCRC-32 of what is before: [0-9a-f]{8}\n\Z")
 DROPOUT_STEP = "dropout_step"    # an attribute of the checkpoint and of models with dropout
-GROUPS = ("optimizer", "model", "training")    # whose attributes are those of an index
+GROUPS = ("optimizer", "model", "training")    # of attributes, named as the fields of `Index`
 RESERVED = ("step", "format", "comment", DROPOUT_STEP)    # attributes that are not the caller's
 
 
@@ -42,7 +42,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds, without the elements.
+    """Describe what a checkpoint holds, without the elements.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Index:
     blocks : list of Block
         All blocks of all arrays.
     attributes : dict
-        Those of the whole: the step, and what the caller added.
+        Attributes of the checkpoint: the step, and what the caller added.
     optimizer : dict
         Name and numbers of the optimizer; empty without one.
     model : dict

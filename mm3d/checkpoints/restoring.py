@@ -21,7 +21,7 @@ from mm3d.grid.agreement import same_arguments
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was restored: its folder, its step, and the attributes saved with it."""
+    """Describe a restored checkpoint: its folder, its step, and the attributes saved with it."""
 
     path: Path
     step: int
@@ -30,11 +30,11 @@ class Checkpoint:
 
 def restore(folder: str | Path, model: Any, optimizer: Any = None,
             step: int | None = None) -> Checkpoint:
-    """Restore the newest checkpoint of a folder: to the bit what was saved, on any mesh.
+    """Restore the newest checkpoint of a folder, to the bit and on any mesh.
 
     Every rank of ``model.comm`` must call it.  A rank reads the pieces of rows that its own blocks
-    lie in, and compares them with their checksums.  The model changes when all ranks have read all
-    of theirs, for which host memory holds a copy of them.
+    lie in, and compares them with their checksums.  The model changes after all ranks have read
+    all pieces, so host memory holds a copy of this rank's blocks.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         Gets the moments, the number of steps, the learning rate, and the state of its loss
         scaling; without one only the parameters are read.
     step : int, optional
-        Which checkpoint; by default that of the highest step.
+        Step of the checkpoint; by default the highest.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     Warns
     -----
     UserWarning
-        On rank 0, of what differs and changes the training alone, and of what cannot be told.
+        On rank 0, about differences that change the training alone, and about unknown facts.
     """
     folder, comm = Path(folder), model.comm
     with same_arguments(comm, "restore") as given:
@@ -105,7 +105,7 @@ def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
     new : list of str
         The optimizer's moments that it does not have.
     said : list of str
-        What differs from the model, or cannot be told, and changes the training alone.
+        Differences that change the training alone, and facts that are not known.
     """
     comm = model.comm
     while True:

@@ -20,9 +20,9 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
          keep: int = 3, **attributes: float | int | str) -> Path:
     """Save a checkpoint, complete or not at all.
 
-    Every rank of ``model.comm`` must call it.  Each writes what it counts of the model to a file
-    of its own; the index is written last, and the checkpoint gets its name when all of it is on
-    the disk.  So a job that is killed at any moment leaves the checkpoints before.
+    Every rank of ``model.comm`` must call it.  Each writes its blocks, once among equal copies, to
+    a file of its own; the index is written last, and the checkpoint gets its name when all of it
+    is on the disk.  So a job that is killed at any moment leaves the earlier checkpoints.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     step : int, optional
         The step that the checkpoint is named after; by default the optimizer's.
     keep : int
-        How many of the newest checkpoints are left; older ones are removed.
+        Number of the newest checkpoints that stay; older ones are removed.
     **attributes
         Further numbers and texts, the same on every rank, which `restore` returns.
 
@@ -121,7 +121,7 @@ def check_whole(name: str, value: Any, least: int) -> int:
 
 
 def _dropout_step(model: Any) -> dict[str, int]:
-    """Return the step that the model's next dropout masks are of, where it drops anything."""
+    """Return the step of the model's next dropout masks, where it drops anything."""
     step = getattr(model, DROPOUT_STEP, None)
     return {} if step is None else {DROPOUT_STEP: int(step)}
 
@@ -133,7 +133,7 @@ def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:
 
 def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]],
           *groups: dict[str, Any]) -> Index:
-    """Return the index of what all ranks hold."""
+    """Join the arrays and blocks of all ranks in an index."""
     infos = {path: info for found, _ in gathered for path, info in found.items()}
     parts = sorted(infos, key=lambda path: path.startswith("optimizer/"))    # parameters first
     return Index({path: infos[path] for path in parts},

@@ -1,4 +1,4 @@
-"""Keep a file in memory, without the parts that nobody writes."""
+"""Keep a file in memory, without the parts that are never written."""
 
 import io
 from typing import Any
@@ -7,9 +7,9 @@ PAGE = 4096
 
 
 class SparseFile(io.RawIOBase):
-    """Hold what is written to it, by pages, as a file of any size; what is between is zero.
+    """Hold a file of any size by the pages that are written; bytes between them are zero.
 
-    HDF5 lays out files in it, whose data never come here: on a full disk HDF5 itself ends in a
+    HDF5 lays out files in it, without their data: on a full disk HDF5 itself ends in a
     segmentation fault.
 
     Attributes

@@ -12,7 +12,7 @@ DTYPES = ("float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A global array, and this rank's block of it.
+    """Describe a global array, and this rank's block of it.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class StoredArray:
 
 
 def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
-    """Return what this rank holds of a model and of the moments of its optimizer.
+    """Return this rank's arrays of a model and of the moments of its optimizer.
 
     Raises
     ------

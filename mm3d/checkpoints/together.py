@@ -1,11 +1,11 @@
-"""Raise on all ranks what goes wrong on one, in one line."""
+"""Raise an error of one rank on all ranks, in one line."""
 
 import errno
 import os
 import re
 from typing import Any, Callable
 
-# Those of disks, HDF5 and arguments, whose text says enough without their kind.
+# Errors of disks, HDF5 and arguments, whose text says enough without their type.
 PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
 
 
@@ -50,7 +50,7 @@ def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line, without what HDF5 adds to what the system said."""
+    """Return an error in one line, without HDF5's additions to the system's message."""
     text = " ".join(str(error).split())
     said = re.search(r"error message = '([^']*)'", text)
     if said:

@@ -3,10 +3,9 @@
 What is written aside is a folder such as ``.step-00000010-1f0c-5be2.writing``, whose name has the
 machine of its writer and a number of its own: two jobs that save the same step never share one.
 The writer holds a lock on the index in it, which the kernel releases when the process ends,
-however it ends.  So what is left by jobs that have ended can be told from what is being written,
-on the same machine always.  Of another machine a lock that is seen says that a job writes, but
-none says nothing, since not every file system carries locks: there a leftover must also be a day
-old.
+however it ends.  So on the same machine leftovers of jobs that have ended can always be told from
+folders that are being written.  From another machine a lock shows that a job writes, but no lock
+shows nothing, since not every file system carries locks: there a leftover must also be a day old.
 """
 
 import errno
@@ -36,7 +35,7 @@ TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 @functools.cache
 def machine() -> str:
-    """Return what tells this machine from others, in hexadecimal digits."""
+    """Return an identifier of this machine, in hexadecimal digits."""
     # Containers of a machine share it.
     boot = BOOT.read_text(encoding="ascii") if BOOT.exists() else ""
     return hashlib.blake2b((boot or platform.node()).encode(), digest_size=4).hexdigest()
@@ -65,7 +64,7 @@ class Writer:
         self._index: int | None = None    # descriptor
 
     def begin(self) -> Path:
-        """Create the folder aside, and return it; remove first what jobs have left there."""
+        """Remove the leftovers of other jobs, create the folder aside, and return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.said += remove_leftovers(self.folder)
         self._first = self._free_place()

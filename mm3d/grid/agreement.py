@@ -1,4 +1,4 @@
-"""Compare what the ranks of a communicator pass to the same call, which none then makes alone.
+"""Compare the arguments that ranks pass to the same call: where they differ, all ranks raise.
 
 A rank with arguments of its own would wait for messages that nobody sends, or compute another
 model in silence.
@@ -67,7 +67,7 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     given : dict
         What all ranks should have alike, by name.
     refused : dict
-        Why this rank refuses the call, by `REFUSED`; empty if it does not.
+        Why this rank refuses the call, under the key `REFUSED`; empty if it does not.
     largest : float
         This rank's number.
 
@@ -86,7 +86,7 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     facts = {"call": call} | {name: text_of(value) for name, value in given.items()} | refused
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
     own = float(int.from_bytes(digest, "big") >> 11)    # whole numbers below 2^53 are exact
-    found = np.array([own, -own, largest])
+    found = np.array([own, -own, largest])    # all have the same if the most is the least
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))
@@ -99,12 +99,12 @@ def checksum(a: np.ndarray) -> str:
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksums of arrays by name, in float64; the type of what are no numbers."""
+    """Return by name the checksum of each array in float64, or its type if it has no numbers."""
     found = {}
     for name, a in arrays.items():
         try:
             a = np.asarray(a)
-        except ValueError:    # lists that make no array, which whoever uses them refuses
+        except ValueError:    # lists that make no array: refused where they are used
             found[name] = type(a).__name__
         else:
             real = np.can_cast(a.dtype, np.float64, "same_kind")
@@ -114,7 +114,7 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def format_difference(found: Sequence[Facts]) -> str:
-    """Format an error about ranks with different facts, which `found` has in their order."""
+    """Format an error about ranks whose facts differ; `found` has the facts of each rank."""
     calls = list(dict.fromkeys(one["call"] for one in found))
     if len(calls) > 1:
         return (f"the ranks make different calls ({_by_value([one['call'] for one in found])}): "
@@ -136,7 +136,7 @@ def format_difference(found: Sequence[Facts]) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Return the text of an error, with its kind where that is not what wrong values raise."""
+    """Return the text of an error, with its type unless that is ValueError."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
@@ -170,10 +170,10 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return the text by which a value is compared: the same where the type does not matter.
+    """Return the text by which a value is compared: the same for equal values of other types.
 
-    1, 1.0 and NumPy's 1 are the same, and so are a dtype and its name, a tuple and a list.  Of
-    functions the name counts, and of what is unknown the type.
+    1, 1.0 and NumPy's 1 are the same, and so are a dtype and its name, a tuple and a list.
+    Functions are compared by name, and unknown objects by type.
     """
     if type(value) in (int, str):    # first: a schedule may have 100,000
         return str(value)
@@ -182,7 +182,7 @@ def text_of(value: Any) -> str:
     if value is None or isinstance(value, (str, np.dtype)):
         return str(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()    # of NumPy and other libraries
+        value = value.item()    # a number of NumPy or of another library
     if isinstance(value, numbers.Integral):
         return str(int(value))
     if isinstance(value, numbers.Real):

@@ -31,7 +31,7 @@ class Traffic:
     calls : int
         Calls of the collective.
     messages : int
-        Blocks received or sent; of an all-to-all those sent that are not empty.
+        Blocks received or sent; in an all-to-all, blocks sent that are not empty.
     words : int
         Array elements received (gather, broadcast) or sent (reductions, all-to-all); an all-reduce
         is a reduce-scatter and an all-gather.
@@ -158,7 +158,7 @@ class Axis:
         return pending
 
     def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
-        """Start an `all_gather` that runs while this rank computes; return `a` if none can."""
+        """Start an `all_gather` that runs while this rank computes; return `a` if it cannot."""
         if self.size == 1 or not self.transport.nonblocking:
             return a
         self._check(counts, a.shape[dim], counts[self.rank])

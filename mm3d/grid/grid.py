@@ -57,7 +57,7 @@ class GridAxes:
                 for name, line in lines.items()}
 
     def stride(self, name: str) -> int:
-        """Return how far apart neighbours along a direction are, among all ranks of a mesh."""
+        """Return the difference between the ranks, in a mesh, of neighbours along a direction."""
         return self.shape.stride(name)
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:

@@ -1,7 +1,7 @@
 """Describe which directions of the grid divide which dimensions of an array.
 
 A layout is written as one entry a dimension, separated by commas; the letters of an entry are
-the directions that divide the dimension, the first of them first.  On an X x Y x Z grid
+the directions that divide the dimension, in this order.  On an X x Y x Z grid
 
 - ``"xy,z"`` is the paper's A_ijl: rows by x, each block of rows again by y, columns by z;
 - ``"z,yx"`` is its B_lji, ``"xz,y"`` its C_ilj;
@@ -9,9 +9,9 @@ the directions that divide the dimension, the first of them first.  On an X x Y 
 - ``"zx@y"`` a vector divided by z, then x, and kept on the diagonal of y alone: by the rank
   along y whose coordinate is that along z (modulo Y, where Y and Z differ).
 
-A direction that is not named holds copies.  Blocks differ by one unit where nothing divides.  A 0
-after a direction means that its first rank holds the whole block, and the others nothing:
-``"xy0,z"`` is A on the face y = 0 of the grid, with rows by x and columns by z.
+Along a direction that is not named ranks hold copies.  Where sizes do not divide, blocks differ by
+one unit.  A 0 after a direction means that its first rank holds the whole block, and the others
+nothing: ``"xy0,z"`` is A on the face y = 0 of the grid, with rows by x and columns by z.
 """
 
 import math
@@ -63,7 +63,7 @@ class Layout:
         dims, at, diagonal = spec.partition("@")
         self.spec, self.units = spec, dict(units or {})
         self.dims = tuple(dims.replace("0", "").split(","))
-        self.faces = frozenset(re.findall("([a-z])0", dims))    # one rank holds all of them
+        self.faces = frozenset(re.findall("([a-z])0", dims))    # the first rank holds the block
         self.diagonal = diagonal or None
         letters = "".join(self.dims) + diagonal
         if len(set(letters)) != len(letters) or (at and (len(diagonal) != 1 or not self.letters)):
@@ -125,16 +125,16 @@ class Layout:
 
     @property
     def _along_diagonal(self) -> str:
-        """Return the direction whose coordinates are those of the diagonal.
+        """Return the direction whose coordinate selects the rank on the diagonal.
 
-        It is the first that divides the last divided dimension, as of a vector's features: others
-        may divide copies of the vector before.
+        It is the first direction of the last divided dimension, such as a vector's features;
+        earlier dimensions may be divided too, such as experts.
         """
         return next(letters[0] for letters in reversed(self.dims) if letters)
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
-        """Return the slices of the block that a rank stores of a global array.
+        """Return the slices of a global array that select a rank's block.
 
         Parameters
         ----------

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
-DIRECTIONS = "xyz"    # of a text that gives only sizes
+DIRECTIONS = "xyz"    # the default where a text gives sizes alone
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,7 +134,7 @@ class GridShape(Mapping[str, int]):
         return math.prod(self[name] for name in directions)
 
     def stride(self, direction: str) -> int:
-        """Return the difference of the numbers of two neighbours along a direction."""
+        """Return the difference between the ranks of two neighbours along a direction."""
         return math.prod(self.sizes[self._place(direction) + 1:])
 
     def coordinates(self, rank: int) -> dict[str, int]:

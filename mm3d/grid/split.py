@@ -75,11 +75,11 @@ class Split:
         return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
 
     def prefetch(self, a: Array) -> Array | Pending:
-        """Start an `all_gather` that runs while this rank computes; return `a` if none can."""
+        """Start an `all_gather` that runs while this rank computes, see `Axis.prefetch`."""
         return self.axis.prefetch(a, self.dim, self.counts)
 
     def of_panel(self, panels: int) -> "Split":
-        """Return how one of `panels` equal parts of the dimension is divided, in equal blocks."""
+        """Return the `Split` of one of `panels` equal parts of the dimension, in equal blocks."""
         return Split(self.axis, self.dim, self.extent // panels)
 
     def broadcast(self, a: Array, root: int) -> Array:
@@ -99,8 +99,8 @@ class Split:
     def shift(self, a: Array, held: int, by: int) -> Array:
         """Pass blocks along the line, each to the rank `by` places before, cyclically.
 
-        Every rank calls this, with the number `held` of its block `a`; these follow one another
-        as the ranks do, from any first one on.  The result is block `held + by`.
+        `held` is the number of this rank's block `a`: one more on each next rank, modulo the
+        ranks.  Every rank calls this, and gets block `held + by`.
         """
         axis, size = self.axis, self.axis.size
         by %= size
@@ -183,7 +183,7 @@ class FaceSplit(Split):
 
 
 class Gathered:
-    """Hold an operand that is already gathered."""
+    """Mark an operand that is already gathered, for `gather`."""
 
     def __init__(self, array: Array) -> None:
         self.array = array

@@ -61,11 +61,11 @@ class Builder:
                               gathered_along, self.master)
 
     def full_name(self, name: str) -> str:
-        """Return the name in the model of what is called `name` in the current block."""
+        """Return the name in the model of `name` in the current block."""
         return f"{self._prefix}{name}"
 
     def named(self, layer: Any, name: str, part: str) -> Any:
-        """Return the layer, with its name in the model and its part, the same in all blocks."""
+        """Set a layer's name in the model, and its part, the same in all blocks; return it."""
         layer.name, layer.part = self.full_name(name), part
         return layer
 

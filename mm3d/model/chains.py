@@ -32,7 +32,7 @@ class Chain:
 
     def backward_input(self, dy: Array, saved: Any,
                        overlap: Overlap | None = None) -> tuple[Array, list]:
-        """Compute the gradient through all layers, but not those of the weights.
+        """Compute the gradient through all layers, without the gradients of weights.
 
         Returns
         -------
@@ -88,7 +88,7 @@ class Residual(Chain):
 
     def backward_input(self, dy: Array, saved: Any,
                        overlap: Overlap | None = None) -> tuple[Array, list]:
-        """Compute dy plus the gradient through f, but not those of the weights."""
+        """Compute dy plus the gradient through f, without the gradients of weights."""
         dx, operands = super().backward_input(dy, saved, overlap)
         dx += dy
         return dx, operands
@@ -115,10 +115,10 @@ class Recomputed(Chain):
 
     def backward_input(self, dy: Array, saved: Any,
                        overlap: Overlap | None = None) -> tuple[Array, list]:
-        """Recompute the saved data; compute the gradient, but not those of the weights.
+        """Recompute the saved data; compute the gradient, without the gradients of weights.
 
-        The inputs of weights that were recomputed are among the operands that it returns, so that
-        nothing is recomputed a second time.
+        The operands that it returns include the recomputed inputs of weights, so that nothing is
+        recomputed a second time.
         """
         return super().backward_input(dy, self.recompute(saved, overlap), overlap)
 
@@ -164,7 +164,7 @@ def weighted_products(layer: Layer, backward: bool = False,
 
 
 def vectors_of(layer: Layer) -> list[tuple[Parameter, Vector]]:
-    """List the vectors that a forward pass gathers, in order, each with how it is stored."""
+    """List the vectors that a forward pass gathers, in order, each with its storage."""
     if isinstance(layer, Linear):
         return [(layer.bias, layer.vector)]
     if isinstance(layer, LayerNorm):

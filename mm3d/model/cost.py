@@ -1,11 +1,10 @@
-"""State in closed form what a Transformer costs: words moved, and operations.
+"""Count in closed form what a Transformer costs: words moved, and operations.
 
-It is what the schemes and the paper claim, told without running: sums over the parts of a layer
-of the words that `Scheme.product_moves` states, and of those of vectors, norms and attention
-(`mm3d.schemes.words`).  A dry run (`mm3d.tracing.dry_run`) runs the program instead, and tells the
-memory too.  Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all
-ranks: whole numbers on every grid, also where nothing divides evenly.  Where everything does, each
-of the P ranks has 1/P of them.
+Nothing runs: the words of a layer are the sum over its products (`Scheme.product_moves`), vectors,
+norms and attention (`mm3d.schemes.words`).  A dry run (`mm3d.tracing.dry_run`) runs the program
+instead, and tells the memory too.  Words are array elements, counted as by
+`mm3d.grid.axis.Traffic` and summed over all ranks: whole numbers on every grid, also where nothing
+divides evenly.  Where everything does, each of the P ranks has 1/P of them.
 
 >>> sizes = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
 >>> mm3d.cost.words("3d", dict(x=2, y=2, z=2), sizes, recompute="selective")
@@ -63,9 +62,8 @@ def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, 
 def flops_of_halves(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, int]:
     """Count the floating-point operations of the halves of backward, over all ranks.
 
-    The products of the gradients of linear layers' weights are in the second half, all others in
-    the first, those of experts too.  Recomputation, which is part of the first half, is not
-    included.
+    The products for the weight gradients of linear layers are in the second half; all others, also
+    of experts, are in the first.  Recomputation, part of the first half, is not included.
 
     Returns
     -------
@@ -174,7 +172,7 @@ def _count_passes(layers: int, recompute: str,
             found[second, "recomputed" if alone or last else "backward"] += 1
             found[first, "again"] += alone + (bool(policy.group_size) and not (last and alone))
             found[second, "again"] += bool(policy.group_size) and not last
-    return +found    # without those that are not there
+    return +found    # without zero counts
 
 
 def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",
@@ -192,7 +190,7 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     recompute : str
         Policy of recomputation; what it repeats is part of backward.
     experts : ExpertOptions, optional
-        Options of experts, none of which drops a token.
+        Options of experts; no token is dropped.
     **options
         Options of the scheme.
 
@@ -253,7 +251,7 @@ def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
 
     Its products move what one product of all rows moves, with the weights of all experts; but in
     2.5-D gathered gradients of weights are summed over the layers, which is more.  The router, and
-    what counts its choices, are not recomputed.
+    the counts of its choices, are not recomputed.
     """
     outer, inner, E = of.outer, of.inner, experts.count
     h, wide = sizes.hidden, sizes.mlp_factor * sizes.hidden
@@ -262,7 +260,7 @@ def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
                          [*outer.vector_reduce_moves(E * h)] * 2
                          + [*inner.vector_reduce_moves(E * wide)])
     for product in _products_of("experts", sizes, experts):
-        # Without rows the words are those of the weight.
+        # Without rows only the weight's words are left.
         for own, one, weight in zip((forward, backward), of.product_moves(product),
                                     of.product_moves(product._replace(M=0))):
             own += [move._replace(words=move.words + (E - 1) * more.words)
@@ -287,9 +285,9 @@ def _count_moves(of: Words, n: int) -> Moves:
 
 def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",
           **options: Any) -> dict[str, dict[Key, int]]:
-    """Count the words that a step moves: those of `moves`, without the calls.
+    """Count the words that a step moves: the words of `moves`, without the calls.
 
-    Parameters and errors are those of `moves`.
+    Parameters and errors as in `moves`.
     """
     return {phase: {key: move.words for key, move in found.items()}
             for phase, found in moves(scheme, grid, sizes, recompute, **options).items()}

@@ -22,7 +22,7 @@ class Targets:
     numbers : ndarray
         Global targets, (batch, seq), integers of the host.
     scale : float
-        What the gradient of the sum of all losses is multiplied by, as for a mean.
+        Factor of the gradient of the sum of all losses, such as 1 / rows for a mean.
     """
 
     numbers: np.ndarray
@@ -33,8 +33,8 @@ class CrossEntropy:
     """Compute the loss of each row of logits l with the target t, and its gradient.
 
     The loss of a row is lse - (1 - s) l_t - s mean(l) + z lse^2, where lse is the logarithm of
-    the sum of exponentials, mean the one over the whole vocabulary, s the label smoothing and z
-    the factor of the z-loss.  Rows with an ignored target have the loss 0.
+    the sum of exponentials, mean is over the whole vocabulary, s is the label smoothing and z the
+    factor of the z-loss.  Rows with an ignored target have the loss 0.
 
     Logits are never gathered.  Each rank computes four numbers a row over its block of the
     vocabulary: the maximum m, the sum of exp(l - m), l_t if it has it, and with smoothing the
@@ -102,7 +102,7 @@ class CrossEntropy:
         return total, (flat, xp.exp(top - lse), lse if self.z_loss else None)
 
     def _own_targets(self, targets: Targets) -> tuple[np.ndarray, np.ndarray]:
-        """Return the targets of this rank's rows, and the rows that have theirs in this block."""
+        """Return the targets of this rank's rows, and the rows whose target is in this block."""
         own = targets.numbers[self._place].ravel()
         return own, rows_held(own, self._first, self._count)
 
@@ -119,7 +119,7 @@ class CrossEntropy:
         return valid
 
     def _target_logits(self, logits: Array, held: np.ndarray, own: np.ndarray) -> Array:
-        """Copy the logits of those targets that are in this block, (held, 1)."""
+        """Copy the logits of the targets that are in this block, (held, 1)."""
         library, xp = self.space.grid.backend, namespace(logits)
         found = library.empty((len(held), 1), logits.dtype)
         if len(held):
@@ -151,14 +151,14 @@ class CrossEntropy:
         return statistics
 
     def backward(self, targets: Targets, saved: Any, overlap: None = None) -> Array:
-        """Compute the gradient of the sum of the losses by the logits, times ``targets.scale``.
+        """Compute the gradient of the logits from the sum of the losses, times ``targets.scale``.
 
         The memory of the logits is reused, unless a product gathers the result.
 
         Parameters
         ----------
         targets : Targets
-            Those of `forward`.
+            As in `forward`.
         saved : Any
             The data that `forward` returned.
 

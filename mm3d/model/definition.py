@@ -21,21 +21,21 @@ class Definition:
     Attributes
     ----------
     function : dict of str to Fact
-        With another value of any of them equal parameters give other outputs.
+        Facts that the outputs depend on, beside the parameters.
     training : dict of str to Fact
-        Those that change a training alone: losses, gradients, and rounding.
+        Facts that matter to a training alone: losses, gradients, and rounding.
     """
 
     function: dict[str, Fact]
     training: dict[str, Fact]
 
     def extended(self, function: dict[str, Any], training: dict[str, Any]) -> "Definition":
-        """Return these facts and more, where None is a text and so are names of types."""
+        """Return these facts and more, with None as a text."""
         return Definition(self.function | _as_facts(function), self.training | _as_facts(training))
 
 
 def define_transformer(stack: Stack, make_layers: Any) -> Definition:
-    """Return the definition of a Transformer; parameters are those of `mm3d.Transformer`."""
+    """Return the definition of a Transformer; parameters as in `mm3d.Transformer`."""
     function = {"layers": stack.layers, "hidden": stack.hidden, "heads": stack.heads,
                 "causal": bool(stack.causal), "epsilon": LayerNorm.eps}
     made_by = getattr(make_layers, "func", make_layers)    # a part of the layers of a pipeline
@@ -54,7 +54,7 @@ def _define_experts(experts: ExpertOptions) -> tuple[dict[str, Any], dict[str, A
     training = {"balance": experts.balance, "z": experts.z, "bias_rate": experts.bias_rate,
                 "convention": experts.convention,
                 "jitter": 0.0}    # of the router's input: earlier checkpoints state it
-    if experts.capacity is not None:    # which these say how to count
+    if experts.capacity is not None:    # these say how it is counted
         function |= {"convention": training.pop("convention"), "order": experts.dropping_order,
                      "min_capacity": experts.least_capacity}
     return tuple({f"experts.{name}": value for name, value in facts.items()}

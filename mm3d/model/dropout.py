@@ -94,7 +94,7 @@ class DropoutResidual(Residual):
 
     def backward_input(self, dy: Array, saved: Any,
                        overlap: Overlap | None = None) -> tuple[Array, list]:
-        """Compute dy plus the gradient through dropout and f, but not those of the weights."""
+        """Compute dy plus the gradient through dropout and f, without the gradients of weights."""
         dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, overlap)
         dx += dy
         return dx, operands

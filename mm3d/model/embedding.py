@@ -18,11 +18,11 @@ class Embedding:
     """Compute x = E[token] + P[position].
 
     Both tables are stored as the weight of a product down, so that logits can be x E^T: their
-    rows are divided along one direction, any number of them, without padding.  Each rank looks up
-    the rows of its block, for all tokens of the ranks along that direction, which all know them;
-    a reduce-scatter or an all-reduce of x sums the terms, of which two at most are not zero: one
-    rank has the token's row, and one the position's.  Where products gather the weight along
-    another direction, the tables are gathered there.
+    rows, of any number, are divided along one direction without padding.  All ranks along that
+    direction know all of its tokens, and each looks up the rows of its block; a reduce-scatter or
+    an all-reduce of x sums the terms.  At most two terms are not zero: one rank has the token's
+    row, and one the position's.  Where products gather the weight along another direction, the
+    tables are gathered there.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Embedding:
         return term, None
 
     def _shared_positions(self) -> tuple[slice, slice]:
-        """Return the positions of this rank's tokens that are in its block of P, and in P's."""
+        """Return the positions shared by this rank's tokens and its block of P, within each."""
         rows, table = self._place[1], self._tables[1]
         start = max(rows.start, table.first)
         stop = max(start, min(rows.stop, table.first + table.count))
@@ -91,7 +91,7 @@ class Embedding:
 
 
 class _Table:
-    """Gather a block of a table along the directions of its features that x does not have.
+    """Gather a block of a table along the directions that divide its features but not x's.
 
     Parameters
     ----------

@@ -20,9 +20,9 @@ from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row
 
 
 def prefer_backend_kernel(readable: Callable) -> Callable:
-    """Call the backend's kernel of the same name instead of `readable` where there is one.
+    """Replace `readable` by the backend's kernel of the same name in calls that have one.
 
-    The backend is that of the first argument; its kernels are the functions of
+    The backend of the first argument decides: its kernels are the functions of
     `mm3d.arrays.backend.Backend.kernels`, for the dtypes that these list.  The readable function
     remains accessible as ``__wrapped__``.
     """

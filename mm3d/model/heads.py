@@ -1,4 +1,4 @@
-"""Compute logits from activations, with a weight of the head or with that of the embedding."""
+"""Compute logits from activations, with the head's own weight or with the embedding's table."""
 
 from typing import Any, Protocol
 
@@ -8,7 +8,7 @@ from mm3d.model.parameters import Parameter
 
 
 class Weight(Protocol):
-    """Describe what a head needs of its weight: a `Parameter` has it."""
+    """Describe the interface of a head's weight, such as a `Parameter`."""
 
     value: Array
     has_master: bool
@@ -19,9 +19,9 @@ class Weight(Protocol):
 class TiedWeight:
     """Use the table of the embedding in the head on the same rank, with a gradient of its own.
 
-    Both gradients are summed at the end of a step, that of the embedding first, so that the
-    result does not depend on the order of forward and backward passes, nor on the stages where
-    embedding and head are.
+    Both gradients are summed at the end of a step, the embedding's first, so that the result does
+    not depend on the order of forward and backward passes, nor on the stages where embedding and
+    head are.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Draw random numbers that are the same on every grid, and state which a model begins with."""
+"""Draw the initial values of a model, and other random numbers, the same on every grid."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ BLOCK_ROWS, BLOCK_ELEMENTS = 32, 1024
 
 
 def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return mean and 1 / deviation of values of which each matters to a result.
+    """Return mean and 1 / deviation for a model whose results depend on every parameter.
 
     Weights have the variance 1 / fan-in, biases and the norms' weights the deviation 0.1.
     """
@@ -33,7 +33,7 @@ def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of terms of a sum with a weight: its rows, or those of one expert.
+    """Return the number of inputs of a weight: its rows, or the rows of one expert's weight.
 
     The weight of a router, (experts, hidden), is stored by experts.
     """
@@ -43,11 +43,11 @@ def _fan_in(name: str, shape: tuple[int, ...]) -> int:
 
 
 def gpt2_values(layers: int) -> InitialValues:
-    """Return the initial values of GPT-2 (Radford et al. 2019) with so many layers.
+    """Return the initial values of GPT-2 (Radford et al. 2019) with `layers` layers.
 
-    Weights and embeddings have the deviation 0.02, those of positions 0.01; weights of products
-    that end in the residual stream, of which a layer has two, are divided by sqrt(2 layers).
-    Norms begin with the weight 1, biases with 0.
+    Weights and token embeddings have the deviation 0.02, position embeddings 0.01.  In each layer
+    the weights of the two products that end in the residual stream are divided by
+    sqrt(2 layers).  Norms begin with the weight 1, biases with 0.
     """
     def values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         if len(shape) == 1 or name.endswith(".bias"):

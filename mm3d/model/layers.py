@@ -10,7 +10,7 @@ A layer with weights also has the two halves of backward, ``backward_input(dy, s
 operands)`` and ``backward_weights(operands)``, for schedules that compute the gradients of weights
 later.  The operands are x and dy, which the caller must not change before.  Gradients of vectors
 (biases, norms) are added by the first half: it has dy at hand, and need not keep more for them.
-Layers without weights have `backward` alone, all of which belongs to the first half.
+Layers without weights have `backward` alone, which belongs to the first half.
 
 Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..., features), the
 global one divided as the space says, and the dtype of the model.
@@ -45,7 +45,7 @@ class Layer(Protocol):
 
 
 def vector_of(parameter: Parameter, overlap: Overlap | None) -> Array | Gathered:
-    """Return this rank's block of a vector, or what `overlap` has gathered of it."""
+    """Return the vector that `overlap` has gathered, else this rank's block of it."""
     return parameter.value if overlap is None else overlap.vector_of(parameter)
 
 
@@ -72,7 +72,7 @@ class Linear:
     shape : tuple of int
         Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
     unit : int
-        Number of neighbouring features in the inner space that stay together: those of a head.
+        Number of neighbouring features in the inner space that stay together, such as a head's.
     adds_bias : bool
         Whether the layer adds b; otherwise a `Gelu` that follows adds it.
     """

@@ -28,8 +28,8 @@ class MaskKey:
     Attributes
     ----------
     place : tuple of int, or None
-        Step of training, and number in the global batch of the first sequence of the activations;
-        None, at first and in validation, where nothing is dropped.
+        Step of training, and number of the activations' first sequence in the global batch; None,
+        at first and in validation, drops nothing.
     """
 
     def __init__(self, seed: int) -> None:
@@ -58,7 +58,7 @@ def draw_kept(seed: int, step: int, name: str, seq: int, place: tuple[slice, sli
     Parameters
     ----------
     seed, step, name, seq, place
-        As of `draw_numbers`.
+        As in `draw_numbers`.
     dropped : int
         How many of 65536 elements are dropped on average.
 
@@ -79,7 +79,7 @@ def draw_numbers(seed: int, step: int, name: str, seq: int, place: tuple[slice, 
 
     Features are divided into blocks of `BLOCK_FEATURES`.  Each block has a random stream of its
     own: Philox (Salmon, Moraes, Dror and Shaw, SC 2011), with seed, step and name as the key, and
-    the number of the block and that of the token as the start of the counter.  A rank draws the
+    the numbers of the block and of the token as the start of the counter.  A rank draws the
     tokens and the blocks of its part alone.
 
     Parameters

@@ -46,15 +46,14 @@ class Parameter:
         Global shape as stored; (in, 3, out) for the weight of queries, keys and values.
     public_shape : tuple of int
         Global shape in `Transformer.state` and `Transformer.load`, (in, 3 out); `shape` itself
-        for what belongs to experts.
+        for parameters of experts.
     first_copy : bool
         False where other ranks, outside `grid`, hold this block already: in all replicas of a
         model but the first, and in the second copy of tied weights.
     dtype : dtype
         Type of `value`.
     gathered_when_read : bool
-        Whether reading `value` is a collective of all ranks that divide it, which each use of
-        the value repeats.
+        Whether each read of `value` is a collective of all ranks that divide it.
     allocated : tuple of str
         Attributes that hold memory of their own, beside a separate master.
     """
@@ -75,7 +74,7 @@ class Parameter:
         self.zero_gradient()
 
     def _allocate(self, gathered_along: Split | None, master: Any) -> None:
-        """Allocate value and master; parameters as those of the class."""
+        """Allocate value and master; parameters as in the class."""
         local, backend = self.layout.local_shape(self.grid, self.shape), self.grid.backend
         self.value = (gathered_along or backend).empty(local, self.dtype)
         self.master = backend.empty(local, master) if self.has_master else self.value
@@ -140,7 +139,7 @@ class Parameter:
 
 
 class Trained:
-    """Change all parameters of a model together: those of its list `trained`."""
+    """Change all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]
 
@@ -156,7 +155,7 @@ class Trained:
 
 
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that global arrays by name are those of a model, before they are loaded.
+    """Check global arrays, by name, against the parameters of a model before they are loaded.
 
     Parameters
     ----------

@@ -9,16 +9,16 @@ policy         saved in each layer, beside parameters and their gradients       
 ``uniform:n``  the input of every n-th layer, the first of a recomputed group         h / n
 =============  =====================================================================  ============
 
-The words are those of activations where no rank stores copies; dry runs
+Words are those of activations where no rank stores copies; dry runs
 (`mm3d.tracing.dry_run`) tell the exact numbers of words saved and moved and of operations.
 ``selective`` recomputes norms, attention and GELU, but no product with a weight.  Attention scores
 are never saved, so recomputing attention alone would save only its output, h of 16 h, and is not
 offered.  ``full`` and ``uniform:n`` repeat all of forward but the last product of each group of
 layers, whose output is not needed.  During the backward of a group all data of its n layers are
-stored; with ``uniform:n+selective`` only those of ``selective``.  ``full+selective`` is the same
+stored; with ``uniform:n+selective`` only what ``selective`` saves.  ``full+selective`` is the same
 with groups of one layer.
 
-The names are those of Megatron-LM (Korthikanti et al., arXiv 2205.05198).  Its
+The names are Megatron-LM's (Korthikanti et al., arXiv 2205.05198).  Its
 ``--recompute-granularity selective`` recomputes attention, and with ``--recompute-modules`` also
 norms and activation functions; its ``full`` with ``--recompute-method uniform
 --recompute-num-layers n`` is ``uniform:n`` here, or ``full`` for n = 1.
@@ -26,7 +26,7 @@ norms and activation functions; its ``full`` with ``--recompute-method uniform
 
 from dataclasses import dataclass
 
-# In ascending order of recomputation, in which a choice among them tries them.
+# In ascending order of recomputation, the order in which they are tried.
 POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", "uniform:6",
             "full+selective", "uniform:2+selective", "uniform:3+selective",
             "uniform:4+selective", "uniform:6+selective")

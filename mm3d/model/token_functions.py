@@ -41,12 +41,12 @@ def look_up_rows(table: Array, ids: np.ndarray, first: int, out: Array) -> Array
 
 
 def rows_held(ids: np.ndarray, first: int, count: int) -> np.ndarray:
-    """Return the places in `ids` of the numbers from `first` up to but not `first + count`."""
+    """Return the places in `ids` of the `count` numbers from `first` on."""
     return np.flatnonzero((ids >= first) & (ids < first + count))
 
 
 def add_rows_by_id(rows: Array, ids: np.ndarray, first: int, out: Array) -> Array:
-    """Add to each row of a table all `rows` that have its number: `look_up_rows` backward.
+    """Add to each row of a table all `rows` with its number: the backward of `look_up_rows`.
 
     Rows of one number are summed in pairs, pairs of pairs and so on, in their order.
 
@@ -120,7 +120,7 @@ def _pairings(numbers: np.ndarray,
 
 @prefer_backend_kernel
 def softmax_statistics(logits: Array, sums: bool) -> Array:
-    """Compute for each row the maximum, the sum of exponentials, and with `sums` that of logits.
+    """Compute each row's maximum, its sum of exponentials, and with `sums` its sum of logits.
 
     Parameters
     ----------

@@ -52,7 +52,7 @@ class Transformer(Trained):
         Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
         those above.
     expert_ranks : ExpertRanks, optional
-        Ranks with other sequences of the same batch, and those that divide the experts.
+        Ranks with other sequences of the same batch, and the ranks that divide the experts.
     **fields
         Those of `mm3d.model.stack.Stack`: layers, hidden, heads, batch, seq, seed, dtype, causal,
         master, recompute, dropout, experts.
@@ -83,8 +83,8 @@ class Transformer(Trained):
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     mask_key : MaskKey
-        Key of the masks of dropout.  Set its `place` before each forward, without which nothing
-        is dropped; backward uses that of its own forward, and leaves it there.
+        Key of the masks of dropout.  Set its `place` before each forward, else nothing is
+        dropped; backward sets it to the place of its own forward.
     routings : Routings
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
@@ -113,7 +113,7 @@ class Transformer(Trained):
         self.outer, self.inner = scheme.spaces(stack.batch, stack.seq)
         self.mask_key = MaskKey(stack.seed)
         types = [name and getattr(self.grid.backend.xp, name, name)
-                 for name in (self.dtype, self.master)]    # those of the array library
+                 for name in (self.dtype, self.master)]    # the array library's own types
         self.builder = Builder(scheme, self.outer, self.inner, *types, self.mask_key, parameter,
                                expert_ranks)
         self.routings: Routings = self.builder.routings
@@ -132,7 +132,7 @@ class Transformer(Trained):
 
     @property
     def grids(self) -> list[Grid]:
-        """Return the grid, whose collectives an observer may be told of."""
+        """Return the grid, in a list, for observers of its collectives."""
         return [self.grid]
 
     @property
@@ -202,14 +202,14 @@ class Transformer(Trained):
             return self.layers.backward(dy, saved, overlap)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
-        """Compute the gradient of the input, but not those of the weights.
+        """Compute the gradient of the input, without the gradients of weights.
 
         This and `backward_weights` are the two halves of `backward`, with the same results to the
         bit.  Any number of micro-batches may be between them, and the second halves may come in
         any order, in which they add to the gradients of the weights.  The gradients of biases and
         norms are added here.
 
-        Parameters and errors are those of `backward`.
+        Parameters and errors as in `backward`.
 
         Returns
         -------
@@ -306,7 +306,7 @@ class Transformer(Trained):
         for p in self.parameters:
             p.load(np.asarray(state[p.name]))
 
-    # Of the data that `forward` saved, or the operands that `backward_input` returned.
+    # Counts the data that `forward` saved, or the operands that `backward_input` returned.
     saved_bytes = staticmethod(saved_bytes)
 
 

@@ -61,7 +61,7 @@ class Vector:
         Parameters
         ----------
         b : Array or Gathered
-            This rank's stored block, empty on ranks that store none; or what was gathered before.
+            This rank's stored block, empty on ranks that store none; or the gathered vector.
 
         Returns
         -------
@@ -121,7 +121,7 @@ def add_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array) -> Ar
     A : Array
         This rank's block of the activation, (batch, positions, ..., features).
     b : Array or Gathered
-        This rank's stored block of the vector, or what was gathered before.
+        This rank's stored block of the vector, or the gathered vector.
     vector : Vector
         Storage of the vector.
     out : Array

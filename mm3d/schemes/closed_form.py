@@ -28,11 +28,11 @@ class ProductShape(NamedTuple):
     Attributes
     ----------
     way : {"up", "down"}
-        "up" from the outer space of activations into the inner one, "down" back.
+        "up" from the outer space of activations into the inner one, "down" back (see `Scheme`).
     M, N, K : int
         Global sizes: A is M x N, B is N x K and C is M x K.
     units : tuple of int
-        Numbers of columns of A and of C that stay together, such as those of an attention head.
+        Numbers of columns of A and of C that stay together, such as an attention head's.
     """
 
     way: str

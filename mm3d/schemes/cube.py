@@ -183,10 +183,10 @@ class CubeMatrixProduct(MatrixProduct):
 class Cube(Scheme):
     """Divide matrices over an X x Y x Z grid, with perfect load balance.
 
-    The layout of the outer space is that of A_ijl, the layout of the inner one that of C_ilj.  A
-    product *up* into the inner space has the directions y, x, z, a product *down* z, x, y.  Rows
-    are divided by whole sequences, or by batch and position as in the paper's [b/p, s/p, h/p];
-    attention then gathers keys and values along the sequence.
+    The outer space has the layout of A_ijl, the inner space the layout of C_ilj.  A product *up*
+    into the inner space has the directions y, x, z, a product *down* z, x, y.  Rows are divided by
+    whole sequences, or by batch and position as in the paper's [b/p, s/p, h/p]; attention then
+    gathers keys and values along the sequence.
 
     X = P is fully sharded data parallelism (ZeRO-3), Y = P Megatron-LM with sequence
     parallelism, Z = 1 the two combined.
@@ -203,9 +203,9 @@ class Cube(Scheme):
     overlap : {False, True, 2, 4, 8}
         Whether communication overlaps with products, see `mm3d.schemes.overlap`.  It takes memory
         for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
-        the results are the same to the bit.  With a number A and C travel in up to so many panels
-        of rows, as often as all ranks hold equal parts of them: the words are the same, the calls
-        more, and the last bits may differ, as BLAS divides the rows otherwise.
+        the results are the same to the bit.  With a number, A and C travel in at most that many
+        panels of rows, shared equally by the ranks: the words are the same, the calls more, and
+        the last bits may differ, as BLAS divides the rows otherwise.
     """
 
     name = "3d"

@@ -3,7 +3,7 @@
 Section 3.1.1 of arXiv 2105.14450 begins with the intuitive storage: A_il lies on the rank (i, 0,
 l), B_lj on (0, j, l) and C_ij on (i, j, 0).  A is broadcast along y and B along x, each rank
 multiplies once, and C is reduced along z (Dekel, Nassimi and Sahni, 1981).  All ranks multiply the
-same amount, but only those of a face store an operand and compute the elementwise work on it; rank
+same amount, but only the ranks of a face store an operand and do the elementwise work on it; rank
 (0, 0, 0), which is on all three, stores most.
 
 These are the paper's algorithms of `mm3d.schemes.cube` with other blocks: the whole of each on
@@ -20,7 +20,7 @@ from mm3d.schemes.cube import Cube, CubeMatrixProduct, CubeProduct
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import SpaceLayout
 
-# What moves the words of the balanced algorithms here.
+# The collectives that replace those of the balanced algorithms.
 COLLECTIVES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 
 
@@ -67,9 +67,9 @@ class Faces(Cube):
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the words of the balanced algorithms, which other collectives move.
+        """List the moves of the balanced algorithms, by other collectives.
 
-        A rank that stores no A receives MN/(XZ) words of it, those of the face send them.
+        A rank that stores no A receives MN/(XZ) words of it; the ranks of the face send them.
         """
         forward, backward = super().product_moves(sizes, product)
         return tuple([move._replace(collective=COLLECTIVES[move.collective]) for move in moves]

@@ -1,6 +1,6 @@
 """Define the interface of products of plain matrices: C = A B, A B^T and A^T B.
 
-They run the algorithms of the linear layers (`mm3d.schemes.scheme.Product`) without a model, for
+They run the algorithms of the linear layers (`mm3d.schemes.product.Product`) without a model, for
 microbenchmarks and checks.
 """
 
@@ -19,11 +19,11 @@ from mm3d.schemes.closed_form import Move
 # Extents of A, B and C by form: C = A B, A B^T and A^T B.
 FORMS = {"ab": ("MN", "NK", "MK"), "abt": ("MN", "KN", "MK"), "atb": ("NM", "NK", "MK")}
 LOCAL_PRODUCTS = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
-# The gradients are again products.  By form: the form and the operands of dA, and those of dB,
-# where "C" is dC.
+# The gradients are again products.  By form: the form and the operands of dA, then of dB; "C" is
+# dC.
 GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
-# By form, where blocks are on a grid: the matrices that move along its rows and its columns.
+# By form: the matrices of a `BlockMatrixProduct` that move along y and along x.
 MOVED_MATRICES = {"ab": "AB", "abt": "CB", "atb": "AC"}
 
 
@@ -113,7 +113,7 @@ class MatrixProduct(ABC):
 
 
 class BlockMatrixProduct(MatrixProduct):
-    """Compute products of matrices of which x divides the rows and y the columns.
+    """Multiply matrices whose rows are divided along x and columns along y.
 
     Each form has an algorithm in which two of the three matrices move, one along y and one along
     x.  The gradients are products of other forms, by their algorithms.
@@ -141,7 +141,7 @@ class BlockMatrixProduct(MatrixProduct):
         """Compute the product of this form whose A, B and C are the matrices `names`."""
 
     def _moved_splits(self, form: str, names: str) -> tuple[Split, Split]:
-        """Return how y divides one of the matrices that move, and x the other."""
+        """Return the `Split` of the matrix that moves along y, and of the one along x."""
         matrix = dict(zip("ABC", names))
         along_y, along_x = (matrix[letter] for letter in MOVED_MATRICES[form])
         return (self.observed_split(Split(self.grid.y, 1, self.shapes[along_y][1]), along_y),

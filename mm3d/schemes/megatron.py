@@ -25,7 +25,7 @@ from mm3d.schemes.scheme import Scheme, SpaceLayout
 class Replicated:
     """Store all rows on every rank: nothing is gathered, and an all-reduce sums the terms.
 
-    The interface is that of `Split` as far as products need it.
+    It has the part of the interface of `Split` that products need.
     """
 
     def __init__(self, axis: Axis) -> None:

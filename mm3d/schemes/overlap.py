@@ -6,10 +6,10 @@ schedules the collectives that run while a rank multiplies:
 =======================  ======================================  ==========================
 collective in flight     from                                    to
 =======================  ======================================  ==========================
-gather of a weight,      when the product with the weight        the product with that
-forward                  before the one before it ends           weight
-gather of a weight,      when the operands of the product of     the product with that
-backward                 the dB before it have been gathered     weight
+gather of a weight,      the end of the product before the       the product with that
+forward                  previous one                            weight
+gather of a weight,      the start of the previous product       the product with that
+backward                 of a dB                                 weight
 gather of A, backward    when dC and B have been gathered        the product of dB
 sum of dA                the product of dA                       the end of the product dB
 sum of dB                the product of dB                       the next sum of a dB begins
@@ -19,8 +19,8 @@ Vectors are so short that their collectives would mostly wait until those in fli
 link: forward gathers all of them before the first weight, and backward sums their gradients after
 the last dB.
 
-With several panels of rows (`mm3d.schemes.row_panels`) the next panel of A is gathered, and the
-one before of C summed, during the product of each; in backward those of dC and of dA.
+With several panels of rows (`mm3d.schemes.row_panels`), during the product of each the next panel
+of A is gathered and the previous panel of C summed; in backward, panels of dC and dA.
 
 The `Overlap` of a pass holds all collectives in flight; layers and parameters hold none, so any
 number of micro-batches can be between forward and backward.  MPI makes progress in panels of each
@@ -152,7 +152,7 @@ class Overlap:
         self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
 
     def vector_of(self, parameter: Any) -> Array | Gathered:
-        """Return this rank's block of a vector; what was gathered of it, but only once."""
+        """Return the gathered vector the first time, then this rank's block of it."""
         return self._gathered.pop(id(parameter), None) or parameter.value
 
     def accumulate_terms(self, parameter: Any, vector: Any, terms: Array) -> None:
@@ -160,7 +160,7 @@ class Overlap:
         self._terms.append((parameter, vector, terms))
 
     def finish_gradients(self) -> None:
-        """Sum what is left to be summed, so that all gradients computed so far are complete."""
+        """Complete the sums of all gradients computed so far."""
         self._finish_weight()
         terms, self._terms = self._terms, []
         for parameter, vector, term in terms:
@@ -177,8 +177,8 @@ class Overlap:
            keep: bool = False) -> tuple[Array, Array | None]:
         """Compute C = A B (Algorithm 1) while the next weight is gathered.
 
-        In several `panels` of rows, each is multiplied while the next of A is gathered and the
-        one before of C is summed.  C is returned with A_il, or None if that is not kept.
+        Each of several `panels` of rows is multiplied while the next panel of A is gathered and
+        the previous panel of C summed.  C is returned with A_il, or None if that is not kept.
         """
         rows = RowPanels(a, c, panels)
         if rows.count > 1:
@@ -212,8 +212,8 @@ class Overlap:
             keep: bool = False) -> tuple[Array, Array | None]:
         """Compute C = A B^T (Algorithm 3) while the next weight is gathered; otherwise as `ab`.
 
-        Nothing is left to do while C is summed; the sum is begun all the same, since it then adds
-        in the order of `ab_backward`.
+        Nothing is computed while C is summed; the sum is nonblocking all the same, so that it
+        adds in the order of `ab_backward`.
         """
         C, A_il = self._abt(A, B, a, b, c, panels, self._prefetch, keep)
         return C.take(), A_il
@@ -259,7 +259,7 @@ class Overlap:
 
     def atb(self, A: Operand, B: Operand, a: Split, b: Split, c: Split,
             accumulate_float32: bool = False) -> Pending:
-        """Compute C = A^T B (Algorithm 5) while the sum before goes on; its own may be pending.
+        """Compute C = A^T B (Algorithm 5) while the previous sum goes on; C may be pending.
 
         A is gathered while B is.
         """
@@ -280,7 +280,7 @@ class Overlap:
         return layer.weight.value
 
     def _prefetch_from_here(self) -> None:
-        """Start gathering the weights of the next two products, those of backward one by one."""
+        """Start gathering the weights of the next two products, or of one product of backward."""
         self._prefetch()
         if self._next < len(self._passes) and not self._passes[self._next][1]:
             self._prefetch(self._next + 2)

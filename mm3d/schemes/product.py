@@ -64,9 +64,9 @@ class Product(ABC):
         return self.forward(A, weight.value)[1]
 
     def forward_transposed(self, C: Array, B: Array) -> Array:
-        """Compute A = C B^T, in the layouts of A, B and C: logits with the table of an embedding.
+        """Compute A = C B^T, in the layouts of A, B and C: logits with an embedding's table.
 
-        Products down have it, and its backward.
+        Only products down have it, and its backward.
         """
         raise NotImplementedError(f"{type(self).__name__} has no product with B^T")
 

@@ -10,16 +10,16 @@ from mm3d.grid.split import Split
 
 
 class RowPanels:
-    """Describe panels of rows, of which all ranks of two directions hold equal parts.
+    """Divide rows into panels that the ranks of two directions share equally.
 
-    The rows that these ranks have together are divided by `a` for A and by `c` for C.  They are
-    as many equal blocks as the least common multiple of the two sizes; panel n is the n-th part
-    of each block.  So a panel of A is gathered, and one of C scattered, like the whole.
+    `a` divides the rows of A over one direction, and `c` the same rows of C over the other.  The
+    rows are as many equal blocks as the least common multiple of the two sizes; panel n is the
+    n-th part of each block.  So a panel of A is gathered, and one of C scattered, like the whole.
 
     Parameters
     ----------
     a, c : Split
-        How the rows of A and those of C are divided.
+        How the rows of A and of C are divided.
     most : int
         Number of panels wanted.
 
@@ -46,11 +46,11 @@ class RowPanels:
         return [xp.reshape(blocks[self._index(n)], shape) for n in range(self.count)]
 
     def put_rows(self, whole: Array, n: int, rows: Array) -> None:
-        """Copy panel `n` to its rows of `whole`, which has those of all ranks of `a`."""
+        """Copy the gathered panel `n` to its rows of `whole`, all rows of A."""
         self._put(whole, self._blocks, n, rows)
 
     def join(self, sums: list[Pending]) -> Pending:
-        """Return C, of whose panels these are the sums on their way, once it is complete."""
+        """Return a `Pending` C that joins the pending sums of its panels."""
         backend, shape = self.c.axis.backend, sums[0].out.shape
         C = backend.empty(resized_shape(shape, self.c.dim, shape[self.c.dim] * self.count),
                           sums[0].out.dtype)
@@ -62,7 +62,7 @@ class RowPanels:
         place[...] = self.a.axis.backend.xp.reshape(rows, place.shape)
 
     def _view(self, array: Array, blocks: int) -> Array:
-        """View the rows as (blocks, panels, rows of both)."""
+        """View the rows as (blocks, panels, rows of a panel in a block)."""
         dim = self.a.dim
         return self.a.axis.backend.xp.reshape(array, (
             *array.shape[:dim], blocks, self.count, array.shape[dim] // (blocks * self.count),

@@ -1,4 +1,4 @@
-"""Define the interface of a scheme, that is of a tensor parallelism, which the layers use.
+"""Define the interface of a scheme (a tensor parallelism), which the layers use.
 
 A scheme divides activations in two `Space`\\ s: the *outer* space of the residual stream, and the
 *inner* space between the two linear layers of a block.  It creates a `Product` for each way, *up*
@@ -65,10 +65,10 @@ class Scheme(GridAlgorithm):
     title : str
         Name of the scheme in tables and figures; by default `name`.
     directions : str
-        Letters of the grid's directions, of x, y and z.
+        Letters of the grid's directions, among x, y and z.
     down_weight : str
-        Layout of the weight of a product down, which is that of an embedding: (vocabulary,
-        features).  The directions of its features begin with those of outer activations.
+        Layout of the weight of a product down, and of an embedding's table (vocabulary,
+        features).  Its features are divided first as the features of outer activations are.
     divides_work : bool
         Whether the work is divided over the ranks; False if each rank does all of it.
     matrix_product : type of MatrixProduct, optional

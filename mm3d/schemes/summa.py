@@ -101,7 +101,7 @@ class SummaMatrixProduct(BlockMatrixProduct):
     @classmethod
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
                       shape: tuple[int, int, int]) -> list[Move]:
-        """List q broadcasts of each operand, or q reductions of C instead of those of one."""
+        """List q broadcasts of each operand that moves, and q reductions of C where C moves."""
         q, counts = sizes["x"], element_counts(form, shape)
         return [Move(direction, "reduce" if name == "C" else "broadcast",
                      (q - 1) * counts[name], q)
@@ -168,12 +168,12 @@ class Summa(Scheme):
 
     @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List the q broadcasts of A along y, and those of B along x."""
+        """List q broadcasts of A along y, and q of B along x."""
         q, (M, N, K) = sizes["x"], product.extents
         return [Move("y", "broadcast", (q - 1) * M * N, q),
                 Move("x", "broadcast", (q - 1) * N * K, q)]
 
 
 def _reductions(broadcasts: list[Move]) -> list[Move]:
-    """List the reductions of the gradients of what is broadcast, along the same directions."""
+    """List the reductions of the gradients of broadcast matrices, along the same directions."""
     return [move._replace(collective="reduce") for move in broadcasts]

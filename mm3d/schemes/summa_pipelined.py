@@ -65,7 +65,7 @@ def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False
 
 
 def _complete(summing: Pending | None, C: Array | None) -> Array | None:
-    """Complete a reduction; return this rank's block of C, if it is that or was there before."""
+    """Complete a reduction; return its result on the root, elsewhere the block `C` so far."""
     total = None if summing is None else summing.take()
     return C if total is None else total
 

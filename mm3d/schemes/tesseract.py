@@ -4,7 +4,7 @@ Wang, Xu, Bian and You (arXiv 2105.14500) put d copies of a q x q grid on top of
 numbers the rows of a layer, y its columns, z the layers.  Rows of activations are divided over
 the layers, weights are copied to each of them, and each layer multiplies its rows by SUMMA; C of
 A B and dA need nothing from another layer.  The gradient of a weight is a sum over all rows, so
-that of each layer is only a term of it: the layers sum them by an all-reduce along z.
+each layer has one term of it: the layers sum the terms by an all-reduce along z.
 
 With d = 1 this is SUMMA, with q = 1 data parallelism.  It is not the 2.5-D algorithm of Solomonik
 and Demmel (2011), in which the layers divide the terms of the sum A B.
@@ -47,9 +47,9 @@ class TesseractProduct(SummaProduct):
 
 
 class TesseractMatrixProduct(SummaMatrixProduct):
-    """Compute C = A B, A B^T or A^T B of two matrices whose rows d layers divide.
+    """Compute C = A B, A B^T or A^T B, with the rows of two matrices divided over d layers.
 
-    The third is there once in each layer, as weights are: B, or the sum C = A^T B.
+    Each layer has the third matrix, like a weight: B, or the sum C = A^T B.
     """
 
     LAYOUTS = {"ab": ("zx,y", "x,y", "zx,y"), "abt": ("zx,y", "x,y", "zx,y"),
@@ -58,7 +58,7 @@ class TesseractMatrixProduct(SummaMatrixProduct):
     @classmethod
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
                       shape: tuple[int, int, int]) -> list[Move]:
-        """List those of SUMMA in each layer, and the sum of A^T B over the layers."""
+        """List SUMMA's collectives in each layer, and the sum of A^T B over the layers."""
         d, (divided, copied) = sizes["z"], super().forward_moves(sizes, form, shape)
         moves = [divided, copied._replace(words=d * copied.words)]
         whole = 2 * (d - 1) * element_counts(form, shape)["C"]
@@ -133,7 +133,7 @@ class Tesseract(Summa):
 
     @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List those of `Summa`: A, whose rows the layers share, and B once in each layer."""
+        """List `Summa`'s broadcasts: A, whose rows the layers share, and B once in each layer."""
         A, B = super()._broadcasts(sizes, product)
         return [A, B._replace(words=B.words * sizes["z"])]
 

@@ -1,4 +1,4 @@
-"""State the words of a scheme on a grid, without ranks: of activations, vectors and products.
+"""Count the words that a scheme moves on a grid, in closed form, and the words that it stores.
 
 Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all ranks, which
 makes them whole numbers on every grid, also where nothing divides evenly.  Where everything does,
@@ -15,12 +15,12 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import Move, ProductShape
 
-# What the collectives of balanced blocks are where the first rank of a direction holds all.
+# The collectives that replace others where the first rank of a direction holds whole blocks.
 ON_FACES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 
 
 def collective_along(direction: str, collective: str, spec: str) -> str:
-    """Return what a gather or a reduce-scatter along `direction` is for blocks as in `spec`."""
+    """Return `collective`, or what replaces it where `spec` has a face along `direction`."""
     return ON_FACES[collective] if f"{direction}0" in spec else collective
 
 
@@ -115,7 +115,7 @@ class SpaceCosts:
 
 
 class Words:
-    """State the words of a scheme on a grid, for given activations.
+    """Count the words that a scheme moves and stores on a grid, for given activations.
 
     Parameters
     ----------

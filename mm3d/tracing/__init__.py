@@ -1,1 +1,1 @@
-"""The events of a step: observed, counted, or run dry without arrays."""
+"""Observe the events of a step, count them, or run a step dry, without arrays."""

@@ -18,7 +18,7 @@ from mm3d.tracing.trace import Trace
 
 
 class DryArray:
-    """An array with a shape and a dtype but no contents.
+    """Stand in for an array by its shape and dtype, without contents.
 
     It wraps a NumPy array of that shape over memory that does not exist and is never read, so that
     NumPy's rules give the shape and the strides of every slice and transpose.
@@ -80,7 +80,7 @@ for _name in ("gt", "lt", "ge", "le", "eq", "ne", "and"):
 
 
 class DryNamespace:
-    """The functions of the array library that the model calls."""
+    """Provide the functions of the array library that the model calls."""
 
     float16, float32, float64, int64 = np.float16, np.float32, np.float64, np.int64
 
@@ -161,7 +161,7 @@ class DryNamespace:
 
 
 class DryPool(Pool):
-    """A `Pool` that counts memory without allocating it.
+    """Count memory as a `Pool` does, without allocating it.
 
     Parameters
     ----------
@@ -188,9 +188,9 @@ class DryPool(Pool):
 
 
 class DryBackend(Backend):
-    """The backend of arrays without contents.
+    """Provide arrays without contents.
 
-    It is not registered, so that nobody can choose it by name for a measurement.
+    The backend is not registered, so that nobody can choose it by name for a measurement.
 
     Attributes
     ----------
@@ -220,8 +220,7 @@ class DryBackend(Backend):
         self.trace.pool_peak = max(self.trace.pool_peak, self.pool.in_use)
 
     def alike(self, count: int) -> Iterator[int]:
-        """Yield the first two pieces: the second stands for the rest, as memory was used before.
-        """
+        """Yield the first two pieces; the second, which reuses memory, stands for the rest."""
         yield from range(min(count, 1))
         if count > 1:
             before = self.trace.times

@@ -44,8 +44,8 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
         Elements that elementwise work handles at a time: ``Backend.block`` for NumPy's; by
         default all at once, as on a GPU.
     step : callable, optional
-        Computes a step of the model, which may set what it knows in the trace too.  By default
-        it is `rehearse` of the model, and what changes its parameters afterwards is left out.
+        Computes a step of the model, and may set fields of the trace.  By default it is
+        `rehearse` of the model, without an optimizer.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
 
 
 def period_of(recompute: str, experts: Any = None) -> int:
-    """Return the number of layers of a group whose groups are alike.
+    """Return the number of layers of a group, such that all groups are alike.
 
     Recomputation may keep the input of every n-th layer, and every n-th layer may have experts.
     """
@@ -167,16 +167,16 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int) -> T
     """Return ``trace_of(layers)`` in the time of five groups of layers.
 
     All groups of `period` layers are alike, so each group beyond the third adds what the third
-    adds to two.  Only the timeline is that of three groups.
+    adds to the first two.  The timeline stays that of three groups.
 
     Parameters
     ----------
     trace_of : callable
-        Traces a model of some layers.
+        Traces a model of a number of layers.
     layers : int
-        Their number.
+        Number of layers.
     period : int
-        Number of layers of a group; in a pipeline times that of all stages.
+        Number of layers of a group; in a pipeline times the number of stages.
     """
     groups, left = divmod(layers, period)
     if groups <= 3:

@@ -1,4 +1,4 @@
-"""The events of a step, and the base classes of observers that are told of them.
+"""Define the events of a step, and the base classes of observers that are told of them.
 
 `mm3d.tracing.observe.observed` attaches an observer to a grid and a model.
 """
@@ -10,13 +10,13 @@ HALVES = ("backward_input", "backward_weights")    # of a backward pass in two
 
 
 class Phase(NamedTuple):
-    """A pass of a model: "forward", "backward", or a half of backward."""
+    """Describe a pass of a model: "forward", "backward", or a half of backward."""
 
     name: str
 
 
 class Gemm(NamedTuple):
-    """`batch` products of m x n and n x k matrices."""
+    """Describe `batch` products of m x n and n x k matrices."""
 
     batch: int
     m: int
@@ -31,14 +31,14 @@ class Gemm(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """An elementwise operation or a sum, and the bytes that it reads and writes."""
+    """Describe an elementwise operation or a sum, with the bytes that it reads and writes."""
 
     operation: str
     bytes: int
 
 
 class Collective(NamedTuple):
-    """A collective of `size` ranks, `stride` apart, along `direction`.
+    """Describe a collective of `size` ranks, `stride` apart, along `direction`.
 
     `bytes` is the size of the whole array that is gathered, scattered, reduced or broadcast, or
     that this rank sends in an all-to-all; `pieces` is whether a rank's block of it is not
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 class Overlapped(NamedTuple):
-    """A call of a nonblocking collective, which goes on while this rank computes.
+    """Describe a call of a nonblocking collective, which goes on while this rank computes.
 
     `call` is "begin", "progress" or "wait" (see `mm3d.transport.pending.Pending`).
     """
@@ -65,7 +65,7 @@ class Overlapped(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The work of one layer.
+    """Describe the work of one layer.
 
     `name` is the layer's name in the model, such as "layers.0.mlp.up"; `part` is the same for all
     Transformer layers, such as "mlp.up".
@@ -76,7 +76,7 @@ class Layer(NamedTuple):
 
 
 class Recomputation(NamedTuple):
-    """Layers computed again in backward; `name` is that of the chain that they belong to."""
+    """Describe layers computed again in backward; `name` is the name of their chain."""
 
     name: str
 

@@ -13,7 +13,7 @@ from typing import Any, Iterator
 import numpy as np
 
 NUMBERS_PER_RANK = 8
-TIME_FIELDS = (1, 2, 3)    # those of the numbers that are times, in nanoseconds
+TIME_FIELDS = (1, 2, 3)    # the numbers that are times, in nanoseconds
 HEADER = struct.Struct(f"<Qi{NUMBERS_PER_RANK}q")    # the job, the rank, and its numbers
 MAX_DATAGRAM_BYTES = 4096
 

@@ -60,7 +60,7 @@ def observed(grids: Any, observer: Observer, *models: Any) -> Iterator[None]:
 
 
 class _ObservedAttribute:
-    """An attribute replaced by a wrapper that tells its observers.
+    """Replace an attribute by a wrapper that tells its observers.
 
     Parameters
     ----------
@@ -136,13 +136,13 @@ def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Point]:
                   if hasattr(model, name)]
     if hasattr(model, "layers"):
         return found + _points_within(model.layers, kinds)
-    product = getattr(model, "product", None)    # of matrices alone
+    product = getattr(model, "product", None)    # a product of matrices alone
     return found + [(product, "observed_split", _name_splits)] * (
         Collective in kinds and product is not None)
 
 
 def _points_within(chain: Any, kinds: tuple[type, ...]) -> list[Point]:
-    """List the layers of `chain`, and those of the chains in it."""
+    """List the layers of `chain` and of the chains in it."""
     found: list[Point] = []
     for layer in chain.layers:
         if hasattr(layer, "recompute"):    # an event only when it is computed again
@@ -182,10 +182,10 @@ def _name_splits(observed_split: Callable[[Any, str], Any], observers: Observers
 
 
 def _layer_name(layer: Any) -> str:
-    """Return a layer's name in the model, or that of its class if it was not built from a spec."""
+    """Return a layer's name in the model, or its class's name if it has none."""
     return getattr(layer, "name", type(layer).__name__.lower())
 
 
 def _layer_event(layer: Any) -> Layer:
-    """Return the event of a layer: its name in the model, and that of its part of a block."""
+    """Return the event of a layer: its name in the model, and its part of a block."""
     return Layer(_layer_name(layer), getattr(layer, "part", _layer_name(layer)))

@@ -20,7 +20,7 @@ Observers = list[Observer]
 
 
 class ObserverGroup(Observer):
-    """Several observers, told one after another, and of the end in the reverse order."""
+    """Join observers: tell them one after another, and of the end in reverse order."""
 
     def __init__(self, observers: Observers) -> None:
         self.observers = observers
@@ -69,7 +69,7 @@ def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
 
 
 class SavedWithNotes(NamedTuple):
-    """The arrays that a layer saved for backward, and its observers' notes on that forward."""
+    """Hold what a layer saved for backward, and its observers' notes on that forward."""
 
     saved: Any
     notes: list
@@ -163,7 +163,7 @@ def report_products(busy: list, multiply: Callable, observers: Observers) -> Cal
 
 
 class ObservedLibrary:
-    """An array library whose `matmul` is reported to observers."""
+    """Wrap an array library so that its `matmul` is reported to observers."""
 
     def __init__(self, busy: list, library: Any, observers: Observers) -> None:
         self._library, self.matmul = library, report_products(busy, library.matmul, observers)
@@ -175,7 +175,7 @@ class ObservedLibrary:
 
 
 class ObservedTransport:
-    """The transport of `axis`, whose collectives are reported to observers."""
+    """Wrap the transport of `axis` so that its collectives are reported to observers."""
 
     def __init__(self, axis: Any, stride: int, transport: Any, observers: Observers) -> None:
         self._axis, self._stride, self._transport = axis, stride, transport
@@ -241,7 +241,7 @@ class ObservedTransport:
 
 
 class NamedOperand:
-    """A Split, Vector or Space that tells an observer the name of the operand it moves.
+    """Wrap a Split, Vector or Space so that an observer knows the operand that it moves.
 
     Parameters
     ----------

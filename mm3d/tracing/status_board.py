@@ -23,7 +23,7 @@ ROW_BYTES = NUMBERS_BYTES + 2 * TEXT_BYTES
 
 
 class StatusBoard:
-    """A table in memory that the ranks of a node share, with a row for each rank of the job.
+    """Hold a table in memory that the ranks of a node share, with a row for each rank of the job.
 
     A rank writes its own row.  Rows of ranks on other nodes are copied from their messages.
 

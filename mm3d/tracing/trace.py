@@ -1,4 +1,4 @@
-"""The trace of a dry run: the events of one rank, counted, and its memory."""
+"""Trace a dry run: count the events of one rank, and its memory."""
 
 from collections import Counter
 from typing import Any, Callable
@@ -14,7 +14,7 @@ SUMS = "sums"
 
 
 class Trace(Observer):
-    """The events, the traffic and the memory of one rank.
+    """Count the events, the traffic and the memory of one rank.
 
     Attributes
     ----------
@@ -31,9 +31,9 @@ class Trace(Observer):
         The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
         all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
     parameters, divided, saved, operands : int
-        Bytes of parameters with their gradients, and of those among them that are parts of
-        experts which replicas divide; of arrays that forward keeps for backward; and,
-        where backward is in halves, of arrays kept between them.
+        Bytes of parameters with their gradients, and of the ones among them that replicas divide
+        (experts, and with ZeRO 1 to 3 all); of arrays that forward keeps for backward; and, where
+        backward is in halves, of arrays kept between them.
 
     Work that backward computes again is among the events of backward, in parts such as
     "mlp.up (again)".
@@ -75,7 +75,7 @@ class Trace(Observer):
             self.begin_phase(phase)
 
     def begin_phase(self, phase: str) -> None:
-        """Begin a phase, and count what has moved before as the traffic of the last one."""
+        """Begin a phase, and add the traffic so far to the phase before."""
         if self._model is not None:
             moved = {key: one for key, one in self._model.traffic().items() if one.calls}
             if moved or self.phase in (*PHASES, *HALVES):

@@ -170,8 +170,8 @@ class Watchdog:
     def end_job(self, states: list[str]) -> None:
         """Print the report, and end the job."""
         complain(f"\n{self.format_report(states)}")
-        # If MPI does not end the job, as where the launcher is not reached, this rank ends.  Abort
-        # keeps Python's lock meanwhile, so that no thread of Python could see to it.
+        # If MPI does not end the job, as where the launcher is not reached, this rank ends itself.
+        # Abort holds Python's lock meanwhile, so that no thread of Python could do it.
         nothing = open(os.devnull, "wb")
         faulthandler.dump_traceback_later(5 * FLUSH_SECONDS, exit=True, file=nothing)
         time.sleep(FLUSH_SECONDS)

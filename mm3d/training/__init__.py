@@ -1,1 +1,1 @@
-"""Train a model in parallel: pipeline schedules as data."""
+"""Train a model in parallel: a GPT, pipelines and their schedules, optimizers, ZeRO."""

@@ -57,10 +57,10 @@ def divide_rows(batch: int, data: int, microbatches: int,
                 together: bool = False) -> list[list[slice]]:
     """Return the sequences of each replica's micro-batches, after checking their number.
 
-    The micro-batches of a replica are equal.  Where the number of replicas does not divide those
-    of one micro-batch, the first replicas have one sequence more in each.  A replica's sequences
-    are neighbours in the batch; with `together` it is those of one micro-batch, of all replicas,
-    so that a micro-batch does not depend on their number.
+    The micro-batches of a replica are equal.  Where the replicas do not divide the sequences of a
+    micro-batch, the first ones have one sequence more in each.  A replica's sequences are
+    neighbours in the batch; with `together` the sequences of a micro-batch of all replicas are, so
+    that a micro-batch does not depend on the number of replicas.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def check_batch(tokens: Any, targets: Any, shape: tuple[int, int], vocab: int,
     Raises
     ------
     ValueError
-        As of `check_tokens`, and when all targets are `ignored`.
+        As in `check_tokens`, and when all targets are `ignored`.
     """
     tokens = check_tokens("tokens", tokens, shape, vocab)
     targets = check_tokens("targets", targets, shape, vocab, ignored)

@@ -11,13 +11,13 @@ from mm3d.grid.shape import GridShape
 class DataGrid(GridAxes):
     """Extend the grid of a tensor parallelism by the directions of data parallelism.
 
-    Direction d joins the ranks of equal place among which ZeRO divides a copy of the model, and r
-    those that hold the same part in the other copies.  Sums along both add in the order of the
-    ranks, except with NCCL.  The traffic is that along r and d, and along e.
+    Direction d joins the ranks among which ZeRO divides one copy of the model, and r the ranks
+    with the same part of the other copies.  Sums along both add in the order of the ranks, except
+    with NCCL.  Its traffic is counted along r, d and e.
 
     Experts that are divided among replicas have a grid of their own on the same ranks, see
-    `with_experts`: e joins neighbouring replicas, which have other experts, and d and r those that
-    hold copies of the same ones.
+    `with_experts`: e joins neighbouring replicas with different experts, and d and r replicas with
+    copies of the same experts.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class DataGrid(GridAxes):
         Size of direction e, which is there if it is above 1.  The product of both divides the
         number of replicas.
     stages : int
-        Number of stages of a replica, whose ranks lie between those of this stage in two replicas.
+        Number of stages of a replica: they multiply the `stride` along r, d and e.
 
     Attributes
     ----------
@@ -65,11 +65,10 @@ class DataGrid(GridAxes):
         return list(self.axes.values())
 
     def with_experts(self, parts: int) -> "DataGrid":
-        """Return the grid of experts that each `parts` neighbouring replicas divide.
+        """Return the grid of experts that every `parts` neighbouring replicas divide.
 
-        ZeRO divides what a rank has of them further among as many of its copies as make whole
-        groups of `parts` replicas and whole groups of shards.  So of n shards it divides n / parts
-        where that is a whole number, and 1 where the experts are divided as finely as that.
+        ZeRO divides a rank's experts further, among `expert_shards` of their copies: with n shards
+        among n / parts where that is a whole number, and not at all where n divides `parts`.
         """
         return DataGrid(self.comm, self.grid, expert_shards(self.shape["d"], parts), parts,
                         self.stages)
@@ -78,7 +77,7 @@ class DataGrid(GridAxes):
 def expert_shards(shards: int, parts: int) -> int:
     """Return among how many copies ZeRO divides experts that `parts` replicas divide already.
 
-    Both numbers divide that of the replicas, and so does the product of `parts` and the result,
-    which is their least common multiple.
+    Both numbers divide the number of replicas, and so does `parts` times the result: their least
+    common multiple.
     """
     return math.lcm(shards, parts) // parts

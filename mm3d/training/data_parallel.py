@@ -1,27 +1,27 @@
 """Replicate a model over a direction of ranks, and divide its state among them: ZeRO 0 to 3.
 
-Replicas compute with different rows of a batch, so the gradient of a parameter is the sum of
-theirs.  A stage of ZeRO says what of a parameter is divided along direction d, and so held once:
+Replicas compute with different rows of a batch, so a parameter's gradient is the sum over them.  A
+stage of ZeRO says which arrays of a parameter are divided along direction d, and so held once:
 
 =====  ========  =========  ========  =================================================
 stage  master,   gradient   value     words of Psi parameters and k micro-batches, times
        moments                        N - 1 over all ranks
 =====  ========  =========  ========  =================================================
 0      whole     whole      whole     2 Psi: gradients are summed at the end of a step
-1      divided   whole      whole     2 Psi: a sum, and a gather of what was updated
+1      divided   whole      whole     2 Psi: a sum, and a gather of updated values
 2      divided   divided    whole     (k + 1) Psi: a sum for each micro-batch
 3      divided   divided    divided   3 k Psi: values are gathered for forward and for
                                       backward; 2 k for vectors, which forward saves
 =====  ========  =========  ========  =================================================
 
-A shard divides this rank's block further: the layout has the letter d after those of its first
+A shard divides this rank's block further: the layout has the letter d last in its first
 dimension, so "xy,z" becomes "xyd,z", and a shard is a part of the global array like any block.
 
 Terms are added in the order of the ranks in every stage.  With one micro-batch all stages compute
 the same bits.  With several, 0 and 1 add the micro-batches of a rank before the ranks, 2 and 3 the
 ranks of a micro-batch before the micro-batches, so only 0 equals 1, and 2 equals 3, to the bit.
 
-Where d has not all replicas (hybrid sharding), the sums go on along r, over the copies of a shard.
+Where d does not join all replicas (hybrid sharding), the copies of a shard are summed along r.
 """
 
 import numbers
@@ -47,14 +47,14 @@ class DataParallel:
     zero : {0, 1, 2, 3}
         The stage of ZeRO.
     in_flight : int
-        How many sums of gradients go on while a rank computes, where the transport can: those of
-        the parameters after which no gradient of the step is added (stages 0 and 1), or of a
-        micro-batch (2 and 3).  0 sums at the end of a step, or at once.
+        How many sums of gradients may go on while a rank computes, where the transport can.  A
+        sum begins after the last gradient of a parameter in a step (stages 0 and 1), or after
+        each micro-batch (2 and 3).  With 0 it blocks, at the end of a step, or at once.
 
     Attributes
     ----------
     parameters : list of Parameter
-        Those created, in order.
+        The parameters created, in order.
 
     Raises
     ------
@@ -76,9 +76,9 @@ class DataParallel:
         return self.parameters[-1]
 
     def on(self, grid: DataGrid) -> "DataParallel":
-        """Return what creates parameters whose copies lie otherwise, on `grid`.
+        """Return a copy that creates parameters with their copies on another `grid`.
 
-        They are parameters of this one too, which sums their gradients.
+        They are added to `parameters` here too, and their gradients summed with the others.
         """
         other = copy(self)
         other.grid = grid
@@ -88,8 +88,8 @@ class DataParallel:
     def summed(self, microbatches: int) -> Iterator[None]:
         """Sum the gradients that are accumulated in this context over all replicas.
 
-        Every rank must enter it, and accumulates as many micro-batches.  What the gradients
-        were before is kept, and added once.
+        Every rank must enter it, and accumulates the same number of micro-batches.  Earlier
+        gradients are kept, and counted once.
         """
         for p in self.parameters:
             p.begin_step(microbatches)
@@ -97,14 +97,14 @@ class DataParallel:
         self.finish()
 
     def finish(self) -> None:
-        """Sum over all replicas what is not summed yet."""
+        """Sum the gradients that are not summed yet over all replicas."""
         self.complete(0)
         for p in self.parameters:
             p.finish_step()
         self.complete(0)
 
     def start(self, end: Callable[[], Any]) -> None:
-        """Take over a sum that was begun; `end` completes it."""
+        """Add a sum in flight, which `end` completes."""
         self._begun.append(end)
         self.complete(self.in_flight)
 
@@ -122,7 +122,7 @@ def check_zero(zero: Any) -> None:
 
 
 def check_in_flight(in_flight: Any) -> None:
-    """Raise ValueError unless so many sums can be in flight."""
+    """Raise ValueError unless `in_flight` is a number of sums."""
     if (not isinstance(in_flight, numbers.Integral) or isinstance(in_flight, bool)
             or in_flight < 0):
         raise ValueError(f"in_flight={in_flight!r} is no number of sums: 0 or more would do")

@@ -1,10 +1,10 @@
 """Divide the experts of a model among its replicas.
 
-Direction e joins neighbouring replicas, of which each has other experts and sees the tokens of all
-of them (`mm3d.training.data_grid.DataGrid.with_experts`).  The same experts are there once in each
-such group, so their gradients are sums over the copies along d and r, as those of any parameter,
-and ZeRO divides what a rank has of them along d.  All losses and gradients are divided by the same
-number of tokens, that of the whole batch, so experts need no factor of their own.
+Direction e joins neighbouring replicas; each has other experts, and sees the tokens of the whole
+group (`mm3d.training.data_grid.DataGrid.with_experts`).  Each group has every expert once, so an
+expert's gradient is summed over its copies along d and r, as for any parameter, and ZeRO divides a
+rank's experts along d.  All losses and gradients are divided by the same number of tokens, the
+whole batch's, so experts need no factor of their own.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from mm3d.training.mesh import divisors, is_count
 
 
 def expert_ranks(data: DataParallel | None, grid: DataGrid | None, batch: int) -> ExpertRanks:
-    """Return the replicas that have other tokens, and those that divide the experts.
+    """Return the replicas that have other tokens, and the replicas that divide the experts.
 
     Parameters
     ----------
     data : DataParallel or None
-        The replicas; None where there is one.
+        The replicas; None with one replica.
     grid : DataGrid or None
         The directions of replicas; with e where experts are divided.
     batch : int

@@ -28,21 +28,21 @@ from mm3d.training.tied import TiedStages
 
 
 class GPT(PlainNumbers, Trained):
-    """A causal language model of pre-LN Transformer layers, on any mesh.
+    """Train a causal language model of pre-LN Transformer layers, on any mesh.
 
     x = E[token] + P[position]; then the layers, a last layer norm, logits x W or, tied, x E^T,
-    and the cross entropy.  Initial values are those of GPT-2, with which the first loss is near
+    and the cross entropy.  Initial values are GPT-2's, with which the first loss is near
     log(vocab): N(0, 0.02^2), positions 0.01, products into the residual stream divided by
     sqrt(2 layers), biases 0 and norms 1.  The same seed gives the same model on every mesh.
 
-    Losses and gradients are of the mean over all targets of the batch that are not ignored,
-    however they are divided.
+    The loss is the mean over all targets of the batch that are not ignored, however they are
+    divided.
 
     Parameters
     ----------
     where : Mesh or Config
-        The ranks, with the fields of `mm3d.config.Model` and `mm3d.config.Division` as keywords,
-        but for those that the mesh says; or all of this, with `comm`.
+        A mesh, and as keywords the fields of `mm3d.config.Model` and `mm3d.config.Division` that
+        the mesh does not set; or a configuration of all of them, with `comm`.
     comm : mpi4py.MPI.Intracomm, optional
         All ranks of a `Config`; each creates it, and calls `free` when it is not used any more.
     around : callable, optional
@@ -59,10 +59,10 @@ class GPT(PlainNumbers, Trained):
     definition : Definition
         What it computes, as checkpoints hold it.
     loss_scale : float
-        Factor of the gradients, not of the loss, against underflow in 16 bits; whoever sets it
+        Factor of the gradients, not of the loss, against underflow in 16 bits; code that sets it
         divides the gradients by it.
     optimizer : callable
-        Returns the optimizer, set by it, or None; each step compares its numbers over all ranks.
+        Returns the optimizer, which sets this, or None; each step compares its numbers.
     routings : dict of str to RoutingTotals
         How the tokens of the last step were routed, and the losses of the routers, by layer.
 
@@ -128,15 +128,15 @@ class GPT(PlainNumbers, Trained):
         Parameters
         ----------
         tokens, targets : array_like of int
-            The whole batch, (batch, seq), the same on every rank.  Targets may be `ignored`; those
-            that are masked (`numpy.ma`) are.
+            The whole batch, (batch, seq), the same on every rank.  Targets may be `ignored`;
+            masked targets (`numpy.ma`) are.
 
         Returns
         -------
         float
             The mean loss over all targets that are not ignored, the same on every rank.  Losses
-            of routers are added: of each layer the mean over the micro-batches, over all their
-            tokens, ignored targets or not (``routings`` has them apart).
+            of routers are added: for each layer the mean over the micro-batches and all their
+            tokens, also with ignored targets (``routings`` has these losses alone).
 
         Raises
         ------
@@ -175,9 +175,9 @@ class GPT(PlainNumbers, Trained):
         return self._mean(losses, count) + self._finish_routing()
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """Compute the loss alone; parameters and errors as of `step`.
+        """Compute the loss alone; parameters and errors as in `step`.
 
-        There is no dropout, and no loss of routers in it.
+        Nothing is dropped, and losses of routers are not added.
         """
         with same_arguments(self.comm, "evaluate") as given:
             tokens, targets, count = self._checked(tokens, targets, given)
@@ -211,7 +211,7 @@ class GPT(PlainNumbers, Trained):
 
     def _checked(self, tokens: Any, targets: Any,
                  given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
-        """Check a batch as `check_batch`, and add checksums to what ranks are to have alike."""
+        """Check a batch as `check_batch`; add its checksums to `given`, which ranks compare."""
         found = check_batch(tokens, targets, self.shape, self.vocab, self.ignored)
         if self.comm.size > 1:
             given |= {"tokens": checksum(found[0]), "targets": checksum(found[1])}
@@ -237,7 +237,7 @@ class GPT(PlainNumbers, Trained):
     def dropout_step(self) -> int | None:
         """Return the step that masks of dropout are drawn for; None while nothing is dropped.
 
-        `step` counts it; set it where a training goes on.
+        `step` increments it; set it to resume a training.
         """
         return self.pipeline.dropout_step
 
@@ -254,15 +254,15 @@ class GPT(PlainNumbers, Trained):
     def update_biases(self) -> None:
         """Change the biases of the gate "sigmoid-bias" by the routings of the last step.
 
-        Every rank must call it.  Optimizers do in each step that they do not skip; whoever changes
-        parameters without one calls it before `refresh`.
+        Every rank must call it.  Optimizers do in each step that they do not skip; a training
+        without an optimizer calls it before `refresh`.
         """
         if self.routings and self.mesh.scheme.grid.backend.has_contents:
             update_biases(self.pipeline.chunks, self.routings, self.experts.bias_rate)
 
     @property
     def grids(self) -> list[GridAxes]:
-        """Return the grids of this rank, whose collectives an observer may be told of."""
+        """Return the grids of this rank, for observers of their collectives."""
         return self.pipeline.grids
 
     @property
@@ -297,7 +297,7 @@ class GPT(PlainNumbers, Trained):
         return self._gather("gradients", lambda p: p.gather(p.grad))
 
     def _gather(self, call: str, of: Any, **facts: Any) -> dict[str, Any]:
-        """Gather what `of` returns of all parameters on every rank, in the order of the model."""
+        """Gather `of(parameter)` of all parameters on every rank, in the order of the model."""
         with same_arguments(self.comm, call) as given:
             given |= facts
         own = {p.name: of(p) for p in self.trained}
@@ -349,7 +349,7 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
 
 
 def _place_in_model(name: str) -> tuple[int, int]:
-    """Return the place of a parameter; those of one layer keep their order."""
+    """Return a key to sort parameters by, the same for all parameters of a layer."""
     ends = {"embedding": 0, "positions": 1, "norm": 3, "head": 4}
     part, _, rest = name.partition(".")
     return (ends[part], 0) if part in ends else (2, int(rest.partition(".")[0]))

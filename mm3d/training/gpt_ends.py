@@ -1,4 +1,4 @@
-"""Make what stands around the layers of a GPT in one stage: embedding, norm, head and loss."""
+"""Make the layers of a GPT's stage outside the Transformer: embedding, norm, head and loss."""
 
 import math
 import numbers
@@ -32,7 +32,7 @@ class Output:
     table : Parameter or None
         The table of the embedding, which a tied head uses; None where it is on another stage.
     **options
-        Those of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
+        Options of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
     """
 
     def __init__(self, build: Builder, vocab: int, hidden: int, tied: bool,
@@ -52,25 +52,25 @@ class Output:
         return total, (norm, head, loss)
 
     def backward(self, targets: Targets, saved: Any) -> Array:
-        """Compute the scaled gradient by the output of the layers; the logits are lost."""
+        """Compute the scaled gradient of the layers' output; the logits are overwritten."""
         norm, head, loss = saved
         return self.norm.backward(
             self.head.backward(self.loss.backward(targets, loss), head), norm)
 
     def zero_gradients(self) -> None:
-        """Set the gradient of the head to zero where it is none of the parameters."""
+        """Set the gradient of a tied head to zero, which no parameter has."""
         if isinstance(self.head.weight, TiedWeight):
             self.head.weight.zero_gradient()
 
     def add_tied_gradient(self) -> None:
-        """Add the gradient of a tied head to that of the embedding on the same rank."""
+        """Add the gradient of a tied head to the embedding's, on the same rank."""
         if isinstance(self.head.weight, TiedWeight):
             self.head.weight.add_to_table()
 
 
 @dataclass(frozen=True)
 class StageEnds:
-    """Hold the layers of a stage that are none of the Transformer's.
+    """Hold the layers of a stage outside the Transformer.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
     vocab, tied
         As for `mm3d.GPT`.
     **options
-        Those of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
+        Options of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
     """
     stages, (_, seq, hidden) = schedule.stages[stage], chunks[0].shape
     build, found, table = chunks[0].builder, {}, None

@@ -1,6 +1,6 @@
-"""Send activations, and gradients of them, from the ranks of one stage to those of another.
+"""Send activations and their gradients from the ranks of one stage to the ranks of another.
 
-A rank sends the part of its own block that another rank holds there, straight to that rank:
+A rank sends the part of its own block that another rank is to hold, straight to that rank:
 where both stages have the same grid, its whole block in one message.  Nothing is gathered.
 """
 
@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]    # start and stop in each dimension
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part of an activation that goes from one rank of a stage to one of another.
+    """Describe a part of an activation that a rank of one stage sends to a rank of another.
 
     Attributes
     ----------
@@ -60,11 +60,11 @@ def activation_block(scheme: type[Scheme], grid: GridShape, shape: tuple[int, in
 
 def transfers(sources: Sequence[Box], targets: Sequence[Box], source: int | None = None,
               target: int | None = None) -> list[Transfer]:
-    """List what the ranks of one stage send to those of another, whose blocks are given.
+    """List what the ranks of one stage send to the ranks of another, from the blocks of both.
 
     Where several ranks hold copies of a block, each target receives from the one of its own
-    number, or else from one chosen so that all have their share.  With `source` or `target` only
-    what that rank sends or receives is looked for, in a time linear in the number of blocks.
+    number, or else from one of them in turn.  With `source` or `target` only what that rank
+    sends or receives is looked for, in a time linear in the number of blocks.
     """
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(sources):
@@ -144,7 +144,7 @@ class Hops:
         return self._known[key]
 
     def tag(self, event: Event) -> int:
-        """Return the tag of the messages with the result of `event`, which no other has."""
+        """Return the tag that messages with the result of `event` alone have."""
         number = event.stage * self.schedule.microbatches + event.micro
         return 2 * number + (event.step == "B")
 

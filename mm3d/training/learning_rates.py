@@ -17,7 +17,7 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
     steps : int
         Steps of the whole training; the last of them has the rate `floor`, and so has any after.
     peak, floor : float
-        The largest rate, which one step has, and the last one.
+        The largest rate, and the last one.
     warmup : int
         Steps of the rise; the first has the rate ``peak / warmup``, the last `peak`.  With 0 or 1
         step 0 has `peak`, also where it is the last.

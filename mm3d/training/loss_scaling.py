@@ -8,7 +8,7 @@ from mm3d.arrays.plain_numbers import PlainNumbers
 class LossScaling(PlainNumbers):
     """Hold the factor of the loss: halved where gradients overflow, doubled after many that fit.
 
-    Gradients are computed of the loss times `scale`, and an optimizer divides them by it.  It
+    Gradients are computed from the loss times `scale`, and an optimizer divides them by it.  It
     skips the step, on all ranks alike, where any gradient on any rank is infinite or NaN.
 
     Parameters
@@ -16,7 +16,7 @@ class LossScaling(PlainNumbers):
     initial : float
         The factor at the beginning.
     growth, backoff : float
-        What the factor is multiplied by, when it grows and when gradients overflow; powers of
+        What the factor is multiplied by when it grows, and when gradients overflow; powers of
         two change no other bit of the gradients.
     interval : int
         Steps without an overflow after which the factor grows.
@@ -30,7 +30,7 @@ class LossScaling(PlainNumbers):
     scale : float
         The factor.
     good_steps, overflows : int
-        Steps without an overflow since the last one, and overflows, since the factor last changed.
+        Steps since the last overflow, and overflows, both since the factor last changed.
     skipped : int
         Steps skipped in all.
     """

@@ -61,7 +61,7 @@ class Mesh:
     scheme : Scheme
         The tensor parallelism on the ranks of this stage.
     options : dict
-        The options of the scheme, with the defaults of those that were not given.
+        The options of the scheme, defaults included.
 
     Raises
     ------
@@ -115,7 +115,7 @@ class Mesh:
     def data(self) -> Axis | None:
         """Return the ranks with this stage and place among which ZeRO divides a copy of a model.
 
-        Without `shards` they are those of all replicas; None where there is one replica.
+        Without `shards` one copy is divided among all replicas; None with one replica.
         """
         return self.data_grid and self.data_grid["d"]
 
@@ -126,7 +126,7 @@ class Mesh:
     def free(self) -> None:
         """Free the communicators of the mesh and of its grids; every rank must call it.
 
-        Models on the mesh have others, and are freed before.
+        Models on the mesh have communicators of their own, and are freed before.
         """
         if self.data_grid is not None:
             self.data_grid.free()
@@ -136,7 +136,7 @@ class Mesh:
 
 
 def check_data(ranks: int, data: int, shards: int | None) -> int:
-    """Check the numbers of replicas and of shards, as those of `Mesh`; return that of shards."""
+    """Check the numbers of replicas and shards as in `Mesh`; return the number of shards."""
     if not is_count(data) or ranks % data:
         raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
                          f"{divisors(ranks)} would do")
@@ -149,7 +149,7 @@ def check_data(ranks: int, data: int, shards: int | None) -> int:
 
 
 def is_count(number: Any) -> bool:
-    """Return whether a number is a whole one of at least 1, NumPy's among them."""
+    """Return whether a number is a whole one of at least 1, also one of NumPy."""
     return (isinstance(number, numbers.Integral) and not isinstance(number, bool)
             and number >= 1)
 
@@ -161,7 +161,7 @@ def divisors(number: int) -> str:
 
 def stage_grids(kind: type[Scheme], ranks: int, stages: int,
                 grid: Sizes | Sequence[Sizes] | None = None) -> tuple[GridShape, ...]:
-    """Return the grid of each stage; parameters and errors as those of `Mesh`."""
+    """Return the grid of each stage; parameters and errors as in `Mesh`."""
     if not is_count(stages) or ranks % stages:
         raise ValueError(f"{stages} stages do not divide {ranks} ranks into equal groups: "
                          f"{divisors(ranks)} would do")

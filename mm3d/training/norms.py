@@ -63,7 +63,7 @@ def reproducible_norm(arrays: list[Array], comm: MPI.Intracomm,
     arrays : list of Array
         This rank's arrays; every element is on one rank only.
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of which must call it.
+        The ranks; all must call it.
     largest : float, optional
         The result of `largest_magnitude`, which is computed if not given.
 
@@ -109,7 +109,7 @@ def _sum_integers(comm: MPI.Intracomm, *numbers: int) -> list[int]:
 def _sum_squares(a: Array, scale: float, again: bool) -> int:
     """Sum the rounded squares of scaled elements, which are below 1, in units.
 
-    `again` sums in units of the second kind what rounding to the first ones has left.
+    With `again` sum what is left by the rounding to the first unit, in second units.
     """
     library, total = backend_of(a), 0
     xp, block = library.xp, min(library.block, PIECE)

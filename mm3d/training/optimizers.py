@@ -18,8 +18,8 @@ from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
-# Of a backend's `block`, elements that are changed at a time: no parameter or moment is in cache
-# before, so half as many calls cost less than what a longer piece of scratch memory does.
+# Elements changed at a time, in units of a backend's `block`: parameters and moments are not in
+# cache before, so half as many calls save more than a longer piece of scratch memory costs.
 BLOCKS = 2
 
 
@@ -48,9 +48,9 @@ class Optimizer(PlainNumbers, ABC):
         Gradients are multiplied by ``min(1, clip / (norm + 1e-6))`` with the norm of all of them.
         None or 0 clips nothing.
     loss_scaling : LossScaling, optional
-        For float16: gradients are those of the loss times ``loss_scaling.scale``, and are divided
-        by it.  Set as ``model.loss_scale``, which a model with a loss of its own heeds; without
-        loss scaling it is 1 there.
+        For float16: gradients of the loss times ``loss_scaling.scale`` are divided by the scale.
+        It is set as ``model.loss_scale``, which a model with a loss of its own applies; without
+        loss scaling that is 1.
     decays : callable
         Tells for one of `model.trained` whether it decays; by default `decays` of this module.
 
@@ -86,7 +86,7 @@ class Optimizer(PlainNumbers, ABC):
         self.state = {name: [_zeros_like(t.master) for t in model.trained]
                       for name in self.moments}
         if hasattr(model, "loss_scale"):
-            model.loss_scale = 1.0    # not that of an earlier optimizer
+            model.loss_scale = 1.0    # an earlier optimizer may have set another
             model.optimizer = weakref.ref(self)    # whose numbers a step compares over all ranks
         self._announce_scale()
 
@@ -103,8 +103,8 @@ class Optimizer(PlainNumbers, ABC):
     def step(self) -> bool:
         """Change all parameters by their gradients; return whether the step was not skipped.
 
-        Every rank must call it.  Ranks exchange what they clip or scale by, and compare their
-        numbers with it; where they do neither, `GPT.step` finds the next time what differs.
+        Every rank must call it.  Ranks that clip or scale compare their numbers as they exchange
+        the largest gradient; without, the next `GPT.step` finds what differs.
 
         Raises
         ------
@@ -136,20 +136,20 @@ class Optimizer(PlainNumbers, ABC):
         return True
 
     def numbers(self) -> dict[str, float | int]:
-        """Return what continues a training beside the moments: counts, rate, loss scaling."""
+        """Return the numbers that resume a training beside moments: counts, rate, loss scaling."""
         scaling = self.loss_scaling
         return {"steps": self.steps, "lr": self.lr} | ({} if scaling is None else {
             f"loss_scaling.{name}": getattr(scaling, name) for name in scaling.numbers})
 
     def options(self) -> dict[str, float | int | str]:
-        """Return what defines the steps beside `numbers`: with others a training goes on, too."""
+        """Return the options that define the steps; a training may be resumed with others."""
         scaling = self.loss_scaling
         return {"weight_decay": self.weight_decay, "clip": self.clip or 0.0,
                 "decays": text_of(self.decays),
                 "loss_scaling": "none" if scaling is None else scaling.rule()}
 
     def set_numbers(self, numbers: dict[str, float | int]) -> None:
-        """Set what `numbers` returned; loss scaling where this optimizer has one."""
+        """Set the numbers that `numbers` returned; loss scaling where this optimizer has one."""
         for name in self.numbers():
             owner, _, attribute = name.rpartition(".")
             if name in numbers:
@@ -157,7 +157,7 @@ class Optimizer(PlainNumbers, ABC):
         self._announce_scale()
 
     def _gradient_factor(self) -> float | None:
-        """Return what the gradients are to be multiplied by; None where the step is skipped."""
+        """Return the factor of the gradients; None where the step is skipped."""
         scaling, self.norm = self.loss_scaling, None
         nothing_to_see = not all(backend_of(t.grad).has_contents for t in self.model.trained)
         if scaling is None and self.clip is None or nothing_to_see:
@@ -183,7 +183,7 @@ class Optimizer(PlainNumbers, ABC):
         return factor
 
     def _announce_scale(self) -> None:
-        """Tell the model what to multiply its loss by."""
+        """Set the model's `loss_scale` to the factor of the loss."""
         if self.loss_scaling is not None:
             self.model.loss_scale = self.loss_scaling.scale
 
@@ -194,7 +194,7 @@ class Optimizer(PlainNumbers, ABC):
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, w -= lr b with b = momentum b + g.
+    """Change parameters by stochastic gradient descent, w -= lr b with b = momentum b + g.
 
     Parameters
     ----------
@@ -233,9 +233,9 @@ class SGD(Optimizer):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
+    """Change parameters by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
-    After t steps m and v are averages of the gradients and of their squares,
+    Weight decay is decoupled.  After t steps m and v are averages of the gradients and squares,
     m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2, and
     w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
 

@@ -37,7 +37,7 @@ class Pipeline(Trained):
     Parameters
     ----------
     mesh : Mesh
-        The ranks, all of which create it, and call `free` when it is not used any more.
+        The ranks; all create it, and call `free` when it is not used any more.
     schedule : str or Schedule
         What each stage does, and in which order; a name of
         `mm3d.training.schedules.builders.registry` needs `microbatches`.
@@ -52,9 +52,9 @@ class Pipeline(Trained):
     **fields
         Those of `mm3d.model.stack.Stack`, for the whole model: layers are divided among the stages
         of the schedule, and sequences among the micro-batches and replicas as
-        `mm3d.training.batches.divide_rows` says: the micro-batches of a replica are equal.  Tokens
-        of one micro-batch are routed to experts together, in all replicas; the replicas then
-        divide each micro-batch, and not the batch before, so that the routing does not depend on
+        `mm3d.training.batches.divide_rows` says: the micro-batches of a replica are equal.  The
+        tokens of one micro-batch, of all replicas, are routed to experts together; the replicas
+        then divide each micro-batch instead of the batch, so that the routing does not depend on
         their number.
 
         And of `mm3d.config.Division`: zero, in_flight, expert_parallel, synchronous.
@@ -66,13 +66,13 @@ class Pipeline(Trained):
     rows : list of slice
         The sequences of the batch that are this replica's micro-batches.
     data : DataParallel or None
-        Makes the parameters and sums their gradients over replicas; None where there is one.
+        Makes the parameters and sums their gradients over replicas; None with one replica.
     data_grids : list of DataGrid
-        The directions of replicas; and those of experts that replicas divide.
+        The grid of the replicas; and the grid of experts that replicas divide.
     chunks : list of Transformer
         The layers of each chunk of this rank's stage.
     parameters, trained : list of Parameter
-        Those of all chunks; and the arrays that an optimizer changes and that a checkpoint
+        Parameters of all chunks; and the arrays that an optimizer changes and that a checkpoint
         stores, which are the same ones.
     definition : Definition
         What it computes, as checkpoints hold it.
@@ -144,7 +144,7 @@ class Pipeline(Trained):
 
     @property
     def grids(self) -> list[GridAxes]:
-        """Return the grids of this rank, whose collectives an observer may be told of."""
+        """Return the grids of this rank, for observers of their collectives."""
         return [self.mesh.scheme.grid, *self.data_grids]
 
     @property
@@ -166,11 +166,11 @@ class Pipeline(Trained):
              input_gradient: Callable[[int, Array], Any] = lambda micro, dx: None) -> None:
         """Compute forward and backward of all micro-batches; every rank must call it.
 
-        It adds to the gradients of the parameters, and divides them by nothing: the gradient of
-        the step's loss is asked for, such as that of a mean over the tokens of all micro-batches.
-        Nothing is compared over all ranks, as `mm3d.GPT` does before it: ranks that call `forward`
-        instead would be waited for.  Arrays that `inputs` and `output_gradient` return are not
-        copied: they must stay unchanged until the end of the step.
+        It adds to the gradients of the parameters without a factor: `output_gradient` is the
+        gradient of the step's loss, such as a mean over the tokens of all micro-batches.  Unlike
+        `mm3d.GPT` it compares nothing over the ranks: it would wait for ranks that call `forward`
+        instead.  Arrays that `inputs` and `output_gradient` return are not copied: they must stay
+        unchanged until the end of the step.
 
         Parameters
         ----------
@@ -222,8 +222,8 @@ class Pipeline(Trained):
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank, by direction and collective.
 
-        Blocks sent to other stages are ("s", "send"); d and r are the directions of replicas, for
-        experts those of their copies, and e divides experts.
+        Blocks sent to other stages are ("s", "send"); d and r join replicas, for experts replicas
+        with the same experts, and e divides experts.
         """
         found = self.mesh.scheme.grid.traffic() | {
             (self.hops.direction, "send"): self.hops.traffic}
@@ -249,7 +249,7 @@ class Pipeline(Trained):
 
     def _gather(self, call: str, of: Callable[[Transformer], dict[str, Any]],
                 **facts: Any) -> dict[str, Any]:
-        """Gather what `of` returns by name of all chunks on every rank, in the layers' order."""
+        """Gather `of(chunk)`, by name, of all chunks on every rank, in the layers' order."""
         with same_arguments(self.comm, call) as given:
             given |= facts
         own = {stage: of(chunk)

@@ -22,9 +22,9 @@ def sum_routings(comm: Any, chunks: Iterable[Transformer],
     comm : mpi4py.MPI.Intracomm
         All ranks of the model.
     chunks : iterable of Transformer
-        Those of this rank.
+        This rank's chunks.
     microbatches : int
-        Their number.
+        Number of micro-batches.
     """
     own: dict[str, list] = {}
     for chunk in chunks:
@@ -44,7 +44,7 @@ def sum_routings(comm: Any, chunks: Iterable[Transformer],
 
 
 def _join(name: str, parts: list[list], microbatches: int) -> RoutingTotals:
-    """Return the totals of one layer from those of the ranks that have it."""
+    """Join the totals of one layer from the ranks that have it."""
     balance, z = (math.fsum(x for part in parts for x in part[n]) / microbatches for n in (2, 3))
     return RoutingTotals(name, *map(np.asarray, parts[0][:2]), balance, z)
 
@@ -59,6 +59,6 @@ def update_biases(chunks: Iterable[Transformer], totals: dict[str, RoutingTotals
     """Change the biases of the gate "sigmoid-bias" after a step; every rank must call it."""
     for chunk in chunks:
         for name, bias in chunk.routings.biases.items():
-            # Of the master: in 16 bits small steps would be rounded away.
+            # From the master: in 16 bits small steps would be rounded away.
             value = chunk.grid.backend.to_host(bias.master).astype(np.float64)
             bias.load(updated_bias(value, totals[name].chosen, rate))

@@ -19,8 +19,7 @@ from mm3d.transport.pending import Pending
 def shard_layout(layout: Layout) -> Layout:
     """Return the layout of the shards of blocks in `layout`: d divides their first dimension.
 
-    Vectors on a diagonal are divided in the first dimension that a direction divides, since the
-    diagonal is that of the first letter.
+    Vectors on a diagonal are divided further in the first dimension that is divided already.
     """
     dims = layout.spec.partition("@")[0].split(",")    # as written, with the 0 of faces
     place = next(n for n, letters in enumerate(dims) if letters) if layout.diagonal else 0
@@ -58,7 +57,7 @@ class SummedParameter(Parameter):
 
     @property
     def first(self) -> bool:
-        """Return whether this rank keeps what the gradient was before a step."""
+        """Return whether this rank keeps the gradient from before a step."""
         return self.data.coords["r"] == 0
 
     def twin(self) -> Parameter:
@@ -71,7 +70,7 @@ class SummedParameter(Parameter):
         self._is_zero = True
 
     def begin_step(self, microbatches: int) -> None:
-        """Prepare the gradient: what it was before must be counted once."""
+        """Prepare the gradient: its earlier value must be counted once."""
         if not self._is_zero and not self.first:
             self.grad[...] = 0
         self._left, self._is_zero = microbatches, False
@@ -88,8 +87,8 @@ class SummedParameter(Parameter):
 class SummedOnce(SummedParameter, ABC):
     """Hold a parameter whose gradient is summed once a step: over micro-batches, then replicas.
 
-    `_sum` has the sum over the micro-batches of this rank, and `_terms` is the same memory as
-    `_split` divides it among the replicas.
+    `_sum` has the sum over the micro-batches of this rank; `_terms` is the same memory, which
+    `_split` divides among the replicas.
     """
 
     _sum: Array
@@ -109,7 +108,7 @@ class SummedOnce(SummedParameter, ABC):
             self._begin_sum()
 
     def _begin_sum(self) -> None:
-        """Begin to sum the gradient, as blocks of which this rank gets its own."""
+        """Begin to sum the gradient over the replicas, by a reduce-scatter along d."""
         if self.stored:
             pending = self._split.begin_reduce_scatter(self._terms)
             self.sums.start(partial(self._finish_sum, pending))
@@ -120,7 +119,7 @@ class SummedOnce(SummedParameter, ABC):
 
 
 class ReplicatedParameter(SummedOnce):
-    """Hold a parameter of which every replica has master, gradient and value (stage 0)."""
+    """Hold a parameter whose value, gradient and master are whole on every replica (ZeRO-0)."""
 
     def _allocate_gradient(self) -> None:
         super()._allocate_gradient()
@@ -141,7 +140,7 @@ class ReplicatedParameter(SummedOnce):
 
 
 class ShardedParameter(SummedParameter):
-    """Hold a parameter of which d divides the master, and of which each replica has the value.
+    """Hold a parameter whose master is sharded along d; each replica has the whole value.
 
     The master of a rank is a part of the value where it can be.
     """
@@ -182,7 +181,7 @@ class ShardedParameter(SummedParameter):
 
 
 class ShardedMaster(SummedOnce, ShardedParameter):
-    """Hold a parameter whose master alone is divided along d (stage 1).
+    """Hold a parameter whose master alone is sharded along d (ZeRO-1).
 
     The gradient of a rank is a part of the whole one where it can be.
     """
@@ -212,7 +211,7 @@ class ShardedMaster(SummedOnce, ShardedParameter):
 
 
 class ShardedGradient(ShardedParameter):
-    """Hold a parameter whose master and gradient are divided along d (stage 2)."""
+    """Hold a parameter whose master and gradient are sharded along d (ZeRO-2)."""
 
     def accumulate(self, gradient: Array | None) -> None:
         """Add the sum of all replicas' gradients of a micro-batch to this rank's shard."""
@@ -228,7 +227,7 @@ class ShardedGradient(ShardedParameter):
 
 
 class ShardedValue(ShardedGradient):
-    """Hold a parameter of which everything is divided along d (stage 3).
+    """Hold a parameter whose value, gradient and master are sharded along d (ZeRO-3).
 
     Each read of `value` gathers the whole block, which lives as long as it is used.
     """

@@ -51,7 +51,7 @@ class TiedStages:
             self._received = transfers(others, own, target=number)
 
     def _rank(self, stage: int, number: int) -> int:
-        """Return the rank in the mesh of the holder of a block of a stage."""
+        """Return the rank in the mesh that holds block `number` of a stage."""
         replica, place = divmod(number, self.mesh.shape["t"])
         return self.mesh.shape.rank({"d": self._first + replica, "s": stage, "t": place})
 

@@ -1,8 +1,8 @@
 """Execute one rank's row of a pipeline schedule.
 
-The order of receives, actions and sends is that of `mm3d.training.schedules.messages.operations`,
-which the check of a schedule has played through.  Sends are asynchronous, so a schedule that
-passes it completes here.
+Receives, actions and sends are in the order of `mm3d.training.schedules.messages.operations`,
+which the check of a schedule plays through.  Sends are asynchronous, so a schedule that passes it
+completes here.
 """
 
 from collections import deque
@@ -97,7 +97,7 @@ class Worker:
         self.hops.messages.finish()
 
     def _begin_receives(self, index: int) -> None:
-        """Begin the receives up to those of the action numbered `index`."""
+        """Begin all receives up to the action numbered `index`."""
         while self._receives and self._receives[0].index <= index:
             receive = self._receives.popleft()
             self._begun[receive.event] = self.hops.begin_receive(receive.event, receive.other)

@@ -42,7 +42,7 @@ _system_call.restype = ctypes.c_long
 _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
                          ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
 _sleep_time = (ctypes.c_long * 2)(0, SLEEP_NS)
-_words = struct.Struct(f"={call_check.CALL_WORDS + 2}q")    # a call, those before it, and a region
+_words = struct.Struct(f"={call_check.CALL_WORDS + 2}q")    # call, hash of earlier calls, region
 HEAD_BYTES = 64    # of a rank's counter, and what is beside it
 BARRIER_BYTES = HEAD_BYTES + SLOTS * _words.size    # that a rank needs for barriers
 
@@ -154,12 +154,12 @@ class Barrier:
         return differ
 
     def compare_calls(self, ranks: Iterable[int], call: Call) -> None:
-        """Compare the calls of some ranks now, and those of all at their next common barrier.
+        """Compare the calls of some ranks now, and of all ranks at their next common barrier.
 
         Raises
         ------
         ValueError
-            When those of these ranks differ.
+            When the calls of these ranks differ.
         """
         self.note_call(call)
         found = self._calls[self.turn % SLOTS]
@@ -169,5 +169,5 @@ class Barrier:
             raise ValueError(differ)
 
     def note_call(self, call: int | Call) -> None:
-        """Add a call, or the length of an allocation, to what all ranks compare next."""
+        """Add a call, or the length of an allocation, to the hash that all ranks compare next."""
         self.earlier_calls = hash((self.earlier_calls, call))

@@ -29,8 +29,8 @@ def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...]
     kind : int
         `BARRIER`, `ALL_GATHER` and so on.
     dtype, shape
-        Those of the whole array, of an all-to-all with 0 along `dim`; none for `BARRIER` and
-        `MORE_MEMORY`.
+        Of the whole array, whose length along `dim` counts as 0 in an all-to-all; not given for
+        `BARRIER` and `MORE_MEMORY`.
     dim : int
         The dimension that is divided, or the root of a broadcast or reduce.
     counts : sequence of int

@@ -1,4 +1,4 @@
-"""Broadcast and reduce between ranks that are on three or more nodes, each alone, in a chain.
+"""Broadcast and reduce in a chain, between ranks on three or more nodes, each alone.
 
 MPI's own algorithms are trees, in which the root sends the whole array several times through its
 link.  In a chain every node sends it once.
@@ -12,14 +12,14 @@ from mm3d.transport import sums
 from mm3d.transport.lanes import Lane
 from mm3d.transport.mpi import MpiTransport
 
-MAX_MPI_BYTES = 1 << 14    # of an array that goes by MPI, in fewer messages one after another
+MAX_MPI_BYTES = 1 << 14    # of an array that goes by MPI, in fewer successive messages
 
 
 class ChainTransport(MpiTransport):
     """Pass broadcasts and reductions from node to node; leave all other collectives to MPI.
 
-    A sum adds the terms in cyclic order, beginning with the rank after the root.  Those that are
-    begun, to run while the rank computes, are MPI's own: a chain needs the rank to pass them on.
+    A sum adds the terms in cyclic order, beginning with the rank after the root.  Nonblocking
+    broadcasts and reductions are MPI's own: a chain needs each rank to pass the array on.
     """
 
     name = "chain"

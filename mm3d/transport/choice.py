@@ -23,7 +23,7 @@ TRANSPORTS = {
 HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")
 DEVICE_TRANSPORTS = ("device", "staged", "nccl")
 IN_NODES = ("shared", "hierarchical")    # lines inside a node share memory
-LEAST_NODES = 3    # of a chain: of two nodes, MPI's tree is one
+LEAST_NODES = 3    # of a chain; between two nodes MPI's tree is a chain
 
 
 def transport_class(name: str) -> type[MpiTransport]:
@@ -110,10 +110,10 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     """Create the transport named by `choose_transport` along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory.
-    They use MPI, or "hierarchical" where that is set, or where nothing is set and several of them
-    are on one node, or "chain" where each is on one of three nodes or more.  Ranks that may not
-    open each other's memory use MPI, unless sharing is set explicitly.  Each line decides by
-    itself: all its ranks fail alike, and its collectives concern no other line.
+    They use "hierarchical" where that is set, or where nothing is set and a node has several of
+    them; "chain" where nothing is set and they are on three or more nodes, each alone; else MPI.
+    Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.  Each
+    line decides by itself: all its ranks fail alike, and its collectives concern no other line.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
             found[name] = transport_class("ordered" if ordered else "mpi")(line, backend)
             problem = str(error)
     if kind in IN_NODES and os.environ.get("MM3D_TRANSPORT"):
-        # Ranks of other lines may have no problem, but would wait for those of this line.
+        # Ranks of other lines may have no problem, but would wait for the ranks of this line.
         problem = next(filter(None, comm.allgather(problem)), "")
         if problem:
             raise OSError(problem)

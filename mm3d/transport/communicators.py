@@ -1,4 +1,4 @@
-"""Create communicators: an MPI library has a few thousand at most."""
+"""Create communicators, with a clear error once MPI's few thousand are in use."""
 
 from typing import Any, Callable
 

@@ -10,8 +10,8 @@ from mm3d.arrays.blocks import block_lengths
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
-# An all-reduce gathers the terms of all ranks if they have at most so many elements: one exchange
-# instead of two, which take longer than 128 KiB take to arrive.
+# An all-reduce of at most this many elements, of all ranks together, gathers all terms: one
+# exchange instead of two, and a second takes longer than 128 KiB take to arrive.
 MAX_GATHERED_ELEMENTS = 1 << 15
 
 Lengths = list[int]
@@ -29,7 +29,7 @@ class ExchangeTransport(MpiTransport, ABC):
             "of an all-reduce of few words all terms, and of a reduce a share of all terms")
 
     def _count_received(self, lengths: Lengths) -> None:
-        """Count the words of the blocks that this rank receives, one of each rank."""
+        """Count the words of the blocks that this rank receives, one from each rank."""
         self._moved += sum(lengths) - lengths[self.rank]
 
     @abstractmethod

@@ -2,16 +2,16 @@
 
 The ranks of a node hold an array that all of them need once, in shared memory, and add their
 terms there before a sum leaves the node.  Between nodes `mm3d.transport.lanes` sends each block
-once to each node that needs it: no node receives more than it must.  MPI's own algorithms take
-no notice of nodes where they send more.
+once to each node that needs it: no node receives more than it must.  MPI's own algorithms may
+ignore nodes, and send more.
 
 Arrays in shared memory hold the blocks of one node after those of another.  A sum adds the terms
 of a node's ranks in their order, and then the sums of the nodes: in the order of the nodes, but
 for one root in cyclic order, beginning with the node after it.  Numbers of 16 bits are added, and
 cross nodes, in float32, and the sum is rounded once.
 
-Arrays of up to `MAX_MPI_BYTES` go by MPI, which adds in an order of its own: there a collective
-takes as long as its messages take one after another, not as its words.  So do all all-to-alls:
+Arrays of up to `MAX_MPI_BYTES` go by MPI, which adds in an order of its own: the time of a small
+collective is that of its successive messages, not of its words.  All all-to-alls go by MPI, too:
 no two ranks need the same block, and none can be summed before it leaves its node.
 """
 
@@ -34,12 +34,12 @@ from mm3d.transport.pending import Pending
 from mm3d.transport.segments import SharedMemory
 
 
-MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer messages after another
+MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer successive messages
 
 
 @dataclass(frozen=True)
 class NodeBlocks:
-    """The places of an array's blocks, one of each rank, where those of a node are consecutive.
+    """Place the ranks' blocks of an array so that the blocks of a node are consecutive.
 
     Attributes
     ----------
@@ -264,7 +264,7 @@ class HierarchicalTransport(MpiTransport):
         return NodeBlocks.arrange([count * share for count in counts], self.members)
 
     def _is_ordered(self, shape: tuple[int, ...], dim: int) -> bool:
-        """Return whether blocks that are placed by node are an array in its own order."""
+        """Return whether blocks placed by node make up the array in its own order."""
         return self.in_order and math.prod(shape[:dim]) <= 1
 
     def _take(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -284,7 +284,7 @@ class HierarchicalTransport(MpiTransport):
 
     def _pack(self, a: Array, flat: Array, dim: int, counts: list[int],
               places: NodeBlocks) -> None:
-        """Copy `a` to `flat`, block after block where they are placed."""
+        """Copy each block of `a` to its place in `flat`."""
         if self._is_ordered(a.shape, dim):
             self._copy(a, flat.reshape(a.shape))
             return

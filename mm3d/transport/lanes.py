@@ -1,4 +1,4 @@
-"""Exchange arrays between nodes in lanes: one rank of each node, and a share of the node's data.
+"""Exchange arrays between nodes in lanes: one rank per node, with a share of the node's data.
 
 The ranks of a line divide what their node sends and receives into as many shares as the smallest
 node has ranks.  Rank l of each node carries share l, so all of a node's ranks work at once, and
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mm3d.arrays.blocks import block_lengths
 
-MOST_CHUNK_BYTES = 1 << 18    # that a node passes on to the next while it receives more
+MOST_CHUNK_BYTES = 1 << 18    # that a node passes on at a time, while it receives more
 CHUNK_COST = 1 << 14    # bytes that a link carries in the time that a further chunk costs
 DIRECT_BYTES = 1 << 12   # up to which a root exchanges with every node: a chain takes longer
 
@@ -21,12 +21,12 @@ Part = slice
 
 
 class Requests:
-    """Hold the requests of several messages, as one request of MPI.
+    """Hold the requests of several messages, with the interface of one request of MPI.
 
     Parameters
     ----------
     requests : list of mpi4py.MPI.Request
-        Those of messages to receive, then those of messages to send.
+        Requests of receives, then of sends.
     lengths : list of int
         Bytes of each message to receive.
     """

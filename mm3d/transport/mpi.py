@@ -37,11 +37,11 @@ class MpiTransport:
         A description of the words moved where they differ from those that
         `mm3d.grid.axis.Traffic` counts.
     in_place : frozenset of str
-        Collectives whose result all ranks read in place, if it is not small.  The words counted do
-        not arrive, and no bandwidth follows from their time.  A gather of blocks that were
-        placed (`block`) copies nothing, a broadcast is copied once, by its root.
+        Collectives whose result, unless it is small, all ranks read in the same memory.  The words
+        counted do not travel, so their time gives no bandwidth.  A gather of blocks from
+        `block` copies nothing; a broadcast is copied once, by its root.
     mpi_bytes : float
-        Bytes of the largest arrays of all ranks that go by MPI.
+        Bytes of the largest whole array that goes by MPI.
     """
 
     name = "mpi"
@@ -148,7 +148,7 @@ class MpiTransport:
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
-        """Broadcast `a` of the rank `root`; that of the others is overwritten."""
+        """Broadcast `a` of the rank `root`, over `a` of the others."""
         a = self.backend.contiguous(a)
         self._broadcast(a, root)
         self._moved += a.size * (self.rank != root)
@@ -227,7 +227,7 @@ class MpiTransport:
             sums.store_rounded(total, recv)
 
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
-        """Exchange elements with every rank, in rank order in both buffers, of one dimension."""
+        """Exchange elements with every rank; both buffers are flat and in rank order."""
         self.comm.Alltoallv([self.backend.mpi_buffer(send), (sends, block_starts(sends))],
                             [self.backend.mpi_buffer(recv), (receives, block_starts(receives))])
 

@@ -101,7 +101,7 @@ def node_numbers(comm: MPI.Intracomm) -> list[int]:
 
 
 def nodes_of_line(comm: MPI.Intracomm, node: int) -> list[int]:
-    """Return the node of every rank of `comm`; `node` is that of this rank; all must call it."""
+    """Gather the node of every rank of `comm`; `node` is this rank's; all must call it."""
     nodes = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([node]), nodes)
     return nodes.tolist()
@@ -111,8 +111,8 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
                      root: int = 0) -> list[int]:
     """Count the words that each node has to receive from others in a collective.
 
-    They are those of bucket algorithms whose processes are the nodes, with which the nodes
-    receive and send as few words as possible: each block crosses the link of a node once.
+    They are the words of bucket (ring) algorithms among nodes instead of ranks, the fewest
+    possible: each block crosses the link of a node once.
 
     Parameters
     ----------
@@ -129,8 +129,8 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
     Returns
     -------
     list of int
-        Words, by node.  A reduce goes through the nodes in a chain, whose first, the node after
-        that of the root, receives none.
+        Words, by node.  A reduce goes through the nodes in a chain; its first node, the one after
+        the root's, receives none.
     """
     count, whole = max(nodes) + 1, sum(blocks)
     own = [sum(words for words, at in zip(blocks, nodes) if at == node) for node in range(count)]

@@ -37,7 +37,7 @@ class OrderedTransport(MpiTransport):
         self._add(terms, recv)
 
     def _buffers(self, flat: Array, lengths: list[int]) -> tuple[list, Array, list]:
-        """Return what MPI's all-to-all sends, the terms of this rank's block, and their place."""
+        """Return MPI's send argument, memory for this rank's terms, and MPI's receive argument."""
         own, size = lengths[self.rank], self.comm.size
         terms = self.backend.empty((size, own), flat.dtype)
         self._moved += own * (size - 1)

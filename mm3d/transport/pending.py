@@ -19,7 +19,7 @@ class Pending:
         The request to complete before `finish`.  MPI makes no progress by itself: a long product
         calls `progress` now and then.
     kept : tuple of Array
-        Buffers that must stay until then.
+        Buffers that must live until the collective is complete.
     """
 
     def __init__(self, out: Array, finish: Callable[[], Any] | None = None,

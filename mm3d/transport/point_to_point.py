@@ -25,8 +25,8 @@ def tag_count(comm: MPI.Intracomm) -> int:
 class PointToPoint:
     """Send and receive arrays between any two ranks of a communicator.
 
-    Arrays in host memory, and with a CUDA-aware MPI those of a device, are passed to MPI where
-    they lie.  Other device arrays are copied through host memory.
+    MPI reads and writes arrays in host memory in place, and device arrays if it is CUDA-aware.
+    Other device arrays are copied through host memory.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Keep the list of the regions of shared memory, and of those that are idle.
+"""Keep track of the regions of shared memory, in use and idle.
 
 The list is the same on all ranks, since all make the same calls in the same order.  So regions
 are taken, and given back to the system, without messages.
@@ -29,7 +29,7 @@ class Regions:
         self._sizes: list[int] = []
         self._places: list[Place] = []              # of each region
         self._users: list[int] = []                 # number of ranks that still use each
-        self._hollow: dict[int, list[int]] = {}     # whose memory has gone back, by size
+        self._hollow: dict[int, list[int]] = {}     # regions given back to the system, by size
         self._emptied: list[int] = []               # the same from the next barrier on
         self._trial: list[tuple] = []               # takes on trial, and how to undo each
         self.add(segment, start)
@@ -48,7 +48,7 @@ class Regions:
     def take(self, length: int, trial: bool = False) -> int | None:
         """Take a region of at least `length` bytes; None if the segment has no room for a new one.
 
-        One taken on `trial` is kept or undone by `settle`.
+        With `trial`, `settle` keeps the region or undoes taking it.
         """
         size = size_class(length)
         found, hollow = self.idle.get(size), self._hollow.get(size)

@@ -40,10 +40,10 @@ _MORE_MEMORY = call_check.encode_call(call_check.MORE_MEMORY)
 class SharedMemory:
     """Allocate regions of memory that all ranks of one node share.
 
-    After each barrier of all ranks, unused regions hold at most twice the bytes that
-    were in use at one time of late, or 16 MiB if that is more (see `mm3d.arrays.idle_memory`); the
-    rest goes back to the system, and all of it with the last rank.  A region beyond 64 KiB is less
-    than an eighth larger than what was asked for, in whole pages.
+    After each barrier of all ranks, idle regions hold at most twice the most bytes recently in
+    use, or 16 MiB if that is more (see `mm3d.arrays.idle_memory`); the rest goes back to the
+    system, and all of it when the last rank ends.  A region beyond 64 KiB is less than an eighth
+    larger than what was asked for, in whole pages.
 
     Parameters
     ----------
@@ -157,16 +157,16 @@ class SharedMemory:
         """Gather the small arrays `a` of all ranks, each flat, to be read before the next barrier.
 
         Arrays of other ranks may be longer or shorter; values beyond their end are undefined.
-        Returns None if some ranks passed a region instead; errors are those of `synchronize`.
+        Returns None if some ranks passed a region instead; errors as in `synchronize`.
         """
         slots = self._post(a, True)
         return _contents(slots, a.dtype) if self.synchronize(call) else None
 
     def broadcast(self, a: np.ndarray, root: int, call: Call = _BARRIER) -> np.ndarray:
-        """Broadcast the small array `a` of `root`, for which alone the others wait.
+        """Broadcast the small array `a` of `root`; the others wait for the root alone.
 
-        It is flat, and to be read before the next barrier.  A ValueError is raised by a rank
-        whose call differs from that of the root, and at the next `synchronize` by all.
+        The result is flat, and to be read before the next barrier.  A rank whose call differs
+        from the root's raises ValueError, and at the next `synchronize` all ranks do.
         """
         slots = self._post(a, self.rank == root)
         self.barrier.await_rank(root, self.barrier.arrive(call))
@@ -175,9 +175,9 @@ class SharedMemory:
 
     def gather(self, a: np.ndarray, root: int,
                call: Call = _BARRIER) -> list[np.ndarray] | None:
-        """Gather as `all_gather` does, on `root`, which alone waits; None on the other ranks.
+        """Gather on `root`, which alone waits, as `all_gather` does; None on the other ranks.
 
-        A ValueError is raised by the root when calls differ, and at the next `synchronize` by all.
+        When calls differ the root raises ValueError, and at the next `synchronize` all ranks do.
         """
         slots = self._post(a, True)
         turn = self.barrier.arrive(call)

@@ -138,7 +138,7 @@ class SharedTransport(MpiTransport):
         return lease is not None and lease.partner is not None
 
     def _terms(self, a: Array, call: Call) -> tuple[Array, Array]:
-        """Return the first rank's term and those of the others, in shared memory."""
+        """Return the first rank's term and the others' terms, in shared memory."""
         if self._is_term(a):
             lease = self._find_lease(a)
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)

@@ -35,11 +35,11 @@ class DryCommunicator:
         return self
 
     def Get_attr(self, key: int) -> int:
-        """Return a number of tags that no schedule needs."""
+        """Return the largest tag, which no schedule reaches."""
         return 2 ** 62
 
     def allgather(self, own: Any) -> list[Any]:
-        """Return what this rank gives, as if all others gave the same."""
+        """Return this rank's object once for each rank, as if all gave the same."""
         return [own] * self.size
 
     def Isend(self, buffer: Any, target: int, tag: int) -> "DryRequest":
@@ -63,8 +63,8 @@ class DryRequest:
 class SilentTransport(MpiTransport):
     """Do nothing in every collective: the other ranks do not exist.
 
-    Collectives hold their buffers as long as those of MPI, also those in which numbers of 16 bits
-    are summed in float32, or with `ordered` all terms of a block as `OrderedTransport` does.
+    Collectives hold their buffers as long as MPI's do, so that their memory is counted: also the
+    float32 copies for sums of 16 bits or, with `ordered`, what `OrderedTransport` receives.
     """
 
     name = "silent"
@@ -99,9 +99,9 @@ class SilentTransport(MpiTransport):
         return Pending(out, lambda: None, kept=self._summed(self.backend.contiguous(a), out))
 
     def _summed(self, terms: Array, out: Array | None) -> tuple[Array, ...]:
-        """Return the buffers that MPI is given: those of 16 bits are replaced by wider ones.
+        """Return the buffers of a sum by MPI, which are float32 where the elements have 16 bits.
 
-        Where terms are added in the order of the ranks, those of a block are received first.
+        With `ordered` they are the terms sent, and room for all terms of this rank's block.
         """
         if self.ordered:
             own = 0 if out is None else math.prod(out.shape)

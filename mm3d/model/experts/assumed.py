@@ -27,12 +27,12 @@ class ChoicePattern:
     Parameters
     ----------
     experts : ExpertOptions
-        The options, of which the numbers E and k are used.
+        The options; only the numbers E and k are used.
 
     Raises
     ------
     ValueError
-        When there are so many experts that the pattern would take much memory.
+        When the pattern of that many experts would take too much memory.
     """
 
     def __init__(self, experts: ExpertOptions) -> None:

@@ -1,4 +1,4 @@
-"""Compute the losses that keep the experts in balance, and their gradients by the logits.
+"""Compute the losses that keep the experts in balance, and the logits' gradients.
 
 Each loss is a sum over tokens, divided by the global number of tokens; a rank computes its tokens'
 part of the sum.  The share of tokens that an expert gets is global and a constant to the gradient,
@@ -42,7 +42,7 @@ def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int 
 
 def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tokens: int,
                  layers: int = 1) -> tuple[Array, Array]:
-    """Compute this rank's part of the balance loss, and its gradient by the logits.
+    """Compute this rank's part of the balance loss, and the gradient of the logits.
 
     The loss is alpha E sum_i f_i P_i, with the coefficient alpha = ``experts.balance``, the
     global shares f of `shares`, and the mean probability P over all tokens.  With p the
@@ -72,7 +72,7 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
 
 
 def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array]:
-    """Compute this rank's part of the z-loss, and its gradient by the logits.
+    """Compute this rank's part of the z-loss, and the gradient of the logits.
 
     The loss is (c / T) sum_t lse_t^2, where lse is the logarithm of the sum of exponentials of a
     token's logits; its gradient is (2 c / T) lse_t softmax(z_t)_j.  Source: Zoph et al., arXiv
@@ -90,7 +90,7 @@ def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array
     Returns
     -------
     value, dlogits : Array
-        As of `balance_loss`.
+        As in `balance_loss`.
     """
     xp = namespace(logits)
     z = xp.astype(logits, accumulation_dtype(logits), copy=False)

@@ -1,9 +1,9 @@
 """Decide which tokens an expert takes, from the global order of the tokens.
 
 A token's place in an expert is the number of (token, choice) pairs of that expert that come before
-it among all ranks.  The ranks that share out the tokens supply the counts of those before them, an
-exclusive scan of k x E integers; everything here is integers in host memory, so that all meshes
-drop the same tokens.
+it among all ranks.  `mm3d.model.experts.token_order` supplies the counts of all tokens before a
+run, an exclusive scan of k x E integers; everything here is integers in host memory, so that all
+meshes drop the same tokens.
 """
 
 import math

@@ -10,10 +10,10 @@ Along the direction that divides the experts there are two ways.
 
 Over all ranks an exchange moves h words for each pair whose expert is elsewhere, and a gather h
 words and a few more for each token and rank elsewhere, whatever the choice: less where a token
-goes to most ranks.  What moves fewer words is taken, from counts that are the same on all ranks.
+goes to most ranks.  The way that moves fewer words is taken, by counts that all ranks know.
 
-In both ways a rank gets the rows of its experts in the order of experts and then of tokens, in
-which every expert's rows stand in one process.
+In both ways a rank gets the rows of its experts in the order of experts and then of tokens, the
+order on a single rank.
 """
 
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ from mm3d.model.experts.token_order import TokenOrder
 class Plan:
     """Hold where rows come from and go to, in integers on the host.
 
-    *Tokens* are this rank's, or after a gather those of all ranks along the direction.
+    *Tokens* are this rank's tokens, or after a gather all tokens along the direction.
 
     Attributes
     ----------
     pairs : ndarray of int64
-        The (token, choice) pairs, numbered k token + choice, whose rows are taken: all that
-        experts take of this rank's tokens, or of its own experts; by expert.
+        The (token, choice) pairs, numbered k token + choice, that experts take: all pairs of
+        this rank's tokens, or after a gather all pairs of its experts; by expert.
     places : ndarray of int64
         (tokens, k): the place of each pair in `pairs`; -1 where it has none.
     rows : DividedRows
@@ -66,7 +66,7 @@ class Plan:
 
 
 class Dispatch:
-    """Plan the ways of rows, and move them.
+    """Plan where rows go, and move them.
 
     Parameters
     ----------
@@ -77,8 +77,8 @@ class Dispatch:
     experts, hidden : int
         Number of experts, and global number of features of a row.
     axis : Axis, optional
-        The direction that divides them, one of those of `order`; without it every rank's group
-        has all experts.
+        The direction that divides the experts, one of ``order.directions``; without it every
+        rank's group has all experts.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Dispatch:
         self._width = hidden * self._sharing // grid.shape.ranks_along(outer.features)
 
     def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> Plan:
-        """Plan the ways of this rank's rows; every rank must call it.
+        """Plan where this rank's rows go; every rank must call it.
 
         Parameters
         ----------
@@ -149,13 +149,13 @@ class Dispatch:
     def gather_words(self, top: int) -> int:
         """Count the words of all ranks when tokens are gathered, forward and backward together.
 
-        Beside x, y and their gradients they are k chosen experts, gates and gradients of gates.
+        They are x, y and their gradients, and k chosen experts, gates and gradients of gates.
         """
         others = (len(self._experts) - 1) * self.order.tokens
         return others * (4 * self._width + 3 * top * self._sharing)
 
     def _divide_rows(self, lengths: np.ndarray) -> DividedRows:
-        """Divide the rows of each rank along the line by expert, (ranks, experts)."""
+        """Describe the rows of the ranks along the line, `lengths` by (rank, expert)."""
         outer, total = lengths.sum(axis=1).tolist(), int(lengths.sum())
         inner = self._across.divide(total) if self._across else [total]
         segments = segments_of([*range(self.own)] * len(lengths), lengths.ravel())
@@ -163,12 +163,12 @@ class Dispatch:
                            _own_segments(segments, inner, self._across))
 
     def send(self, tokens: Array, plan: Plan) -> Array:
-        """Bring the rows of tokens to their experts: those of this rank's, by expert and token."""
+        """Send rows to their experts; return the rows of this rank's, by expert and token."""
         rows = take_pairs(self._gather(tokens, plan), plan.pairs, plan.places.shape[1])
         return self._exchange(rows, plan)
 
     def send_backward(self, drows: Array, plan: Plan) -> Array:
-        """Compute the gradient by the tokens from that by the rows, in float32 at least."""
+        """Compute the gradient of the tokens from the rows' gradient, in float32 at least."""
         return self._scatter(sum_by_token(self._exchange_back(drows, plan), plan.places), plan)
 
     def combine(self, rows: Array, gates: Array, plan: Plan) -> tuple[Array, Any]:
@@ -184,9 +184,9 @@ class Dispatch:
         return self._scatter(y, plan), (rows, gates)
 
     def combine_backward(self, dy: Array, saved: Any, plan: Plan) -> tuple[Array, Array]:
-        """Compute the gradients by the rows of this rank's experts, and by its gates.
+        """Compute the gradients of the rows of this rank's experts, and of its gates.
 
-        Those by the gates are sums over this rank's features.
+        The gradients of the gates are sums over this rank's features.
         """
         rows, gates = saved
         drows, dgates = split_by_pair(self._gather(dy, plan), rows, plan.pairs, gates)
@@ -226,7 +226,7 @@ def _own_segments(segments: list[Segment], lengths: list[int],
 
 
 def _arrivals(lengths: np.ndarray) -> np.ndarray | None:
-    """Return where rows, in blocks by rank and expert, are in the order by expert and rank.
+    """Return the places of rows by expert and rank among rows in blocks by rank and expert.
 
     `lengths` is (ranks, experts).
     """

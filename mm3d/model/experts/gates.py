@@ -2,8 +2,8 @@
 
 A router's logits z are float32 at least.  Each expert has a *log score*: the logit itself, or with
 the gate "sigmoid-bias" the logarithm of its sigmoid.  The softmax of all log scores then gives the
-probabilities, and the softmax of those of the chosen experts gives gates that add up to 1; for
-sigmoids it is s_i / sum_j s_j, without a division by 0.
+probabilities, and the softmax of the chosen experts' log scores gives gates that add up to 1; for
+sigmoids these are s_i / sum_j s_j, without a division by 0.
 """
 
 import math
@@ -43,7 +43,7 @@ class Choice:
 
 def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
            assumed: np.ndarray | None = None) -> Choice:
-    """Choose the experts with the largest logits; of equal ones that with the lowest number.
+    """Choose the experts with the largest logits; among equals the lowest number.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
         (E,), only with the gate "sigmoid-bias": the experts with the largest sum of sigmoid and
         bias are chosen.
     assumed : ndarray of int64, optional
-        (tokens, k): what is taken as the choice of logits that have no contents.
+        (tokens, k): the choice to take where the logits have no contents.
 
     Raises
     ------
@@ -87,14 +87,14 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
 
 
 def gates_backward(choice: Choice, dgates: Array) -> Array:
-    """Compute the gradient by the logits from that by the gates; the chosen experts stay.
+    """Compute the gradient of the logits from the gradient of the gates, for a fixed choice.
 
     Parameters
     ----------
     choice : Choice
         Result of `choose`.
     dgates : Array
-        (tokens, k), the gradient by ``choice.gates``.
+        (tokens, k), the gradient of ``choice.gates``.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Multiply the rows of each expert by a weight of its own, under any tensor parallelism.
 
 It is the scheme's product for all experts of a rank at once: A, B and C are gathered and scattered
-along the same directions, in one collective instead of one for each expert.  Rows are divided as
-they happen to live, in blocks of any length: nothing is padded, so the words are those of the
-scheme's product with as many rows as are sent to experts.
+along the same directions, in one collective instead of one for each expert.  Rows stay where they
+are, in blocks of any length without padding, so the words equal those of the scheme's product of
+as many rows as are sent to experts.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class DividedRows:
     segments : sequence of Segment
         The experts of all rows, numbered from the first one of this rank.
     outer, inner : list of int
-        How many rows each rank along the direction has that divides them, in either space.
+        Rows of each rank along the direction that divides them, in either space.
     outer_segments, inner_segments : sequence of Segment
         The experts of this rank's rows.
     """
@@ -60,17 +60,17 @@ class RowLine:
 
     @classmethod
     def between(cls, space: Space, other: Space) -> "RowLine | None":
-        """Return that of the direction which divides rows of `space` and features of `other`."""
+        """Return the line that divides rows of `space` and features of `other`; None without."""
         rows = Layout(space.rows)
         return next((cls(space.grid[c], c in rows.faces) for c in other.features
                      if c in rows.letters and space.grid[c].size > 1), None)
 
     def divide(self, rows: int) -> list[int]:
-        """Return how many of so many rows each rank has where they are divided as a space is."""
+        """Return how many of `rows` rows each rank has in the layout of the space."""
         return [rows] + [0] * (self.size - 1) if self.face else block_lengths(rows, self.size)
 
     def all_gather(self, a: Array, lengths: list[int]) -> Array:
-        """Gather the rows of all ranks, which have so many each."""
+        """Gather the rows of all ranks, `lengths` by rank."""
         if self.face:
             return FaceSplit(self.axis, 0, sum(lengths)).all_gather(a)
         return self.axis.all_gather(a, 0, lengths)
@@ -87,10 +87,10 @@ class GroupedProduct:
 
     The layouts of the spaces say what is moved.  A direction that divides
 
-    - the features of A and the rows of C sums terms of C by a reduce-scatter of rows, and so does
-      one that divides the features of C and the rows of A with terms of dA: there A is gathered;
+    - the features of A and the rows of C reduce-scatters terms of C, and gathers dC, by rows;
+    - the rows of A and the features of C gathers A, and reduce-scatters terms of dA, by rows;
     - the features of both gathers A, and reduce-scatters dA, by features;
-    - the features of one alone sums terms of the other by an all-reduce;
+    - the features of A alone all-reduces terms of C; the features of C alone, terms of dA;
     - the weight alone gathers it, and reduce-scatters its gradient.
 
     Where the first rank of a direction holds all, these are broadcasts from it and reductions onto
@@ -163,7 +163,7 @@ class GroupedProduct:
         return A if self._columns is None else self._columns.all_gather(A)
 
     def _sum_terms(self, dA: Array, rows: DividedRows) -> Array:
-        """Sum the terms of dA over the ranks along which A is gathered, or a copy."""
+        """Sum the terms of dA over the ranks that gather A, or that hold copies of it."""
         if self._rows_of_A is not None:
             return self._rows_of_A.reduce_scatter(dA, getattr(rows, self._names[0]))
         if self._columns is not None:

@@ -49,7 +49,7 @@ class Routing:
     plan : Plan
         The ways of their rows.
     dlogits : Array or None
-        Gradient of the balance loss and the z-loss by the logits; None without them.
+        Gradient of the logits from the balance loss and the z-loss; None without them.
     """
 
     choice: Choice
@@ -111,7 +111,7 @@ class ExpertsLayer:
     Parameters
     ----------
     build : Builder
-        Makes the parameters; its routings take what was decided.
+        Makes the parameters; its `routings` record each routing.
     name : str
         Name of the layer in its block.
     experts : ExpertOptions
@@ -228,7 +228,7 @@ class ExpertsLayer:
 
     def _route_backward(self, routing: Routing, dgates: Array, tokens: Array,
                         weight: Array) -> Array:
-        """Compute the gradient of the router's input, from that of the gates and its losses."""
+        """Compute the gradient of the router's input from the gradients of gates and losses."""
         dlogits = gates_backward(routing.choice, self.router.sum_features(dgates))
         if routing.dlogits is not None:
             dlogits = dlogits + self.routings.scale * routing.dlogits
@@ -263,7 +263,7 @@ def _create(build: Builder, name: str, layout: Layout, shape: tuple[int, ...]) -
 def _create_bias(build: Builder, name: str, count: int) -> Parameter:
     """Create the bias of the gate "sigmoid-bias".
 
-    Every rank changes it in the same way, by the counts of all, so none is sent any.
+    Every rank changes it in the same way, by the counts of all tokens, so nothing is sent.
     """
     bias = Parameter(build.full_name(f"{name}.{ROUTER_BIAS}"), build.scheme.grid, Layout(""),
                      (count,), build.dtype, None, build.master)
@@ -273,10 +273,10 @@ def _create_bias(build: Builder, name: str, count: int) -> Parameter:
 
 
 class RecomputedExperts(Recomputed):
-    """Apply layers, and save their input and the routings of those with experts.
+    """Apply layers; save their input and the routings of layers with experts.
 
-    Routers are not computed again: a choice that came out otherwise would send other rows than
-    those that the gradients belong to, and other ranks would wait for them.
+    Routers are not computed again: another choice would send other rows than the gradients belong
+    to, and other ranks would wait for them.
 
     Parameters
     ----------
@@ -304,9 +304,9 @@ class RecomputedExperts(Recomputed):
 
 
 class Experts(ExpertOptions):
-    """Hold the options of a model's mixture-of-experts layers, and make these.
+    """Hold the options of a model's mixture-of-experts layers, and make the layers.
 
-    Attributes are those of `mm3d.model.experts.options.ExpertOptions`.
+    Attributes as in `mm3d.model.experts.options.ExpertOptions`.
     """
 
     def make_layer(self, build: Builder, name: str, sizes: ModelSizes) -> ExpertsLayer:
@@ -315,7 +315,7 @@ class Experts(ExpertOptions):
         return ExpertsLayer(build, name, self, sizes.hidden, wide, sizes.layers)
 
     def recompute(self, build: Builder, layers: Sequence[Layer]) -> RecomputedExperts:
-        """Return what recomputes layers with the routings of their forward."""
+        """Wrap layers so that backward recomputes them with the routings of forward."""
         return RecomputedExperts(build.routings, *layers)
 
 

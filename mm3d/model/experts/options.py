@@ -26,8 +26,8 @@ class ExpertOptions:
     top : int
         Number of experts k that a token is sent to.
     every : int
-        One layer of so many has experts in place of its multi-layer perceptron: with 2 the layers
-        1, 3, and so on, counted from 0; with 1 all of them.
+        Period of the layers with experts in place of the multi-layer perceptron: with 2 the
+        layers 1, 3, and so on, counted from 0; with 1 all of them.
     capacity : float or None
         Capacity factor: how many tokens an expert takes, as a multiple of what it gets when all
         experts get equally many.  A token beyond that is dropped: the expert adds nothing to it.
@@ -49,14 +49,14 @@ class ExpertOptions:
         Whose definitions of capacity and balance loss are used: "mm3d", "megatron", "deepspeed",
         "megablocks" or "huggingface"; ``README.rst`` of this folder compares them.
     min_capacity : int, optional
-        Smallest number of tokens that an expert takes; by default that of the convention.
+        Smallest number of tokens that an expert takes; by default the convention's.
     order : str, optional
-        Which tokens an expert takes: "position", those that come first in the global batch, or
-        "choice", all that have it as their first choice before those that have it as their
-        second.  By default "choice" with the gate "gshard", and with two choices under the
-        convention "deepspeed"; otherwise "position".
+        Which tokens an expert takes: "position", the first in the global batch, or "choice", all
+        tokens with it as their first choice before tokens with it as their second.  By default
+        "choice" with the gate "gshard", and with two choices under the convention "deepspeed";
+        otherwise "position".
     bias_rate : float
-        By how much a step changes the bias of the gate "sigmoid-bias".
+        How much a step changes the bias of the gate "sigmoid-bias".
     """
 
     count: int

@@ -47,14 +47,14 @@ def sum_by_token(rows: Array, places: np.ndarray, gates: Array | None = None) ->
 
 def split_by_pair(dy: Array, rows: Array, pairs: np.ndarray,
                   gates: Array) -> tuple[Array, Array]:
-    """Compute the gradients by the rows and the gates of `sum_by_token`, from that by its result.
+    """Compute the gradients of rows and gates of `sum_by_token` from the gradient of its result.
 
     Parameters
     ----------
     dy : Array
         (tokens, features).
     rows, gates : Array
-        Those of the sum.
+        The arguments of `sum_by_token`.
     pairs : ndarray of int64
         The pair, ``k token + choice``, of each row.
 

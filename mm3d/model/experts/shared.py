@@ -44,7 +44,7 @@ class Routings(PlainNumbers):
     Attributes
     ----------
     scale : float
-        What the gradients of the balance loss and the z-loss are multiplied by.
+        Factor of the gradients of the balance loss and the z-loss.
     totals : list of RoutingTotals
         One for each layer and forward, with the losses of this rank's tokens, until it is emptied.
     biases : dict of str to Parameter
@@ -68,7 +68,7 @@ class Routings(PlainNumbers):
 
     @contextmanager
     def replaying(self, routings: list[Any]) -> Iterator[None]:
-        """Give these routings to the layers in this context, which choose nothing then."""
+        """Give these routings to the layers in this context, so that they choose nothing."""
         self._replayed = deque(routings)
         yield
         assert not self._replayed, "fewer layers with experts were recomputed than computed"
@@ -78,7 +78,7 @@ class Routings(PlainNumbers):
         return self._replayed.popleft() if self._replayed else None
 
     def add(self, routing: Any, totals: Any) -> None:
-        """Take over the routing of one layer and pass."""
+        """Record the routing of one layer and pass, and its totals."""
         self.totals.append(totals)
         if self._recorded is not None:
             self._recorded.append(routing)

@@ -29,10 +29,10 @@ class GlobalCounts:
     totals : ndarray of int64
         (k, E): how many tokens have each expert as their first, second ... choice.
     before : ndarray of int64
-        (runs of this rank, k, E): these numbers of all tokens before each run.
+        (runs of this rank, k, E): the same counts of all tokens before each run.
     kept : ndarray of int64
-        (replicas, copies of other rows ..., E): how many pairs of each rank its experts take, by
-        the coordinates along `TokenOrder.directions`.
+        (coordinates along `TokenOrder.directions` ..., E): how many pairs of each rank each
+        expert takes.
     """
 
     totals: np.ndarray
@@ -41,7 +41,7 @@ class GlobalCounts:
 
 
 class TokenOrder:
-    """Order the tokens of all ranks, and gather what is counted in them.
+    """Order the tokens of all ranks, and gather the counts of their choices.
 
     Where the tokens of a rank are follows from the sizes alone, so nothing is sent for it.
 
@@ -53,13 +53,13 @@ class TokenOrder:
         Directions of replicas that have other sequences, the slowest first.
     spaces : sequence of Space, optional
         The space of each replica, which may have another number of sequences and then divide rows
-        otherwise; by default all are like that of this one.
+        otherwise; by default all are like `space`.
 
     Attributes
     ----------
     directions : list of Axis
         The directions along which ranks have other tokens, in the order of the dimensions of
-        `GlobalCounts.kept`; those of replicas first.
+        `GlobalCounts.kept`; replicas first.
     runs : list of slice
         This rank's tokens, cut into runs.
     starts, stops : ndarray of int64
@@ -146,7 +146,7 @@ class TokenOrder:
         return self.backend.to_host(a)
 
     def _by_rank(self, a: np.ndarray) -> np.ndarray:
-        """Put what is in the order of the tokens into that of the ranks."""
+        """Reorder runs from the order of the tokens to the order of the ranks."""
         out = np.empty_like(a)
         out[self._order] = a
         return out

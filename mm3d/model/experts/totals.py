@@ -1,4 +1,4 @@
-"""Hold how many tokens each expert got, and compute what follows from these numbers alone."""
+"""Hold how many tokens each expert got, and compute shares, entropies and biases from it."""
 
 import math
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class RoutingTotals:
 def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarray:
     """Return the bias of the gate "sigmoid-bias" after a step.
 
-    The bias of an expert that got fewer tokens than the mean grows by `rate`, that of one that
-    got more shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
+    The bias of an expert that got fewer tokens than the mean grows by `rate`; if it got more, the
+    bias shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
 
     Parameters
     ----------

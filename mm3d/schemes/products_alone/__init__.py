@@ -1,6 +1,6 @@
 """Collect products of plain matrices by algorithms without layers, one file each.
 
-They are for comparison with the products of schemes: nobody divides a model by them here.
+They are for comparison with the products of schemes: no model is divided by them here.
 """
 
 import importlib

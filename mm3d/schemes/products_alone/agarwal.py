@@ -19,7 +19,7 @@ from mm3d.schemes.products_alone import ProductAlone
 
 
 class OrderedSums:
-    """A `Split` whose terms are added in the order of the ranks.
+    """Wrap a `Split` so that terms are added in the order of the ranks.
 
     Parameters
     ----------

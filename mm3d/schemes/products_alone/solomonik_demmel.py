@@ -29,7 +29,7 @@ def layer_steps(sizes: Mapping[str, int], layer: int) -> range:
 
 
 class SolomonikDemmelMatrixProduct(CannonMatrixProduct):
-    """Compute C = A B, A B^T or A^T B of matrices in q x q blocks, whose rows z divides."""
+    """Compute C = A B, A B^T or A^T B of matrices in q x q blocks, with rows divided along z."""
 
     LAYOUTS = dict.fromkeys(FORMS, ("xz,y", "xz,y", "xz,y"))
     DIRECTIONS = dict.fromkeys(FORMS, "zzz")

@@ -26,7 +26,7 @@ def check(schedule: Schedule, pending: int | None = None) -> None:
         - "stages": each stage from 0 on is on one rank, once;
         - "actions": each rank takes F, B and W (or BW) of each of its stages and each micro-batch
           once, and nothing else;
-        - "joined": a ``&`` joins a forward with one backward after it, neither of which needs the
+        - "joined": a ``&`` joins a forward with one backward after it, and neither needs the
           other;
         - "order": on a rank no action comes before one that it needs: B after its F, W after its
           B, and F and B of neighbouring stages on the same rank;

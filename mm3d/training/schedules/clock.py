@@ -24,8 +24,8 @@ class Timeline:
     starts, ends : tuple of tuples of Fraction
         By rank and action.  Joined actions begin and end together.
     causes : tuple of tuples of (int, int) or None
-        Rank and number of the action whose end, or whose message, an action began with; None of
-        those that began at 0 without any.
+        Rank and number of the action whose end, or whose message, let an action begin; None if
+        it began at 0 without one.
     """
 
     schedule: Schedule
@@ -83,7 +83,7 @@ class Timeline:
         return 1 - sum(self.work) / every if every else Fraction(0)
 
     def critical_path(self) -> list[Place]:
-        """Return the actions without a gap, but for hops, that lead to the last end.
+        """Return the chain of actions, without gaps but for hops, that leads to the last end.
 
         Returns
         -------
@@ -105,9 +105,9 @@ def clock(schedule: Schedule, times: Times) -> Timeline:
     Parameters
     ----------
     schedule : Schedule
-        Which passes `mm3d.training.schedules.check.check`.
+        One that passes `mm3d.training.schedules.check.check`.
     times : Times
-        Of each of its stages.
+        Times of its stages.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def pairs(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 class _Run:
-    """The times of all actions, in whole numbers of a unit that divides all times."""
+    """Compute the times of all actions, in whole numbers of a unit that divides all times."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.schedule, self.scale = schedule, times.denominator()
@@ -171,7 +171,7 @@ class _Run:
                                     len(self.ends[rank]))
 
     def _group(self, rank: int) -> Event | None:
-        """Time the next group of a rank; an event that it waits for, if there is one."""
+        """Time the next group of a rank; return an event that it waits for, if there is one."""
         group = self.groups[rank][self.done[rank]]
         place = len(self.ends[rank])
         start, cause = (self.ends[rank][-1], (rank, place - 1)) if place else (0, None)

@@ -13,7 +13,7 @@ def peak_in_flight(schedule: Schedule, kept: Fraction | int = 0) -> tuple[Fracti
     Parameters
     ----------
     schedule : Schedule
-        Which passes `mm3d.training.schedules.check.check`.
+        One that passes `mm3d.training.schedules.check.check`.
     kept : Fraction or int
         The share of a micro-batch's activations that the gradient of the weights still needs: 0
         counts to the end of B, 1 to the end of W.

@@ -7,14 +7,14 @@ from mm3d.training.schedules.schedule import Action, Event, Schedule
 
 
 class Operation(NamedTuple):
-    """What a rank does: it runs actions, or sends or receives the result of one step.
+    """Describe what a rank does: run actions, or send or receive the result of one step.
 
     Attributes
     ----------
     kind : {"receive", "run", "send"}
         Receives come before the actions that need them, sends after those that made them.
     index : int
-        The number of the (first) action in the rank's row, which it belongs to.
+        The number, in the rank's row, of the (first) action that it belongs to.
     event : Event or None
         The step whose result is moved.
     other : int
@@ -31,7 +31,7 @@ class Operation(NamedTuple):
 
 
 def consumer(schedule: Schedule, event: Event) -> int | None:
-    """Return the rank of the stage that takes over the result of `event`; None without."""
+    """Return the rank of the stage that needs the result of `event`; None if none does."""
     step = {"F": 1, "B": -1}.get(event.step)
     return None if step is None else schedule.rank_of.get(event.stage + step)
 
@@ -68,7 +68,7 @@ class Progress:
     Parameters
     ----------
     schedule : Schedule
-        With each step once.
+        One that has each step once.
     pending : int, optional
         How many messages from one rank to another may be sent and not yet received; a further
         send waits.  0: sends are synchronous, each waits for its receive.  None: any number.
@@ -96,14 +96,14 @@ class Progress:
                 if place < len(program)}
 
     def _advance(self, rank: int) -> bool:
-        """Take a rank as far as it goes; whether that is any further."""
+        """Advance a rank as far as it goes; return whether it moved."""
         before = self.places[rank]
         while self.places[rank] < len(self.programs[rank]) and self._completes(rank):
             self.places[rank] += 1
         return self.places[rank] > before
 
     def _completes(self, rank: int) -> bool:
-        """Complete the next operation of a rank, if that is possible."""
+        """Complete the next operation of a rank, if possible; return whether it was."""
         operation = self.programs[rank][self.places[rank]]
         if operation.kind == "run":
             return self._run(rank, operation.actions)

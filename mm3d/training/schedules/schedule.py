@@ -1,4 +1,4 @@
-"""Define actions and schedules, and which action needs the result of which other."""
+"""Define actions and schedules, and the results that each action needs."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +9,7 @@ STEPS = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks a rule.
+    """Report a schedule that breaks a rule.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """One entry in the row of a rank.
+    """Describe one entry in the row of a rank.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Action(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The completion of step "F", "B" or "W" of a micro-batch in a stage."""
+    """Name the completion of step "F", "B" or "W" of a micro-batch in a stage."""
 
     step: str
     stage: int

@@ -2,7 +2,7 @@
 
 Ranks decide one after another in the order of time, as in list scheduling: forward and backward in
 turns as their inputs arrive and memory allows; W in the gaps, and where its memory is needed.
-Which gap is worth a W is a matter of a few rules (`Rules`), of which all combinations are tried.
+A few rules (`Rules`) decide which gap is worth a W; all combinations of them are tried.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from mm3d.training.schedules.times import Times
 
 
 class Limit(NamedTuple):
-    """The memory of a rank.
+    """Hold the limit of a rank's memory.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How ranks decide.
+    """Describe how ranks decide.
 
     Attributes
     ----------
@@ -58,13 +58,13 @@ def every_rule() -> Iterator[Rules]:
 
 
 def search(ranks: int, microbatches: int, times: Times, limit: Limit) -> Schedule:
-    """Return the best of the schedules that the combinations of rules lead to."""
+    """Return the schedule with the least cost over all combinations of rules."""
     every = (_Ranks(ranks, microbatches, times, limit, rules) for rules in every_rule())
     return min(every, key=_Ranks.cost).schedule()
 
 
 def lower_bound(ranks: int, microbatches: int, times: Times, memory: Fraction) -> Fraction:
-    """Return a cost below which no schedule with one stage a rank can be.
+    """Return a lower bound of the cost of schedules with one stage a rank.
 
     All of a rank's work has to be done.  Until its first backward can begin, after a forward and a
     backward through all later stages, a rank has nothing to do but forwards, as many as there are
@@ -86,7 +86,7 @@ def lower_bound(ranks: int, microbatches: int, times: Times, memory: Fraction) -
 
 
 class _Ranks:
-    """All ranks while the schedule is being made; times and memory in whole numbers."""
+    """Hold all ranks while a schedule is being made; times and memory in whole numbers."""
 
     def __init__(self, ranks: int, microbatches: int, times: Times, limit: Limit,
                  rules: Rules) -> None:

@@ -31,7 +31,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Return the schedule that a text states.
+    """Return the schedule that a text describes.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Build schedules by name: one function each, found without a list.
 
 A function in a module of this folder with the decorator `builder` is a builder.  It takes the
-number of ranks and of micro-batches, and of `CONDITIONS` those that it names as parameters.
+numbers of ranks and of micro-batches, and any of `CONDITIONS` as parameters of these names.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def registry() -> dict[str, Callable[..., Schedule]]:
 
 
 def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedule:
-    """Return the schedule of a name.
+    """Build the schedule called `name`.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     ranks, microbatches : int
         At least 1 each.
     **conditions
-        Some of `CONDITIONS`.  A builder is given those that it has a parameter for: ``chunks`` a
+        Some of `CONDITIONS`; a builder gets the ones that it has a parameter for: ``chunks`` a
         rank; ``times`` of its stages (`mm3d.training.schedules.times.Times`), a limit of
         ``memory`` and the share ``kept`` for the gradient of the weights, as in
         `mm3d.training.schedules.memory.peak_in_flight`.
@@ -45,8 +45,8 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     Raises
     ------
     ValueError
-        When the name is unknown, or there is no such schedule of so many ranks and micro-batches,
-        or it has more forward steps than `largest`.
+        When the name is unknown, or no such schedule has these numbers of ranks and
+        micro-batches, or it has more forward steps than `largest`.
     """
     check_request(name, ranks, microbatches)
     function, chosen = _builder_of(name)
@@ -56,7 +56,7 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
 
 
 def check_request(name: str, ranks: int, microbatches: int) -> None:
-    """Raise ValueError when `build` would refuse this name, or schedules as large."""
+    """Raise ValueError when `build` would refuse this name, or so large a schedule."""
     _, chosen = _builder_of(name)
     if ranks < 1 or microbatches < 1:
         raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
@@ -70,7 +70,7 @@ def largest(name: str) -> int:
 
 
 def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:
-    """Raise ValueError when schedules of these have more than `most` forward steps."""
+    """Raise ValueError when schedules of these sizes have more than `most` forward steps."""
     if (size := ranks * chunks * microbatches) > most:
         raise ValueError(f"{ranks * chunks} stages and {microbatches} micro-batches have {size} "
                          f"forward steps: at most {most} would do")

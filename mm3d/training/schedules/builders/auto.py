@@ -1,4 +1,4 @@
-"""The best schedule found for given times and memory."""
+"""Search for the best schedule for given times and memory."""
 
 from mm3d.training.schedules.builders.names import builder
 from mm3d.training.schedules.builders.loops import one_f_one_b, zb_h1, zb_h2
@@ -17,7 +17,7 @@ def auto(ranks: int, microbatches: int, times: Times | None = None,
          memory: Exact | None = None, kept: Exact = 1) -> Schedule:
     """Search for the schedule of the least cost with one stage a rank.
 
-    It is that of `mm3d.training.schedules.search.search`, or 1F1B, ZB-H1 or ZB-H2
+    It is the result of `mm3d.training.schedules.search.search`, or 1F1B, ZB-H1 or ZB-H2
     where one of these fits the memory and is better.
 
     Parameters
@@ -25,7 +25,7 @@ def auto(ranks: int, microbatches: int, times: Times | None = None,
     ranks, microbatches : int
         At least 1 each.
     times : Times, optional
-        Of each stage (default: F = B = W = 1 and no time for hops).
+        Times of the stages (default: F = B = W = 1 and no time for hops).
     memory : number, optional
         The most that a rank may hold, in activations of one micro-batch (default: as many as
         there are ranks, the memory of 1F1B).

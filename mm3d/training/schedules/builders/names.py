@@ -11,8 +11,7 @@ MOST: dict[str, int] = {}    # of each builder
 
 def builder(name: str, most: int = LARGEST) -> Callable[[Callable[..., Schedule]],
                                                         Callable[..., Schedule]]:
-    """Return a decorator that makes a function the builder of schedules called `name`, of which
-    none has more than `most` forward steps."""
+    """Decorate a builder of schedules called `name`, which have at most `most` forward steps."""
     def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
         BUILDERS[name], MOST[name] = function, most
         return function

@@ -16,7 +16,7 @@ class CountedRow:
     Parameters
     ----------
     microbatches : int
-        Actions of micro-batches beyond these are left out.
+        Number of micro-batches; actions of further ones are left out.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -63,7 +63,7 @@ class CountedRow:
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Build ZB-V (arXiv 2401.10241, section 6), without a bubble where F, B, W are equal.
 
-    It is that of at least 2 p - 1 micro-batches; with fewer, those beyond are left out.
+    It is built for at least 2 p - 1 micro-batches; with fewer, the rest of them are left out.
     """
     every = max(2 * ranks - 1, microbatches)
     rows = []
@@ -116,7 +116,7 @@ def _dualpipe_row(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Build V-Half (arXiv 2405.15362): half of 1F1B's activations.
 
-    With F = B = W and many micro-batches its bubble is about 7/12 of that of 1F1B.
+    With F = B = W and many micro-batches its bubble is about 7/12 of 1F1B's.
     """
     late = 0 if ranks % 2 else 3
     return _repeated(ranks, microbatches, lambda rank: (
@@ -128,7 +128,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """Build V-Min (arXiv 2405.15362): a third of 1F1B's activations.
 
-    With F = B = W and many micro-batches its bubble is about 2/3 of that of 1F1B.
+    With F = B = W and many micro-batches its bubble is about 2/3 of 1F1B's.
     """
     late = 0 if ranks % 3 else 2
     return _repeated(ranks, microbatches, lambda rank: (
