@@ -1,15 +1,11 @@
-"""Verify and time whole steps on all grids, and fit the time that they take beyond their parts."""
+"""Verify and time whole steps on all grids."""
 
 import gc
 import itertools
-import math
-from collections import Counter
 from typing import Callable, Iterable, Sequence
 
-import msgspec
 import numpy as np
 
-from bench.least_squares import solve_nonnegative
 import mm3d
 from bench.agreement import agree
 from bench.checks import against_serial
@@ -20,14 +16,12 @@ from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.placement import reorder_ranks
 from bench.prediction import machine_model
-from bench.prediction.seconds import barriers, link_level, step_seconds
-from bench.prediction.work import NAMES, Work, trace_work
+from bench.prediction.work import NAMES, Work
 from bench.prediction.work_list import contenders_in_batches
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
-from mm3d.tracing.trace import Trace
+from mm3d.tracing.events import PHASES
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
@@ -218,48 +212,6 @@ def measure_steps(networks: Sequence[mm3d.Transformer], comm, seed: int,
     clock = Clock(comm)
     return measure_rounds([layer_trial(network, comm, clock) for network in networks], rounds,
                           seed * rounds).sum(axis=-1)
-
-
-def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],
-                    took: np.ndarray) -> machine_model.Machine:
-    """Fit a few figures of `machine` to whole steps; its others are of operations alone.
-
-    In a step operations follow others and not themselves: their data and code are in no cache,
-    and ranks wait for each other.  The figures are the fraction of their rates that all operations
-    achieve, the seconds of Python around each, and the seconds that a barrier of g ranks takes
-    longer over (g-1)/g, the fraction of them that one waits for: one figure for barriers between
-    nodes and one for those inside.  They are fitted by relative least squares to `took`, the
-    seconds of a step of each of `works`.
-    """
-    traces = [trace_work(work, "float32", machine) for work in works]
-    waits = [barriers_by_line(machine, one) for one in traces]
-    lines = {(link_level(line.size, line.stride, machine.ranks_per_node)[0], line.size)
-             for line in machine.collectives}
-    sizes = {level: sorted(size for found, size in lines if found == level)
-             for level in ("network", "node")}
-    levels = [level for level in sizes if sizes[level]]
-    others = {size: (size - 1) / size for level in levels for size in sizes[level]}
-    rows = [[sum(step_seconds(machine, one).values()),
-             (one.count(Gemm) + one.count(Pass)).total(),
-             *(math.fsum(some[level, size] * others[size] for size in sizes[level])
-               for level in levels)]
-            for one, some in zip(traces, waits)]
-    terms = np.array(rows) / took[:, None]
-    more, launch, *fitted = solve_nonnegative(terms, 1 - terms[:, 0]).tolist()
-    waiting, node_waiting = [*({size: seconds * others[size] for size in sizes[level]}
-                               for level, seconds in zip(levels, fitted)), {}, {}][:2]
-    return msgspec.structs.replace(
-        machine, achieved=machine_model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
-        launch_seconds=launch, waiting=waiting, node_waiting=node_waiting)
-
-
-def barriers_by_line(machine: machine_model.Machine, trace: Trace) -> Counter:
-    """Count the barriers of a step by the level of their line and its number of ranks."""
-    found: Counter = Counter()
-    for event, times in trace.count(Collective).items():
-        level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
-        found[level, event.size] += times * barriers(event)
-    return found
 
 
 def check_machine(machine: machine_model.Machine, name: str, comm) -> str:

@@ -12,7 +12,6 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-from bench.least_squares import fit_line
 import mm3d
 from bench.agreement import agree
 from bench.checks import operation
@@ -23,8 +22,7 @@ from bench.experiments.products.collectives import measure_collective
 from bench.instruments import sampling, timing
 from bench.instruments.available_memory import total_memory
 from bench.instruments.clock import Clock
-from bench.prediction import machine_model
-from bench.prediction.fits import Shape
+from bench.prediction.calibration.record import CollectivePoint, Shape
 from bench.prediction.seconds import link_level
 from mm3d import launcher
 from mm3d.arrays.products import matmul
@@ -45,7 +43,6 @@ LINK_ROUNDS, LINK_LIMITS = 2, timing.Limits(2, 2)    # rounds, and samples in ea
 LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK = 0.05, 0.0015    # seconds, the greater
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
-CollectivePoint = tuple[str, int, int, bool, int]    # kind, size, stride, pieces, bytes
 
 
 def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
@@ -145,19 +142,6 @@ def measure_passes(comm) -> dict[tuple[str, int], list[float]]:
     return found
 
 
-def make_curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
-    """Make curves of seconds by the points of `measure_passes`.
-
-    "other" is for all other operations.
-    """
-    found: dict[str, machine_model.Curve] = {}
-    for (name, size), taken in times.items():
-        curve = found.setdefault(name, machine_model.Curve([], []))
-        curve.bytes.append(float(size))
-        curve.seconds.append(taken)
-    return found | {"other": found["multiply"]}
-
-
 def list_placements(ranks: int) -> list[tuple[int, int]]:
     """List size and stride of all lines that grids of `ranks` ranks have."""
     return [(size, stride) for size in range(2, ranks + 1) if ranks % size == 0
@@ -252,17 +236,3 @@ def measure_collectives(comm, cluster: Cluster | None = None,
                 found[kind, size, stride, pieces, length] = comm.bcast(measured.seconds)
         grid.free()
     return found
-
-
-def make_lines(times: dict[CollectivePoint, float]) -> list[machine_model.Line]:
-    """Make lines of seconds by the points of `measure_collectives`."""
-    found: dict[tuple, dict[int, float]] = {}
-    for (*key, length), taken in times.items():
-        found.setdefault(tuple(key), {})[length] = taken
-    made = []
-    for (kind, size, stride, pieces), curve in found.items():
-        alpha, beta, _ = fit_line(np.array(list(curve), float), np.array(list(curve.values())))
-        made.append(machine_model.Line(kind, size, stride, alpha, beta,
-                                       machine_model.Curve(list(map(float, curve)),
-                                                           list(curve.values())), pieces))
-    return made

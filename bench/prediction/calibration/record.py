@@ -8,22 +8,22 @@ import numpy as np
 
 from bench.errors import StoreError
 from bench.instruments import sampling
-from bench.prediction.fits import Shape
-from bench.prediction.calibration.operations_alone import CollectivePoint
 from bench.prediction.work import Work
 from bench.records.measurements import Check, Measurements, Setting, Variable
 from bench.records.run_file import read_run
 
 KIND = "calibration"
 WAYS = ("rows", "columns")    # whose parts lie in one piece, or in many
+Shape = tuple[int, int, int]    # m, n and k of a product
+CollectivePoint = tuple[str, int, int, bool, int]    # kind, size, stride, pieces, bytes
 
 
 @dataclass(frozen=True)
 class OperationSeconds:
-    """Seconds of operations repeated alone, by the points of `operations_alone`."""
+    """Seconds of operations repeated alone."""
 
     products: dict[str, dict[Shape, float]]    # by dtype
-    passes: dict[tuple[str, int], float]
+    passes: dict[tuple[str, int], float]    # by operation, and bytes read and written
     collectives: dict[CollectivePoint, float]
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from bench.cluster.spec import VARIABLE, Cluster
 from bench.errors import UsageError
-from bench.prediction import fits, machine_file, machine_model
+from bench.prediction import machine_file, machine_model
+from bench.prediction.calibration import fit
 from bench.prediction.machine_model import Curve, Level, Line
 
 CPU = machine_model.load_machine("cpu")
@@ -22,8 +23,8 @@ def lines(gather: float = 1.0) -> list[Line]:
 
 def test_the_link_is_of_the_longest_line():
     """Two turns of a ring of 4, of which three quarters move through each rank."""
-    assert fits.fit_links(lines(), 8, "shared") == {"node": Level(1.5e-3, 0.75e9)}
-    assert fits.fit_links(lines(gather=3), 8, "mpi")["node"] == Level(3e-3, 0.75e9)
+    assert fit.fit_links(lines(), 8, "shared") == {"node": Level(1.5e-3, 0.75e9)}
+    assert fit.fit_links(lines(gather=3), 8, "mpi")["node"] == Level(3e-3, 0.75e9)
 
 
 def test_the_link_is_of_collectives_that_copy():
@@ -31,14 +32,14 @@ def test_the_link_is_of_collectives_that_copy():
     idle = [msgspec.structs.replace(one, beta=0.0) if one.kind == "all_gather" else one
             for one in lines()]
     for transport, rate in (("shared", 0.75e9), ("mpi", 1.5e9)):
-        found = fits.fit_links(idle, 8, transport)["node"]
+        found = fit.fit_links(idle, 8, transport)["node"]
         assert found.bytes_per_second == pytest.approx(rate)
 
 
 def test_a_line_between_nodes_is_the_network_s():
     """On nodes of 2 ranks z lies within, and x has both ranks of a node on its link."""
-    assert fits.fit_links(lines(), 2, "shared") == {"node": Level(3e-4, 5e9),
-                                                    "network": Level(1.5e-3, 1.5e9)}
+    assert fit.fit_links(lines(), 2, "shared") == {"node": Level(3e-4, 5e9),
+                                                   "network": Level(1.5e-3, 1.5e9)}
 
 
 @pytest.mark.ranks(1, 4)
