@@ -17,6 +17,7 @@ import numpy as np
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError, require_known
 from bench.text_files import read_text
+from mm3d.transport.choice import HOST_TRANSPORTS
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
 SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or infinite
@@ -198,6 +199,35 @@ def cluster_suffix(cluster: Cluster | None) -> str:
     """Return the end of `Machine.about` of a machine measured in an emulated cluster, or in none.
     """
     return f"; {cluster.describe()}" if cluster else ""
+
+
+def check_machine(machine: Machine, name: str, ranks: int, transport: str) -> None:
+    """Refuse a machine that is no model for so many ranks, whose collectives travel so.
+
+    Parameters
+    ----------
+    machine, name : Machine, str
+        The machine, and the value of ``--machine``; unmeasured ones are for all ranks.
+    ranks, transport : int, str
+        The ranks, and the name of their transport.
+
+    Raises
+    ------
+    UsageError
+        When it was measured with other ranks, in another emulated cluster or with another
+        transport.
+    """
+    count = machine.measured_ranks
+    if machine.passes and count != ranks:
+        raise UsageError(f"--machine {name} was measured with {count} rank{'s' * (count > 1)}, "
+                         f"not {ranks}: start that many, or calibrate with {ranks}")
+    check_cluster(machine, name)
+    if not machine.matches_transport(transport):
+        remedy = ("start more ranks, or " if ranks == 1 else
+                  f"set MM3D_TRANSPORT={machine.transport}, or "
+                  * (machine.transport in HOST_TRANSPORTS))
+        raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
+                         f"{transport}: {remedy}calibrate again")
 
 
 def check_cluster(machine: Machine, name: str) -> None:

@@ -185,13 +185,12 @@ def fit_step_losses(machine: Machine, works: Sequence[Work], took: np.ndarray) -
 def state_sources(machine: Machine, products: dict[str, ProductFit],
                   record: Measurements) -> dict[str, str]:
     """Return the source of each figure of the model, as its file states it."""
-    environs, rounds = record.environment, int(record.configuration["rounds"])
+    environs, rounds = record.environment, record.configuration["rounds"]
     works, steps = step_samples(record)
     when = record.created.partition("T")[0]
     what = ("processor time of all ranks over cores" if environs["oversubscribed"]
             else "makespans")
-    least = f"the least of {rounds} rounds" if rounds > 1 else "one round"
-    how, together = (f"measured {when}, all ranks at once, {way}, {least}"
+    how, together = (f"measured {when}, all ranks at once, {way}, the least of {rounds} rounds"
                      for way in (what, "makespans" if machine.ranks else what))
     off = {d: np.abs(list(fit.errors.values())) for d, fit in products.items()}
     fit = (f"{how}: products of {len(off[DTYPE])} shapes; the fit is "

@@ -1,5 +1,6 @@
 """Predicted beside measured: the traces behind it, the report, and the verb that measures."""
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import main
+from bench.errors import WrongResult
 from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction import (beside_measured, machine_file, machine_model, planner,
                               whole_steps, work_list)
@@ -16,8 +18,8 @@ from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
-from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
+from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
 from records import invented
@@ -87,71 +89,67 @@ def test_placing_moves_a_direction_into_the_node():
 @pytest.mark.ranks(4)
 def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
     """Ranks that differ along the direction inside are neighbours, and the results are checked."""
-    grid, checks = find_scheme("3d").grid_shape((2, 1, 2)), []
-    work = Work("layer", "3d", grid, (16, 2, 4, 4, 1), "", "zyx")
-    network, found = whole_steps.make_transformer(work, comm, "float32", 0)
+    work = Work("layer", "3d", GridShape("xyz", (2, 1, 2)), (16, 2, 4, 4, 1), "", "zyx")
+    grid, trial, found = whole_steps.prepare_layer(work, comm, "float32", 0)
     assert all(check.passed for check in found) and len(found) > 2
-    line = comm.allgather((network.grid.coords["x"], network.grid.coords["z"]))
+    line = comm.allgather((grid.coords["x"], grid.coords["z"]))
     assert line == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    _, trial = whole_steps.verify_layer(work, comm, "float32", 0, checks)
     assert min(trial()) > 0
-    network.grid.free()
+    grid.free()
 
 
-@pytest.mark.ranks(4)
-def test_works_that_do_not_fit_together_are_measured_in_batches(comm, monkeypatch):
-    """Every work is verified and measured once a round, in whatever batches."""
-    works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
-    of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
-    shapes, expected = [], [float(5 * k % len(works)) for k in range(len(works))]
-    for memory, most in ((None, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
-        monkeypatch.setattr(work_list, "total_memory", lambda: memory)
-        batches = work_list.works_in_batches(works, 4, "float32")
-        assert sum(batches, []) == works and max(map(len, batches)) == most
-        lines = []
-        batches = work_list.contenders_in_batches(works, expected, 4, "float32")
-        found = whole_steps.measure_works(works, expected, comm, "float32", 0, 2, "",
-                                          lines.append)
-        assert f"checked the results of {len(works)} of {len(works)} plans" in lines
-        assert f"{len(works)} plans in {len(batches)} batches, as memory holds" in lines or (
-            len(batches) == 1)
-        assert found.scales["work"] == [work.label for work in works]
-        shapes.append(found.variables["samples"].values.shape)
-    assert shapes == [(len(works), 2, 2)] * 3
-
-
-def test_contenders_for_the_fastest_are_in_one_batch(monkeypatch):
-    """Products and layers apart, each in the order of their expected seconds."""
+def test_works_that_do_not_fit_together_are_in_batches():
+    """Of one size in each, those that compete for the fastest together; one may be too large."""
     works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
     expected = [float(5 * k % len(works)) for k in range(len(works))]
     assert len(set(expected)) == len(works)
     of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
-    monkeypatch.setattr(work_list, "total_memory", lambda: 4 * of_one / work_list.USED)
-    batches = work_list.contenders_in_batches(works, expected, 4, "float32")
-    seconds = dict(zip(works, expected))
-    assert sorted(seconds[work] for batch in batches for work in batch) == sorted(expected)
+    for memory, most in ((math.inf, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
+        listed = work_list.sort_contenders(works, expected)
+        batches = work_list.works_in_batches(listed, 4, "float32", memory)
+        assert sum(batches, []) == listed and max(map(len, batches)) == most
+        assert len(batches) == 1 or all(len({one.sizes for one in batch}) == 1
+                                        for batch in batches)
+    assert set(listed) == set(works)
     for kind in ("matmul", "layer"):
-        mine = [batch for batch in batches if batch[0].kind == kind]
-        in_order = [work for batch in mine for work in batch]
-        assert {work.kind for work in in_order} == {kind}
-        assert len(in_order) == len([work for work in works if work.kind == kind])
-        times = [seconds[work] for work in in_order]
-        assert times == sorted(times) and len(mine) > 1
-    monkeypatch.setattr(work_list, "total_memory", lambda: None)
-    assert work_list.contenders_in_batches(works, expected, 4, "float32") == [works]
+        times = [expected[works.index(work)] for work in listed if work.kind == kind]
+        assert times == sorted(times) and len(times) > 1
 
 
-@pytest.mark.ranks(4)
-def test_samples_of_batches_are_those_of_their_works(comm, monkeypatch):
-    """Whatever the order in which they are measured."""
-    works = work_list.list_works(4, [(8, 8, 8)], [], schemes=["1d", "3d"])
-    monkeypatch.setattr(work_list, "total_memory", lambda: 1)
-    monkeypatch.setattr(whole_steps, "verify_product", lambda work, comm, dtype, seed, checks: (
-        Grid(comm, "numpy", x=4), lambda: [1.0 + works.index(work), 0.0]))
-    expected = [-1.0 * k for k in range(len(works))]
-    found = whole_steps.measure_works(works, expected, comm, "float32", 0, 2, "")
-    assert found.variables["samples"].values[:, 0, 0].tolist() == [
-        1.0 + k for k in range(len(works))]
+@pytest.mark.ranks(1, 4)
+def test_every_work_is_verified_and_measured_once_a_round(comm):
+    """In whatever batches, in their order: a layer takes longer than a small product."""
+    product, *_, layer = work_list.list_works(comm.size, [(8, 8, 8)], [(64, 4, 8, 16, 2)],
+                                              schemes=["3d"])
+    lines, turns = [], []
+    samples, checks = whole_steps.measure_works([[layer], [product, layer]], comm, "float32", 0, 2,
+                                                lines.append, turns.append)
+    assert samples.shape == (2, 3, 2) and (samples > 0).all() and turns == [1, 2] * 2
+    first, other, last = samples.min(axis=0).sum(axis=-1)
+    assert min(first, last) > other
+    assert "checked the results of 3 of 3 plans" in lines
+    of_works = [check.quantity.partition(":")[0] for check in checks if check.passed]
+    assert [label for label, _ in itertools.groupby(of_works)] == [
+        layer.label, product.label, layer.label]
+
+
+@pytest.mark.ranks(2, first=(2,))
+@pytest.mark.parametrize("work", [
+    Work("layer", "1d-sp", GridShape("x", (2,)), (16, 2, 4, 4, 1)),
+    Work("matmul", "3d", GridShape("xyz", (2, 1, 1)), (8, 8, 8), "abt")])
+def test_what_is_wrong_is_not_timed(comm, monkeypatch, work):
+    """On one rank only; all of them say so."""
+    right = Split.reduce_scatter
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        found[0] += comm.rank
+        return found
+
+    monkeypatch.setattr(Split, "reduce_scatter", wrong)
+    with pytest.raises(WrongResult, match=f"^{work.label}: .* is off by .*, tolerance "):
+        whole_steps.measure_works([[work]], comm, "float32", 0, 1,
+                                  after=lambda turn: pytest.fail("it is timed"))
 
 
 @pytest.mark.ranks(4)
@@ -386,30 +384,13 @@ def test_a_machine_without_a_rate_for_the_dtype_is_refused(comm, shared_tmp_path
     assert not list(shared_tmp_path.glob("*.h5"))
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("transport, several, one", [
-    ("shared", "shared, not mpi: set MM3D_TRANSPORT=shared, or calibrate again",
-     "shared, not none: start more ranks, or calibrate again"),
-    ("nccl", "nccl, not mpi: calibrate again", "")])
-def test_a_machine_of_another_transport_is_refused(comm, shared_tmp_path, transport, several, one):
-    message = one if comm.size == 1 else several
-    path = written(shared_tmp_path, comm, transport=transport)
-    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
-                   str(shared_tmp_path))
-    assert said.startswith(f"error: --machine {path} was measured with transport {message}")
-    assert said.count("\n") == 1 and not list(shared_tmp_path.glob("*.h5"))
-
-
 @pytest.mark.ranks(2)
-def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tmp_path):
-    """Whatever the transport, which one rank has none of."""
-    curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
-    path = written(shared_tmp_path, comm, transport="none", passes={"other": curve},
-                   ranks_per_node=1)
+def test_a_machine_of_another_transport_is_refused(comm, shared_tmp_path):
+    path = written(shared_tmp_path, comm, transport="shared")
     said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
                    str(shared_tmp_path))
-    assert said == (f"error: --machine {path} was measured with 1 rank, not 2: start that many, "
-                    "or calibrate with 2\n")
+    assert said == (f"error: --machine {path} was measured with transport shared, not mpi: set "
+                    f"MM3D_TRANSPORT=shared, or calibrate again\n")
     assert not list(shared_tmp_path.glob("*.h5"))
 
 

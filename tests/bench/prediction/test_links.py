@@ -1,10 +1,10 @@
-"""Links fitted to measured collectives; and the file of a machine, which one rank writes."""
+"""Links fitted to measured collectives; and of which ranks a machine is a model."""
 import msgspec
 import pytest
 
 from bench.cluster.spec import VARIABLE, Cluster
 from bench.errors import UsageError
-from bench.prediction import machine_file, machine_model
+from bench.prediction import machine_model
 from bench.prediction.calibration import fit
 from bench.prediction.machine_model import Curve, Level, Line
 
@@ -42,21 +42,34 @@ def test_a_line_between_nodes_is_the_network_s():
                                                    "network": Level(1.5e-3, 1.5e9)}
 
 
-@pytest.mark.ranks(1, 4)
-def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path):
-    machine = CPU if comm.rank == 0 else None
-    path = shared_tmp_path / "mine.toml"
-    assert machine_file.write_machine(machine, path, comm) == ""
-    assert machine_model.load_machine(str(path)) == CPU
-    problem = machine_file.write_machine(machine, shared_tmp_path / "no" / "mine.toml", comm)
-    assert problem == "No such file or directory"
+CURVE = Curve([1.0, 2.0], [1e-6, 2e-6])
+
+
+@pytest.mark.parametrize("figures, ranks, transport, said", [
+    ({"transport": "shared"}, 2, "mpi", "was measured with transport shared, not mpi: set "
+     "MM3D_TRANSPORT=shared, or calibrate again"),
+    ({"transport": "shared"}, 1, "none", "was measured with transport shared, not none: start "
+     "more ranks, or calibrate again"),
+    ({"transport": "nccl"}, 2, "mpi",
+     "was measured with transport nccl, not mpi: calibrate again"),
+    # Whatever the transport, which one rank has none of.
+    ({"transport": "none", "passes": {"other": CURVE}, "ranks_per_node": 1}, 2, "mpi",
+     "was measured with 1 rank, not 2: start that many, or calibrate with 2"),
+    ({"passes": {"other": CURVE}, "ranks_per_node": 2, "ranks": 4}, 2, "mpi",
+     "was measured with 4 ranks, not 2: start that many, or calibrate with 2")])
+def test_a_machine_of_other_ranks_or_another_transport_is_refused(figures, ranks, transport, said):
+    machine = msgspec.structs.replace(CPU, **figures)
+    with pytest.raises(UsageError) as refused:
+        machine_model.check_machine(machine, "mine.toml", ranks, transport)
+    assert str(refused.value) == f"--machine mine.toml {said}"
+    machine_model.check_machine(CPU, "cpu", ranks, transport)
 
 
 def test_a_machine_of_another_cluster_is_refused(monkeypatch):
     """One of which nothing was measured is not."""
-    curve, cluster = Curve([1.0, 2.0], [1e-6, 2e-6]), Cluster.parse("2x4:200Mbit")
+    cluster = Cluster.parse("2x4:200Mbit")
     bare = msgspec.structs.replace(CPU, passes={}, collectives=[])
-    measured = msgspec.structs.replace(CPU, passes={"other": curve})
+    measured = msgspec.structs.replace(CPU, passes={"other": CURVE})
     machine_model.check_cluster(measured, "mine.toml")
     monkeypatch.setenv(VARIABLE, cluster.to_environment(0))
     inside = msgspec.structs.replace(
