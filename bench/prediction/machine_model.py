@@ -201,15 +201,16 @@ def cluster_suffix(cluster: Cluster | None) -> str:
     return f"; {cluster.describe()}" if cluster else ""
 
 
-def check_machine(machine: Machine, name: str, ranks: int, transport: str) -> None:
-    """Refuse a machine that is no model for so many ranks, whose collectives travel so.
+def check_machine(machine: Machine, name: str, ranks: int, transport: str,
+                  cluster: Cluster | None) -> None:
+    """Refuse a machine that is no model for so many ranks, where they are.
 
     Parameters
     ----------
     machine, name : Machine, str
         The machine, and the value of ``--machine``; unmeasured ones are for all ranks.
-    ranks, transport : int, str
-        The ranks, and the name of their transport.
+    ranks, transport, cluster : int, str, Cluster or None
+        The ranks, the name of their transport, and the emulated cluster that they are in.
 
     Raises
     ------
@@ -221,37 +222,19 @@ def check_machine(machine: Machine, name: str, ranks: int, transport: str) -> No
     if machine.passes and count != ranks:
         raise UsageError(f"--machine {name} was measured with {count} rank{'s' * (count > 1)}, "
                          f"not {ranks}: start that many, or calibrate with {ranks}")
-    check_cluster(machine, name)
+    mark = "; emulated cluster, "
+    there = "".join(machine.about.rpartition(mark)[1:] if mark in machine.about else ())
+    here = cluster_suffix(cluster)
+    if (machine.passes or machine.collectives) and there != here:
+        names = [text.removeprefix("; ") or "no emulated cluster" for text in (there, here)]
+        raise UsageError(f"--machine {name} was measured in {names[0]}, and this is {names[1]}: "
+                         f"start it there, or measure a new file here")
     if not machine.matches_transport(transport):
         remedy = ("start more ranks, or " if ranks == 1 else
                   f"set MM3D_TRANSPORT={machine.transport}, or "
                   * (machine.transport in HOST_TRANSPORTS))
         raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
                          f"{transport}: {remedy}calibrate again")
-
-
-def check_cluster(machine: Machine, name: str) -> None:
-    """Refuse a machine that was measured in another emulated cluster, or in none.
-
-    Parameters
-    ----------
-    machine : Machine
-        The machine; unmeasured ones are accepted.
-    name : str
-        The value of ``--machine``.
-
-    Raises
-    ------
-    UsageError
-        When it was.
-    """
-    mark = "; emulated cluster, "
-    there = "".join(machine.about.rpartition(mark)[1:] if mark in machine.about else ())
-    here = cluster_suffix(Cluster.from_environment())
-    if (machine.passes or machine.collectives) and there != here:
-        names = [text.removeprefix("; ") or "no emulated cluster" for text in (there, here)]
-        raise UsageError(f"--machine {name} was measured in {names[0]}, and this is {names[1]}: "
-                         f"start it there, or measure a new file here")
 
 
 def load_machine(name: str, dtype: str = "") -> Machine:

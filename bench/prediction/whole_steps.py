@@ -1,6 +1,7 @@
 """Verify and time whole steps of products and Transformers, in rounds over all of them."""
 
 import gc
+from dataclasses import replace
 from typing import Callable, Sequence
 
 import numpy as np
@@ -70,10 +71,13 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
         grids, trials = [], []
         for work in batch:
             grid, trial, of_work = prepare[work.kind](work, comm, dtype, seed)
-            require_passed(of_work)
-            checks += of_work
             grids.append(grid)
             trials.append((trial,))
+            for one in of_work:    # the same on all ranks
+                checks.append(replace(one, quantity=f"{work.label}: {one.quantity}"))
+                if not one.passed:
+                    raise WrongResult(f"{checks[-1].quantity} is off by {one.error:.2g}, "
+                                      f"tolerance {one.tolerance:.2g}")
             done += 1
             if done % WORKS_OF_A_LINE == 0 or done == count:
                 progress(f"checked the results of {done} of {count} plans")
@@ -85,7 +89,9 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
             after(turn + 1)
         found.append(np.array(of_batch))
         del trial, trials
-        free_grids(grids)
+        for grid in grids:    # and the memory of their lines, once no array is on them
+            grid.free()
+        gc.collect()
     return np.concatenate(found, axis=1), checks
 
 
@@ -105,21 +111,6 @@ def measure_check(batches: Sequence[Sequence[Work]], comm, settings: dict[str, S
         checks)
 
 
-def require_passed(checks: Sequence[Check]) -> None:
-    """Raise WrongResult for the first of `checks`, the same on all ranks, that did not pass."""
-    for check in checks:
-        if not check.passed:
-            raise WrongResult(f"{check.quantity} is off by {check.error:.2g}, tolerance "
-                              f"{check.tolerance:.2g}")
-
-
-def free_grids(grids: Sequence[GridAxes]) -> None:
-    """Free grids and the memory of their lines; all arrays on them must be gone but in cycles."""
-    for grid in grids:
-        grid.free()
-    gc.collect()
-
-
 def prepare_product(work: Work, comm, dtype: str, seed: int
                     ) -> tuple[GridAxes, Trial, list[Check]]:
     """Check C = AB, dA and dB; return the grid, the trial that measures C, and then dA and dB, and
@@ -131,7 +122,7 @@ def prepare_product(work: Work, comm, dtype: str, seed: int
     clock = Clock(comm)
     samplers = [sampling.makespans(problem.steps[phase], comm, lambda: None, clock)
                 for phase in PHASES]
-    return grid, lambda: [sample() for sample in samplers], _labelled(work, checks)
+    return grid, lambda: [sample() for sample in samplers], checks
 
 
 def prepare_layer(work: Work, comm, dtype: str, seed: int
@@ -153,15 +144,9 @@ def prepare_layer(work: Work, comm, dtype: str, seed: int
         again, _ = time_on_all_ranks(lambda: network.backward(dy, saved), comm, lambda: None,
                                      clock)
         return [float(there.max()), float(again.max())]
-    return network.grid, trial, _labelled(work, checks)
+    return network.grid, trial, checks
 
 
 def _in_order(work: Work, comm):
     """Return a communicator of the same ranks in the order of `work`, which is never freed."""
     return reorder_ranks(comm, work.grid, work.order) if work.order else comm
-
-
-def _labelled(work: Work, checks: Sequence[Check]) -> list[Check]:
-    """Return checks that name their work."""
-    return [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
-            for done in checks]

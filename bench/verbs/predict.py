@@ -170,6 +170,7 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
         another transport or other dtypes.
     """
     from bench.agreement import broadcast_from_rank_0
+    from bench.cluster.spec import Cluster
     from bench.command_line.publish import publish, report_failure
     from bench.errors import WrongResult
     from bench.experiments.products import operands
@@ -184,7 +185,8 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
         raise UsageError(f"--inside {','.join(arguments.inside)}: no grid has a direction "
                          f"{unknown[0]!r}; {', '.join(known)} would do")
     transport = operands.default_transport(comm)
-    machine_model.check_machine(machine, arguments.machine, comm.size, transport)
+    machine_model.check_machine(machine, arguments.machine, comm.size, transport,
+                                Cluster.from_environment())
     out = claim_folder(arguments.out, comm)
     batches = broadcast_from_rank_0(lambda: _list_batches(arguments, machine, comm.size), comm)
     try:

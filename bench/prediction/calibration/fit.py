@@ -12,8 +12,7 @@ from bench.cluster.spec import Cluster
 from bench.instruments import host
 from bench.least_squares import fit_line, solve_nonnegative
 from bench.prediction import machine_model
-from bench.prediction.calibration.record import (CollectivePoint, Shape, least_seconds,
-                                                 step_samples)
+from bench.prediction.calibration.record import Shape, least_seconds, step_samples
 from bench.prediction.machine_model import Curve, Level, Line, Machine
 from bench.prediction.seconds import barriers, link_level, step_seconds, uncopied_collectives
 from bench.prediction.work import Work, trace_work
@@ -62,10 +61,11 @@ def fit_machine(record: Measurements) -> Machine:
     alone = least_seconds(record)
     works, steps = step_samples(record)
     products = {dtype: fit_products(times) for dtype, times in alone.products.items()}
-    curves, lines = make_curves(alone.passes), make_lines(alone.collectives)
+    passes = {name: curve for (name,), curve in make_curves(alone.passes).items()}
+    lines = [make_line(*one) for one in make_curves(alone.collectives).items()]
     links = fit_links(lines, per_node, transport)
     node = links.get("node", NO_LINKS)
-    largest, first = curves["multiply"], products[DTYPE]
+    largest, first = passes["multiply"], products[DTYPE]
     cluster = environs.get("emulated_cluster")
     started = (f"{environs['cpu_model']}, ranks: {ranks}, cores: {environs['cores']}, BLAS "
                f"threads a rank: {environs['blas_threads']}, transport: {transport}"
@@ -81,8 +81,9 @@ def fit_machine(record: Measurements) -> Machine:
         achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
         cores=int(environs["cores"]) if environs["oversubscribed"] else 0,
-        block=int(environs["elementwise_block"]), passes=curves, collectives=lines,
-        transport=transport)
+        block=int(environs["elementwise_block"]),
+        passes=passes | {"other": largest},    # for all other operations
+        collectives=lines, transport=transport)
     machine = fit_step_losses(machine, works, np.median(steps, axis=0))
     return msgspec.structs.replace(machine, sources=state_sources(machine, products, record))
 
@@ -102,28 +103,21 @@ def fit_products(times: dict[Shape, float]) -> ProductFit:
                       dict(zip(times, errors.tolist())))
 
 
-def make_curves(times: dict[tuple[str, int], float]) -> dict[str, Curve]:
-    """Make curves of seconds by operation and bytes; "other" is for all other operations."""
-    found: dict[str, Curve] = {}
-    for (name, size), taken in times.items():
-        curve = found.setdefault(name, Curve([], []))
+def make_curves(times: dict[tuple, float]) -> dict[tuple, Curve]:
+    """Make curves of seconds by the last number of each key, the bytes, for all of the rest."""
+    found: dict[tuple, Curve] = {}
+    for (*key, size), taken in times.items():
+        curve = found.setdefault(tuple(key), Curve([], []))
         curve.bytes.append(float(size))
         curve.seconds.append(taken)
-    return found | {"other": found["multiply"]}
+    return found
 
 
-def make_lines(times: dict[CollectivePoint, float]) -> list[Line]:
-    """Make lines of seconds by kind, size, stride, pieces and bytes."""
-    curves: dict[tuple, Curve] = {}
-    for (*key, length), taken in times.items():
-        curve = curves.setdefault(tuple(key), Curve([], []))
-        curve.bytes.append(float(length))
-        curve.seconds.append(taken)
-    made = []
-    for (kind, size, stride, pieces), curve in curves.items():
-        alpha, beta, _ = fit_line(np.array(curve.bytes), np.array(curve.seconds))
-        made.append(Line(kind, size, stride, alpha, beta, curve, pieces))
-    return made
+def make_line(key: tuple[str, int, int, bool], curve: Curve) -> Line:
+    """Make the line of a collective's kind, size, stride and pieces."""
+    kind, size, stride, pieces = key
+    alpha, beta, _ = fit_line(np.array(curve.bytes), np.array(curve.seconds))
+    return Line(kind, size, stride, alpha, beta, curve, pieces)
 
 
 def fit_links(lines: list[Line], per_node: int, transport: str) -> dict[str, Level]:

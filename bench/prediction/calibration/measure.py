@@ -31,8 +31,7 @@ LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice an
 # Schemes that are fitted to many ranks of a cluster.  SUMMA's roots take turns, so in a step its
 # broadcasts overlap as they do not alone; such steps would hide how long ranks wait.
 CLUSTER_SCHEMES_OF_MANY = ("1d", "1d-sp", "3d")
-# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three or four figures.
-GRIDS, GRIDS_OF_MANY = 10, 4
+GRIDS = 10    # of each scheme, and all of up to 8 ranks: whole steps have three or four figures
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def choose_extent(ranks: int, cluster: Cluster | None, memory: float) -> Extent:
     many = ranks > MANY
     works = work_list.list_works(ranks, [], list_models(cluster, many),
                                  schemes=CLUSTER_SCHEMES_OF_MANY if many and cluster else (),
-                                 most=GRIDS_OF_MANY if many and not cluster else GRIDS)
+                                 most=GRIDS)
     rounds, steps = (2, 3) if many or cluster else (3, 8)
     sizes = operations_alone.bytes_that_fit(ranks, memory)
     return Extent(works, rounds, steps, operations_alone.SHAPES, sizes,

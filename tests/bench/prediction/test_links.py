@@ -2,7 +2,7 @@
 import msgspec
 import pytest
 
-from bench.cluster.spec import VARIABLE, Cluster
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.calibration import fit
@@ -43,42 +43,36 @@ def test_a_line_between_nodes_is_the_network_s():
 
 
 CURVE = Curve([1.0, 2.0], [1e-6, 2e-6])
+CLUSTER = Cluster.parse("2x4:200Mbit")
+INSIDE = CPU.about + machine_model.cluster_suffix(CLUSTER)
+WHERE = "emulated cluster, 2 nodes x 4 ranks, 200 Mbit/s"
 
 
-@pytest.mark.parametrize("figures, ranks, transport, said", [
-    ({"transport": "shared"}, 2, "mpi", "was measured with transport shared, not mpi: set "
+@pytest.mark.parametrize("figures, ranks, transport, cluster, said", [
+    ({"transport": "shared"}, 2, "mpi", None, "with transport shared, not mpi: set "
      "MM3D_TRANSPORT=shared, or calibrate again"),
-    ({"transport": "shared"}, 1, "none", "was measured with transport shared, not none: start "
-     "more ranks, or calibrate again"),
-    ({"transport": "nccl"}, 2, "mpi",
-     "was measured with transport nccl, not mpi: calibrate again"),
+    ({"transport": "shared"}, 1, "none", None, "with transport shared, not none: start more "
+     "ranks, or calibrate again"),
+    ({"transport": "nccl"}, 2, "mpi", None, "with transport nccl, not mpi: calibrate again"),
     # Whatever the transport, which one rank has none of.
-    ({"transport": "none", "passes": {"other": CURVE}, "ranks_per_node": 1}, 2, "mpi",
-     "was measured with 1 rank, not 2: start that many, or calibrate with 2"),
-    ({"passes": {"other": CURVE}, "ranks_per_node": 2, "ranks": 4}, 2, "mpi",
-     "was measured with 4 ranks, not 2: start that many, or calibrate with 2")])
-def test_a_machine_of_other_ranks_or_another_transport_is_refused(figures, ranks, transport, said):
+    ({"transport": "none", "passes": {"other": CURVE}, "ranks_per_node": 1}, 2, "mpi", None,
+     "with 1 rank, not 2: start that many, or calibrate with 2"),
+    ({"passes": {"other": CURVE}, "ranks_per_node": 4, "ranks": 8}, 2, "mpi", None,
+     "with 8 ranks, not 2: start that many, or calibrate with 2"),
+    ({"collectives": lines()}, 8, "mpi", CLUSTER, f"in no emulated cluster, and this is {WHERE}: "
+     "start it there, or measure a new file here"),
+    ({"collectives": lines(), "about": INSIDE}, 8, "mpi", None,
+     f"in {WHERE}, and this is no emulated cluster: start it there, or measure a new file here")])
+def test_a_machine_of_others_is_refused(figures, ranks, transport, cluster, said):
     machine = msgspec.structs.replace(CPU, **figures)
     with pytest.raises(UsageError) as refused:
-        machine_model.check_machine(machine, "mine.toml", ranks, transport)
-    assert str(refused.value) == f"--machine mine.toml {said}"
-    machine_model.check_machine(CPU, "cpu", ranks, transport)
+        machine_model.check_machine(machine, "mine.toml", ranks, transport, cluster)
+    assert str(refused.value) == f"--machine mine.toml was measured {said}"
 
 
-def test_a_machine_of_another_cluster_is_refused(monkeypatch):
-    """One of which nothing was measured is not."""
-    cluster = Cluster.parse("2x4:200Mbit")
-    bare = msgspec.structs.replace(CPU, passes={}, collectives=[])
-    measured = msgspec.structs.replace(CPU, passes={"other": CURVE})
-    machine_model.check_cluster(measured, "mine.toml")
-    monkeypatch.setenv(VARIABLE, cluster.to_environment(0))
-    inside = msgspec.structs.replace(
-        measured, about=measured.about + machine_model.cluster_suffix(cluster))
-    where = "emulated cluster, 2 nodes x 4 ranks, 200 Mbit/s"
-    machine_model.check_cluster(bare, "mine.toml")
-    machine_model.check_cluster(inside, "mine.toml")
-    with pytest.raises(UsageError, match=f"measured in no emulated cluster, and this is {where}"):
-        machine_model.check_cluster(measured, "mine.toml")
-    monkeypatch.delenv(VARIABLE)
-    with pytest.raises(UsageError, match=f"measured in {where}, and this is no emulated cluster"):
-        machine_model.check_cluster(inside, "mine.toml")
+def test_a_machine_is_of_its_own_ranks_or_of_all():
+    mine = msgspec.structs.replace(CPU, passes={"other": CURVE}, ranks_per_node=4, ranks=8,
+                                   about=INSIDE, transport="mpi shared")
+    machine_model.check_machine(mine, "mine.toml", 8, "mpi", CLUSTER)
+    for cluster in (None, CLUSTER):
+        machine_model.check_machine(CPU, "cpu", 3, "shared", cluster)
