@@ -12,7 +12,7 @@ from bench.cluster.spec import Cluster
 from bench.instruments import host
 from bench.least_squares import fit_line, solve_nonnegative
 from bench.prediction import machine_model
-from bench.prediction.calibration.record import Shape, least_seconds, step_samples
+from bench.prediction.calibration.record import least_seconds, step_samples
 from bench.prediction.machine_model import Curve, Level, Line, Machine
 from bench.prediction.seconds import barriers, link_level, step_seconds, uncopied_collectives
 from bench.prediction.work import Work, trace_work
@@ -20,6 +20,7 @@ from bench.records.measurements import Measurements
 from mm3d.tracing.events import Collective, Gemm, Pass
 
 DTYPE = "float32"    # of passes and steps, and of the products by which others are predicted
+Shape = tuple[int, int, int]    # m, n and k of a product
 NO_LINKS = Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -58,11 +59,12 @@ def fit_machine(record: Measurements) -> Machine:
     environs, transport = record.environment, str(record.configuration["transport"])
     ranks, nodes = int(environs["ranks"]), str(environs["node_of_rank"]).split()
     per_node = nodes.count(nodes[0])
-    alone = least_seconds(record)
     works, steps = step_samples(record)
-    products = {dtype: fit_products(times) for dtype, times in alone.products.items()}
-    passes = {name: curve for (name,), curve in make_curves(alone.passes).items()}
-    lines = [make_line(*one) for one in make_curves(alone.collectives).items()]
+    alone = group_by_first(least_seconds(record))
+    products = {dtype: fit_products(times)
+                for dtype, times in group_by_first(alone["product"]).items()}
+    passes = {name: curve for (name,), curve in make_curves(alone["pass"]).items()}
+    lines = [make_line(*one) for one in make_curves(alone.get("collective", {})).items()]
     links = fit_links(lines, per_node, transport)
     node = links.get("node", NO_LINKS)
     largest, first = passes["multiply"], products[DTYPE]
@@ -86,6 +88,14 @@ def fit_machine(record: Measurements) -> Machine:
         collectives=lines, transport=transport)
     machine = fit_step_losses(machine, works, np.median(steps, axis=0))
     return msgspec.structs.replace(machine, sources=state_sources(machine, products, record))
+
+
+def group_by_first(times: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
+    """Group seconds by the first entry of their keys, which then lack it."""
+    found: dict[str, dict[tuple, float]] = {}
+    for (first, *rest), seconds in times.items():
+        found.setdefault(first, {})[tuple(rest)] = seconds
+    return found
 
 
 def fit_products(times: dict[Shape, float]) -> ProductFit:

@@ -31,7 +31,8 @@ LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice an
 # Schemes that are fitted to many ranks of a cluster.  SUMMA's roots take turns, so in a step its
 # broadcasts overlap as they do not alone; such steps would hide how long ranks wait.
 CLUSTER_SCHEMES_OF_MANY = ("1d", "1d-sp", "3d")
-GRIDS = 10    # of each scheme, and all of up to 8 ranks: whole steps have three or four figures
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three or four figures.
+GRIDS = 10
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Extent:
     works: list[Work]
     rounds: int
     steps: int
-    shapes: Sequence[record.Shape]
+    shapes: Sequence[tuple[int, int, int]]
     sizes: Sequence[int]
-    collectives: list[record.CollectivePoint]
+    collectives: list[record.Point]
 
 
 def choose_extent(ranks: int, cluster: Cluster | None, memory: float) -> Extent:
@@ -140,13 +141,18 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
             if launcher.oversubscribed() else operations_alone.makespan_sampler(comm))
     collective = (operations_alone.makespan_sampler(comm, operations_alone.LINK_SAMPLE)
                   if cluster else work)
-    operations: dict[str, list[float]] = defaultdict(list)
+    operations: dict[record.Point, list[float]] = defaultdict(list)
 
     def measure_operations(turn: int) -> None:
         if turn % extent.steps:
             return
-        for name, taken in operation_samples(comm, extent, work, collective).items():
-            operations[name] += taken
+        found = {}
+        for dtype in DTYPES:
+            found |= operations_alone.measure_products(comm, work, dtype, extent.shapes)
+        found |= operations_alone.measure_passes(comm, work, extent.sizes)
+        found |= operations_alone.measure_collectives(comm, collective, extent.collectives)
+        for point, taken in found.items():
+            operations[point] += taken
         progress(f"round {turn // extent.steps} of {extent.rounds}: products, elementwise passes "
                  f"and collectives")
 
@@ -160,18 +166,6 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
         return None
     return record.make_record(operations, extent.works, steps.sum(axis=-1), checks,
                               {"transport": transport, "rounds": extent.rounds}, environment)
-
-
-def operation_samples(comm, extent: Extent, work: operations_alone.Take,
-                      collective: operations_alone.Take) -> dict[str, list[float]]:
-    """Measure every operation alone; `work` and `collective` take samples, here by their names."""
-    found = {record.label_product(dtype, shape): taken for dtype in DTYPES for shape, taken in
-             operations_alone.measure_products(comm, work, dtype, extent.shapes).items()}
-    found |= {record.label_pass(*point): taken for point, taken in
-              operations_alone.measure_passes(comm, work, extent.sizes).items()}
-    return found | {
-        record.label_collective(*point): taken for point, taken in
-        operations_alone.measure_collectives(comm, collective, extent.collectives).items()}
 
 
 def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | None:

@@ -20,7 +20,7 @@ from bench.experiments.products import operands
 from bench.experiments.products.collectives import measure_collective
 from bench.instruments import sampling
 from bench.instruments.clock import Clock
-from bench.prediction.calibration.record import CollectivePoint, Shape
+from bench.prediction.calibration.record import Point
 from bench.prediction.seconds import link_level
 from mm3d.arrays.products import matmul
 from mm3d.grid.axis import COLLECTIVES
@@ -83,9 +83,9 @@ def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_
     return take
 
 
-def measure_products(comm, take: Take, dtype: str, shapes: Iterable[Shape] = SHAPES,
-                     multiply: Callable = matmul) -> dict[Shape, list[float]]:
-    """Measure products m x n by n x k: samples by (m, n, k).
+def measure_products(comm, take: Take, dtype: str, shapes: Iterable[tuple] = SHAPES,
+                     multiply: Callable = matmul) -> dict[Point, list[float]]:
+    """Measure products m x n by n x k.
 
     The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
     that the ranks share hold it only once.
@@ -98,14 +98,13 @@ def measure_products(comm, take: Take, dtype: str, shapes: Iterable[Shape] = SHA
                           name, comm.rank)
         return layout.split(grid, shape, "x").all_gather(a) if gathered else a
 
-    def measure(shape: Shape) -> list[float]:
-        m, n, k = shape
+    def measure(m: int, n: int, k: int) -> list[float]:
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
         operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, multiply(a, b)), 0,
                                     comm)
         return take(lambda: multiply(a, b))
 
-    found = {shape: measure(shape) for shape in shapes}
+    found = {("product", dtype, *shape): measure(*shape) for shape in shapes}
     grid.free()
     return found
 
@@ -136,9 +135,8 @@ def list_passes(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
 
 def measure_passes(comm, take: Take, sizes: Iterable[int],
                    listed: Callable[..., dict[str, tuple]] = list_passes
-                   ) -> dict[tuple[str, int], list[float]]:
-    """Measure float32 passes over arrays of `sizes` bytes: samples by operation and bytes read
-    and written.
+                   ) -> dict[Point, list[float]]:
+    """Measure float32 passes over arrays of `sizes` bytes.
 
     Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
     large ones do not.
@@ -151,7 +149,7 @@ def measure_passes(comm, take: Take, sizes: Iterable[int],
             right = np.allclose(result, expected, rtol=1e-5)
             agree("" if right else f"{name} of {length} elements is not {expected:g}", comm,
                   WrongResult)
-            found[name, 4 * moved] = take(step)
+            found["pass", name, 4 * moved] = take(step)
     return found
 
 
@@ -167,7 +165,7 @@ def bytes_that_fit(ranks: int, memory: float) -> list[int]:
 
 
 def list_collectives(ranks: int, sizes: Sequence[int],
-                     cluster: Cluster | None = None) -> list[CollectivePoint]:
+                     cluster: Cluster | None = None) -> list[Point]:
     """List every collective along all lines of `ranks` ranks, of arrays of `sizes` bytes.
 
     Over the links of a cluster, arrays are as large as keep them busy for `LINK_SECONDS` at most:
@@ -184,7 +182,7 @@ def list_collectives(ranks: int, sizes: Sequence[int],
             most = sizes[-1]
             if busy * most > LINK_SECONDS:
                 most = max(sizes[0], 2 ** int(math.log2(max(1, LINK_SECONDS / busy))))
-            found += [(kind, size, stride, pieces, length)
+            found += [("collective", kind, size, stride, pieces, length)
                       for length in [*(one for one in sizes if one < most), most]]
     return found
 
@@ -203,17 +201,16 @@ def line_grid(comm, size: int, stride: int) -> mm3d.Grid:
     return mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
 
 
-def measure_collectives(comm, take: Take, points: Sequence[CollectivePoint]
-                        ) -> dict[CollectivePoint, list[float]]:
+def measure_collectives(comm, take: Take, points: Sequence[Point]) -> dict[Point, list[float]]:
     """Measure collectives of float32 along all lines of a size and stride at once.
 
     Pieces are those of an array whose last dimension is divided, and which is nearly square.
     """
     found = {}
-    for (size, stride), some in itertools.groupby(points, key=lambda point: point[1:3]):
+    for (size, stride), some in itertools.groupby(points, key=lambda point: point[2:4]):
         grid = line_grid(comm, size, stride)
         for point in some:
-            kind, _, _, pieces, length = point
+            _, kind, _, _, pieces, length = point
             rows = 2 ** int(math.log2(length // 4) / 2)
             shape = (rows, length // 4 // rows) if pieces else (length // 4,)
             found[point] = measure_collective(grid, "y", kind, shape, "float32",

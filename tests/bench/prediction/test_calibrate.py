@@ -32,7 +32,7 @@ MODEL = (16, 2, 4, 4, 1)
 
 @pytest.mark.parametrize("start, half, shapes", [
     (5e-6, (60.0, 30.0, 90.0), operations_alone.SHAPES),
-    (0.0, (0.0, 0.0, 0.0), operations_alone.SHAPES),
+    (0.0, (0.0, 0.0, 0.0), operations_alone.SHAPES), (0.0, (0.0, 0.0, 0.0), [(8, 8, 8)]),
     # Squares do not tell edges apart.
     (1e-6, (50.0, 50.0, 50.0), [(edge,) * 3 for edge in operations_alone.EDGES])])
 def test_a_fit_finds_what_made_the_times(start, half, shapes):
@@ -44,10 +44,6 @@ def test_a_fit_finds_what_made_the_times(start, half, shapes):
     assert found.start == pytest.approx(start, abs=1e-12)
     assert found.half == pytest.approx(half, abs=1e-4)
     assert np.abs(list(found.errors.values())).max() < 1e-6
-
-
-def test_one_product_tells_a_rate_alone():
-    assert fit.fit_products({(8, 8, 8): 1e-6}).rate == pytest.approx(2 * 8 ** 3 / 1e-6)
 
 
 def test_deviations_are_what_was_measured_over_the_fit():
@@ -105,8 +101,9 @@ def test_every_line_of_every_grid_is_measured():
     points = operations_alone.list_collectives(12, [64, 512, 4096])
     kinds = [*((kind, False) for kind in COLLECTIVES), ("all_gather", True),
              ("reduce_scatter", True)]
-    assert sorted(points) == sorted((kind, *line, pieces, length) for kind, pieces in kinds
-                                    for line in lines for length in (512, 4096))
+    assert sorted(points) == sorted(
+        ("collective", kind, *line, pieces, length) for kind, pieces in kinds for line in lines
+        for length in (512, 4096))
     assert operations_alone.list_collectives(1, [512]) == []
 
 
@@ -123,7 +120,7 @@ def test_the_largest_array_keeps_links_busy_for_as_long_as_it_may():
         return operations_alone.list_collectives(64, operations_alone.BYTES, Cluster.parse(text))
 
     def lengths(text, kind, size, stride):
-        return [length for *line, pieces, length in points(text)
+        return [length for _, *line, pieces, length in points(text)
                 if line == [kind, size, stride] and not pieces]
 
     most = operations_alone.LINK_SECONDS
@@ -133,7 +130,7 @@ def test_the_largest_array_keeps_links_busy_for_as_long_as_it_may():
         assert sends * 4 * last * 8 / 200e6 <= most < 2 * sends * 4 * last * 8 / 200e6
     assert lengths("16x4:1kbit", "broadcast", 16, 4) == [512]
     assert lengths("16x4:1kbit", "broadcast", 4, 1)[-1] == 2 ** 24
-    columns = {text: {(size, stride) for _, size, stride, pieces, _ in points(text) if pieces}
+    columns = {text: {(size, stride) for *_, size, stride, pieces, _ in points(text) if pieces}
                for text in ("16x4:200Mbit", "16x4:unlimited")}
     assert columns == {"16x4:200Mbit": {(2, 1), (2, 2), (4, 1)},
                        "16x4:unlimited": set(operations_alone.list_placements(64))}
@@ -188,11 +185,9 @@ def test_a_sample_is_as_long_on_each_of_many_ranks():
     def step():
         clock[0] += 1e-5
 
-    take = operations_alone.processor_sampler(ManyRanks(), 2, lambda: clock[0])
-    samples = take(step)
-    before = clock[0]
-    assert samples == pytest.approx([1e-5 * 64 / 2] * operations_alone.SAMPLES)
-    assert before >= operations_alone.SAMPLES * sampling.SAMPLE
+    found = operations_alone.processor_sampler(ManyRanks(), 2, lambda: clock[0])(step)
+    assert found == pytest.approx([1e-5 * 64 / 2] * operations_alone.SAMPLES)
+    assert clock[0] >= operations_alone.SAMPLES * sampling.SAMPLE
 
 
 @pytest.mark.ranks(2)
@@ -269,7 +264,7 @@ def test_a_machine_measures_itself(comm, shared_tmp_path, capsys):
     assert verb.run(Namespace(out=str(path), samples=None), comm,
                     lambda comm, progress: measure.measure_samples(comm, progress, extent)) == 0
     machine = load_machine(str(path))
-    lines = {(kind, 2, 1, pieces) for kind, _, _, pieces, _ in extent.collectives}
+    lines = {(kind, 2, 1, pieces) for _, kind, _, _, pieces, _ in extent.collectives}
     assert {line.key for line in machine.collectives} == lines
     assert machine.measured_ranks == comm.size
     assert machine.transport == ("mpi" if comm.size > 1 else "none")
@@ -295,15 +290,13 @@ def test_a_machine_measures_itself(comm, shared_tmp_path, capsys):
 
 def calibrated(comm) -> Measurements:
     """The record of a calibration with 2 nodes of 2 ranks: times of a machine of 1 Gflop/s."""
-    operations = {samples_record.label_product(dtype, (m, n, k)):
+    operations = {("product", dtype, m, n, k):
                   [2e-9 * m * n * k, 4e-9 * m * n * k, 3e-9 * m * n * k]
                   for dtype in measure.DTYPES for m, n, k in SMALL[:4]}
-    operations |= {samples_record.label_pass(name, size): [2e-9 * size, 1e-9 * size]
+    operations |= {("pass", name, size): [2e-9 * size, 1e-9 * size]
                    for name in ("copy", "multiply") for size in (64, 4096)}
-    operations |= {samples_record.label_collective(kind, size, stride, pieces, length):
-                   [5e-5, 1e-5 + 1e-9 * length * stride]
-                   for kind, size, stride, pieces, length in operations_alone.list_collectives(
-                       4, [512, 4096])}
+    operations |= {point: [5e-5, 1e-5 + 1e-9 * point[-1] * point[3]]
+                   for point in operations_alone.list_collectives(4, [512, 4096])}
     works = work_list.list_works(4, [], measure.MODELS[:1], schemes=("1d", "3d"))
     return samples_record.make_record(
         operations, works, np.full((4, len(works)), 0.1), [Check("output", 0.0, 1e-6)],
@@ -322,10 +315,13 @@ def test_a_model_is_fitted_again_to_the_samples_in_a_file(comm, tmp_path):
     again = samples_record.read_calibration(path)
     alone = samples_record.least_seconds(again)
     assert alone == samples_record.least_seconds(record)
-    assert alone.products["float64"][16, 8, 32] == 2e-9 * 16 * 8 * 32
-    assert alone.passes["multiply", 4096] == 4096e-9
-    assert alone.collectives["all_gather", 2, 2, True, 512] == 1e-5 + 1e-9 * 512 * 2
-    assert alone.collectives["all_reduce", 4, 1, False, 4096] == 1e-5 + 1e-9 * 4096
+    assert alone["product", "float64", 16, 8, 32] == 2e-9 * 16 * 8 * 32
+    assert alone["pass", "multiply", 4096] == 4096e-9
+    assert alone["collective", "all_gather", 2, 2, True, 512] == 1e-5 + 1e-9 * 512 * 2
+    assert alone["collective", "all_reduce", 4, 1, False, 4096] == 1e-5 + 1e-9 * 4096
+    assert set(again.scales["operation"]) >= {
+        "product float64 16x8x32", "pass multiply 4096 bytes",
+        "collective all_gather columns 2 ranks 2 apart 512 bytes"}
     assert verb.run(Namespace(out=str(tmp_path / "mine.toml"), samples=str(path)), comm) == 0
     machine = load_machine(str(tmp_path / "mine.toml"))
     assert machine.about.endswith("; emulated cluster, 2 nodes x 2 ranks, 50 Mbit/s")
