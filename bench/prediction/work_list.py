@@ -42,7 +42,7 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
     Raises
     ------
     ValueError
-        When one of `schemes` has no grid of `ranks` ranks.
+        When one of `schemes` has no grid of `ranks` ranks, or there is nothing to list.
     """
     alone = find_scheme("3d").grid_shape((1, 1, 1))
     grids = [("3d", alone)]
@@ -53,6 +53,9 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if find_scheme(scheme).matrix_product]
     works += [Work("layer", scheme, grid, sizes) for sizes in layers for scheme, grid in grids]
+    if not works:
+        raise ValueError(f"no product of matrices by {', '.join(schemes)}: another scheme, or a "
+                         f"layer, would do")
     return [replace(work, order=order) for work in works
             for order in (list_orders(work.grid, inside) if inside else [""])]
 
@@ -64,8 +67,7 @@ def spread(listed: list, most: int) -> list:
     return [listed[round(k)] for k in np.linspace(0, len(listed) - 1, most)]
 
 
-def works_in_batches(works: Sequence[Work], ranks: int, dtype: str,
-                     memory: float) -> list[list[Work]]:
+def works_in_batches(works: Sequence[Work], dtype: str, memory: float) -> list[list[Work]]:
     """Divide works, in their order, into as few batches as fit in the machine's memory.
 
     All works of a batch are in memory together; a single one may need more than there is.  If they
@@ -76,14 +78,12 @@ def works_in_batches(works: Sequence[Work], ranks: int, dtype: str,
     ----------
     works : sequence of Work
         Products and Transformers on grids of all ranks.
-    ranks : int
-        Number of ranks, which share the memory.
     dtype : str
         The dtype of all arrays.
     memory : float
-        Its bytes.
+        Its bytes, which all ranks share.
     """
-    room = USED * memory / ranks - BYTES_OF_A_RANK
+    room = USED * memory / works[0].ranks - BYTES_OF_A_RANK
     needed = [BYTES_OF_A_WORK + estimate_bytes(work, dtype) for work in works]
     if sum(needed) <= room:
         return [list(works)]

@@ -217,5 +217,5 @@ def _list_batches(arguments: argparse.Namespace, machine: machine_model.Machine,
         [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
         arguments.inside, arguments.scheme)
     expected = [sum(predict_seconds(machine, work, dtype).values()) for work in works]
-    return work_list.works_in_batches(work_list.sort_contenders(works, expected), ranks, dtype,
+    return work_list.works_in_batches(work_list.sort_contenders(works, expected), dtype,
                                       total_memory() or math.inf)

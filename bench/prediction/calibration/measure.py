@@ -156,7 +156,7 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
         progress(f"round {turn // extent.steps} of {extent.rounds}: products, elementwise passes "
                  f"and collectives")
 
-    batches = work_list.works_in_batches(extent.works, comm.size, DTYPES[0], memory)
+    batches = work_list.works_in_batches(extent.works, DTYPES[0], memory)
     steps, checks = whole_steps.measure_works(batches, comm, DTYPES[0], 0,
                                               extent.rounds * extent.steps, progress,
                                               measure_operations)

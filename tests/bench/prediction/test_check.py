@@ -60,6 +60,8 @@ def test_works_of_some_schemes_and_of_some_grids():
         8, [], [layer])    # calibrate leaves out none of 8 ranks
     with pytest.raises(ValueError, match="8 ranks are no square"):
         work_list.list_works(8, [], [layer], schemes=["1d", "2d"])
+    with pytest.raises(ValueError, match="no product of matrices by 1d-sp: another scheme, or a"):
+        work_list.list_works(8, [(8, 8, 8)], [], schemes=["1d-sp"])
 
 
 def test_placing_moves_a_direction_into_the_node():
@@ -91,7 +93,7 @@ def test_works_that_do_not_fit_together_are_in_batches():
     of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
     for memory, most in ((math.inf, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
         listed = work_list.sort_contenders(works, expected)
-        batches = work_list.works_in_batches(listed, 4, "float32", memory)
+        batches = work_list.works_in_batches(listed, "float32", memory)
         assert sum(batches, []) == listed and max(map(len, batches)) == most
         assert len(batches) == 1 or all(len({one.sizes for one in batch}) == 1
                                         for batch in batches)
