@@ -45,8 +45,8 @@ Take = Callable[[Step], list[float]]    # the samples of a step, the same on eve
 
 
 def makespan_sampler(comm, least: float = sampling.SAMPLE) -> Take:
-    """Return what takes samples of a step: the makespan of calls, at least so long, over their
-    number."""
+    """Return a function that takes samples of a step: the makespan of as many calls as take
+    `least` seconds, over their number."""
     clock = Clock(comm)
 
     def take(step: Step) -> list[float]:
@@ -56,7 +56,8 @@ def makespan_sampler(comm, least: float = sampling.SAMPLE) -> Take:
 
 
 def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_time) -> Take:
-    """Return what takes samples of a step: the processor time of all ranks over cores and calls.
+    """Return a function that takes samples of a step: the processor time of all ranks over cores
+    and calls.
 
     Where ranks outnumber cores, a core serves another rank while one waits, and a short makespan
     depends on how the system schedules ranks.
