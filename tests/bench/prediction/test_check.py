@@ -266,21 +266,15 @@ def test_wrong_variables_are_named_in_a_line(comm, monkeypatch, verb, name, valu
 
 
 @pytest.mark.ranks(2)
-def test_a_machine_without_a_rate_for_the_dtype_is_refused(comm, shared_tmp_path):
-    path = written(shared_tmp_path, comm, gemm_rate={"float32": 1e11})
-    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--dtype", "float64",
-                   "--out", str(shared_tmp_path))
-    assert said == "error: machine cpu has no rate for float64: it has float32\n"
-    assert not list(shared_tmp_path.glob("*.h5"))
-
-
-@pytest.mark.ranks(2)
-def test_a_machine_of_another_transport_is_refused(comm, shared_tmp_path):
-    path = written(shared_tmp_path, comm, transport="shared")
-    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
-                   str(shared_tmp_path))
-    assert said == (f"error: --machine {path} was measured with transport shared, not mpi: set "
-                    f"MM3D_TRANSPORT=shared, or calibrate again\n")
+@pytest.mark.parametrize("figures, dtype, said", [
+    ({"gemm_rate": {"float32": 1e11}}, "float64",
+     "machine cpu has no rate for float64: it has float32"),
+    ({"transport": "shared"}, "float32", "--machine {} was measured with transport shared, not "
+     "mpi: set MM3D_TRANSPORT=shared, or calibrate again")])
+def test_a_machine_that_is_no_model_is_refused(comm, shared_tmp_path, figures, dtype, said):
+    path = written(shared_tmp_path, comm, **figures)
+    assert refused(comm, "predict", "--machine", path, "--matmul", "8", "--dtype", dtype, "--out",
+                   str(shared_tmp_path)) == f"error: {said.format(path)}\n"
     assert not list(shared_tmp_path.glob("*.h5"))
 
 
