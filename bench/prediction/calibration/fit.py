@@ -163,10 +163,9 @@ def fit_step_losses(machine: Machine, works: Sequence[Work], took: np.ndarray) -
     def level_of(one: Line | Collective) -> str:
         return link_level(one.size, one.stride, machine.ranks_per_node)[0]
 
-    lines = {(level_of(line), line.size) for line in machine.collectives}
-    others = {level: {size: (size - 1) / size for found, size in sorted(lines) if found == level}
-              for level in ("network", "node")}
-    levels = [level for level in others if others[level]]
+    shares: dict[str, dict[int, float]] = {}    # of the network before those of nodes
+    for level, size in sorted({(level_of(line), line.size) for line in machine.collectives}):
+        shares.setdefault(level, {})[size] = (size - 1) / size
     rows = []
     for work in works:
         trace = trace_work(work, DTYPE, machine)
@@ -175,12 +174,12 @@ def fit_step_losses(machine: Machine, works: Sequence[Work], took: np.ndarray) -
             waits[level_of(event), event.size] += times * barriers(event)
         rows.append([sum(step_seconds(machine, trace).values()),
                      (trace.count(Gemm) + trace.count(Pass)).total(),
-                     *(math.fsum(waits[level, size] * share
-                                 for size, share in others[level].items()) for level in levels)])
+                     *(math.fsum(waits[level, size] * share for size, share in some.items())
+                       for level, some in shares.items())])
     terms = np.array(rows) / took[:, None]
     more, launch, *fitted = solve_nonnegative(terms, 1 - terms[:, 0]).tolist()
-    waiting, node_waiting = [*({size: seconds * share for size, share in others[level].items()}
-                               for level, seconds in zip(levels, fitted)), {}, {}][:2]
+    waiting, node_waiting = [*({size: seconds * share for size, share in some.items()}
+                               for some, seconds in zip(shares.values(), fitted)), {}, {}][:2]
     return msgspec.structs.replace(
         machine, achieved=machine_model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
         launch_seconds=launch, waiting=waiting, node_waiting=node_waiting)
