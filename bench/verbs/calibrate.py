@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace, comm,
 
     Raises
     ------
-    StoreError
-        When the file of samples cannot be read, or has others.
+    UsageError, StoreError
+        When ``--out`` cannot be written; or the file of samples cannot be read, or has others.
     """
     path, status = Path(arguments.out), 0
     machine_file.check_writable(path, comm)
