@@ -40,8 +40,7 @@ WORLD = MPI.COMM_WORLD
 MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
 # The files whose slow tests wait longest, for jobs and links; with --slow they come first.
 WAITING = ("test_slurm.py", "test_slurm_limits.py", "test_slurm_placement.py",
-           "test_slurm_hosts.py", "test_faults.py", "test_kills.py", "test_wire_bytes.py",
-           "test_calibrate.py")
+           "test_slurm_hosts.py", "test_faults.py", "test_kills.py", "test_wire_bytes.py")
 GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for
 STDERR = os.dup(2)            # replaced in pytest_configure: pytest captures 2 while tests run
 

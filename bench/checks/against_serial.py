@@ -156,7 +156,6 @@ def _reference(backend, stack: Stack) -> dict[str, np.ndarray]:
     """Compute the quantities of `compare` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)
     model = mm3d.Transformer(scheme, stack, recompute="none", master=None)
-    model.zero_gradients()
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
     host = backend.to_host

@@ -160,16 +160,14 @@ def calls_needed(span: Callable[[int], float], least: float = SAMPLE) -> int:
 
 
 def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
-              clock: Clock, least: float = SAMPLE, calls: int | None = None
-              ) -> Callable[[], float]:
-    """Return a function that takes a sample of `step` on all ranks at once: the makespan of many
-    calls over their number; the same on every rank.  There are as many `calls` as given, or as
-    take `least` seconds."""
+              clock: Clock, least: float = SAMPLE) -> Callable[[], float]:
+    """Return a function that takes a sample of `step` on all ranks at once: the makespan of as
+    many calls as take `least` seconds, over their number; the same on every rank."""
     def span(calls: int) -> float:
         times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
         return float(times.max())
 
-    many = calls or calls_needed(span, least)
+    many = calls_needed(span, least)
     return lambda: span(many) / many
 
 

@@ -52,24 +52,23 @@ def read_measured(run: Measurements) -> Iterator[Measured]:
     """Read the products and Transformers in a file of results."""
     chosen = run.configuration
     more = {"transport": chosen.get("transport", "")}
+
+    def work(kind: str, form: str = "") -> Work:
+        return Work(kind, chosen["scheme"], grid_shape(chosen),
+                    tuple(chosen[name] for name in NAMES[kind]), form)
+
     if isinstance(run, model_run.Run):
         published = run.published["recomputed_step_time"]
-        work = Work("layer", chosen["scheme"], grid_shape(chosen),
-                    tuple(chosen[name] for name in NAMES["layer"]))
-        yield Measured(work, chosen["dtype"],
+        yield Measured(work("layer"), chosen["dtype"],
                        {phase: step_seconds.typical(run.times[phase]) for phase in PHASES},
                        None if math.isnan(published) else published, **more)
     elif run.kind == "matmul":
-        work = Work("matmul", chosen["scheme"], grid_shape(chosen),
-                    tuple(chosen[name] for name in "MNK"), chosen["form"])
         seconds = run.variables["seconds"].values[:, 0, 0]
-        yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())),
-                       **more)
+        yield Measured(work("matmul", chosen["form"]), chosen["dtype"],
+                       dict(zip(run.scales["phase"], seconds.tolist())), **more)
     elif run.kind == "layer":
-        work = Work("layer", chosen["scheme"], grid_shape(chosen),
-                    tuple(chosen[name] for name in NAMES["layer"]))
-        yield Measured(work, chosen["dtype"], {"step": run.variables["seconds"].values[0, 0]},
-                       **more)
+        yield Measured(work("layer"), chosen["dtype"],
+                       {"step": run.variables["seconds"].values[0, 0]}, **more)
     elif run.kind == "check":
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
             seconds = dict(zip(run.scales["phase"], np.median(times, axis=-1).tolist()))

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import msgspec
 
-from bench.agreement import agree
-from bench.prediction import machine_model
-from bench.records import atomic
+from bench.agreement import make_on_rank_0
+from bench.errors import StoreError, UsageError
+from bench.prediction.machine_model import Machine
+from bench.records import atomic, run_file
 from mm3d.console import say
 
 HEADER = """\
@@ -15,45 +16,24 @@ HEADER = """\
 """
 
 
-def check_writable(option: str, path: Path, comm) -> None:
+def check_writable(path: Path, comm) -> None:
     """Check that rank 0 can write a machine file at this path, before anything is measured.
-
-    Parameters
-    ----------
-    option : str
-        The option that names the path, for the message.
-    path : Path
-        The file to write.
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which call this.
 
     Raises
     ------
-    UsageError
-        On every rank, when it cannot.
+    UsageError, StoreError
+        On every rank, when it has another ending, or its folder cannot be written.
     """
-    fits = comm.rank > 0 or path.suffix == ".toml" and _writable(path.parent)
-    agree(None if fits else f"{option} {path}: a .toml file in a folder that exists and can be "
-          f"written would do", comm)
+    if path.suffix != ".toml":
+        raise UsageError(f"--out {path}: a .toml file would do")
+    make_on_rank_0(lambda: run_file.check_folder(path.parent, "the machine file's folder"), comm,
+                   StoreError, StoreError)
 
 
-def _writable(folder: Path) -> bool:
-    """Return whether a file can be created in the folder, by creating one."""
-    try:
-        atomic.probe_folder(folder)
-    except OSError:
-        return False
-    return True
+def publish_machine(machine: Machine | None, path: Path, comm) -> int:
+    """Write the machine of rank 0 to a file and print its name; return 1 if that fails, else 0.
 
-
-def write_machine(machine: machine_model.Machine | None, path: str | Path, comm) -> str:
-    """Write the file of a machine, which rank 0 has; an existing file is replaced as a whole.
-
-    Returns
-    -------
-    str
-        The reason if it could not be written, and an existing file is unchanged; otherwise "".
-        The same on every rank.
+    An existing file is replaced as a whole.
     """
     problem = ""
     if comm.rank == 0:
@@ -61,10 +41,12 @@ def write_machine(machine: machine_model.Machine | None, path: str | Path, comm)
             atomic.replace(path, format_machine(machine))
         except OSError as error:
             problem = error.strerror or str(error)
-    return comm.bcast(problem)
+        say(f"failed: machine file {path} could not be written ({problem}); what was there is "
+            f"untouched" if problem else f"machine file: {path}")
+    return comm.bcast(int(bool(problem)))
 
 
-def format_machine(machine: machine_model.Machine) -> str:
+def format_machine(machine: Machine) -> str:
     """Format a machine as TOML, its numbers with six digits."""
     import tomli_w
     plain = msgspec.to_builtins(machine, str_keys=True)
@@ -80,12 +62,3 @@ def _round_numbers(value):
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
     return value
-
-
-def publish_machine(machine: machine_model.Machine | None, path: str | Path, comm) -> int:
-    """Write the machine of rank 0 to a file and print its name; return 1 if that fails, else 0."""
-    problem = write_machine(machine, path, comm)
-    if comm.rank == 0:
-        say(f"failed: machine file {path} could not be written ({problem}); what was there is "
-            f"untouched" if problem else f"machine file: {path}")
-    return int(bool(problem))

@@ -17,6 +17,7 @@ import numpy as np
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError, require_known
 from bench.text_files import read_text
+from mm3d.transport.choice import HOST_TRANSPORTS
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
 SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or infinite
@@ -200,28 +201,40 @@ def cluster_suffix(cluster: Cluster | None) -> str:
     return f"; {cluster.describe()}" if cluster else ""
 
 
-def check_cluster(machine: Machine, name: str) -> None:
-    """Refuse a machine that was measured in another emulated cluster, or in none.
+def check_machine(machine: Machine, name: str, ranks: int, transport: str,
+                  cluster: Cluster | None) -> None:
+    """Refuse a machine that is no model for so many ranks, where they are.
 
     Parameters
     ----------
-    machine : Machine
-        The machine; unmeasured ones are accepted.
-    name : str
-        The value of ``--machine``.
+    machine, name : Machine, str
+        The machine, and the value of ``--machine``; unmeasured ones are for all ranks.
+    ranks, transport, cluster : int, str, Cluster or None
+        The ranks, the name of their transport, and the emulated cluster that they are in.
 
     Raises
     ------
     UsageError
-        When it was.
+        When it was measured with other ranks, in another emulated cluster or with another
+        transport.
     """
+    count = machine.measured_ranks
+    if machine.passes and count != ranks:
+        raise UsageError(f"--machine {name} was measured with {count} rank{'s' * (count > 1)}, "
+                         f"not {ranks}: start that many, or calibrate with {ranks}")
     mark = "; emulated cluster, "
     there = "".join(machine.about.rpartition(mark)[1:] if mark in machine.about else ())
-    here = cluster_suffix(Cluster.from_environment())
+    here = cluster_suffix(cluster)
     if (machine.passes or machine.collectives) and there != here:
         names = [text.removeprefix("; ") or "no emulated cluster" for text in (there, here)]
         raise UsageError(f"--machine {name} was measured in {names[0]}, and this is {names[1]}: "
                          f"start it there, or measure a new file here")
+    if not machine.matches_transport(transport):
+        remedy = ("start more ranks, or " if ranks == 1 else
+                  f"set MM3D_TRANSPORT={machine.transport}, or "
+                  * (machine.transport in HOST_TRANSPORTS))
+        raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
+                         f"{transport}: {remedy}calibrate again")
 
 
 def load_machine(name: str, dtype: str = "") -> Machine:

@@ -1,286 +1,152 @@
-"""Verify and time whole steps on all grids, and fit the time that they take beyond their parts."""
+"""Verify and time whole steps of products and Transformers, in rounds over all of them."""
 
 import gc
-import itertools
-import math
-from collections import Counter
-from typing import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Callable, Sequence
 
-import msgspec
 import numpy as np
 
-from bench.least_squares import solve_nonnegative
 import mm3d
-from bench.agreement import agree
 from bench.checks import against_serial
-from bench.errors import UsageError, WrongResult
-from bench.experiments.products import matmul, operands
+from bench.errors import WrongResult
+from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.placement import reorder_ranks
-from bench.prediction import machine_model
-from bench.prediction.seconds import barriers, link_level, step_seconds
-from bench.prediction.work import NAMES, Work, trace_work
-from bench.prediction.work_list import contenders_in_batches
-from bench.records.measurements import Check, Measurements, Variable
+from bench.prediction.work import NAMES, Work
+from bench.records.measurements import Check, Measurements, Setting, Variable
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
-from mm3d.tracing.trace import Trace
-from mm3d.transport.choice import HOST_TRANSPORTS
+from mm3d.tracing.events import PHASES
 
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
+Progress = Callable[[str], None]     # is given a line on what was done, on every rank
 WORKS_OF_A_LINE = 8    # verified, before a line of progress
-ROUNDS = 8
 
 
-def measure_works(works: Sequence[Work], expected: Sequence[float], comm, dtype: str, seed: int,
-                  count: int, transport: str,
-                  progress: Callable[[str], None] = lambda line: None) -> Measurements:
-    """Verify and measure forward and backward of `works` on all ranks of `comm`.
+def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int, rounds: int,
+                  progress: Progress = lambda line: None,
+                  after: Callable[[int], None] = lambda turn: None
+                  ) -> tuple[np.ndarray, list[Check]]:
+    """Verify and measure forward and backward of works on all ranks of `comm`.
 
-    Works that do not fit in memory together are measured in batches, each in all rounds.
+    Each round has a random order, so that a disturbance of the machine affects no single work.
 
     Parameters
     ----------
-    works : sequence of Work
-        Products and Transformers on grids of all ranks.
-    expected : sequence of float
-        Their seconds as predicted, the same on all ranks.
+    batches : sequence of sequence of Work
+        Products and Transformers on grids of all ranks; those of a batch are in memory together.
+    comm : mpi4py.MPI.Intracomm
+        The ranks; each calls this.
     dtype : str
         The dtype of all arrays.
     seed : int
         The seed of the numbers and of the order of measurements.
-    count : int
-        Number of rounds over the works.
-    transport : str
-        The transport of collectives, for the record.
+    rounds : int
+        Number of rounds over the works of each batch.
     progress : callable, optional
         Is given a line on what was done, on every rank.
+    after : callable, optional
+        Is called after each round of each batch, with how many there were.
 
     Returns
     -------
-    Measurements
-        Seconds by work, phase and round, the same on all ranks.
+    samples : (rounds, works, phases) ndarray
+        Seconds, the same on all ranks.
+    checks : list of Check
+        What was verified.
 
     Raises
     ------
     ValueError
         When the sizes of a work do not fit the grid or each other.
     WrongResult
-        When a result is wrong.
+        On all ranks, when a result is wrong; before anything of its batch is timed.
     """
-    checks: list[Check] = []
-    verify = {"matmul": verify_product, "layer": verify_layer}
-    batches, done = contenders_in_batches(works, expected, comm.size, dtype), 0
-    if len(batches) > 1:
-        progress(f"{len(works)} plans in {len(batches)} batches, as memory holds")
-    found = []
+    prepare = {"matmul": prepare_product, "layer": prepare_layer}
+    count, done = sum(map(len, batches)), 0
+    found, checks = [], []
     for batch in batches:
         grids, trials = [], []
         for work in batch:
-            grid, trial = verify[work.kind](work, comm, dtype, seed, checks)
+            grid, trial, of_work = prepare[work.kind](work, comm, dtype, seed)
             grids.append(grid)
-            trials.append(trial)
+            trials.append((trial,))
+            for one in of_work:    # the same on all ranks
+                checks.append(replace(one, quantity=f"{work.label}: {one.quantity}"))
+                if not one.passed:
+                    raise WrongResult(f"{checks[-1].quantity} is off by {one.error:.2g}, "
+                                      f"tolerance {one.tolerance:.2g}")
             done += 1
-            if done % WORKS_OF_A_LINE == 0 or len(trials) == len(batch):
-                progress(f"checked the results of {done} of {len(works)} plans")
-        wrong = [one for one in checks if not one.passed]
-        if wrong:
-            raise WrongResult(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}, tolerance "
-                              f"{wrong[0].tolerance:.2g}")
-        found.append(measure_rounds(trials, count, seed, progress))
+            if done % WORKS_OF_A_LINE == 0 or done == count:
+                progress(f"checked the results of {done} of {count} plans")
+        of_batch = []
+        for turn in range(rounds):
+            of_batch.append(sampling.measure_in_random_order(trials, seed + turn,
+                                                             lambda trial: trial()))
+            progress(f"measured round {turn + 1} of {rounds}")
+            after(turn + 1)
+        found.append(np.array(of_batch))
         del trial, trials
-        free_grids(grids)
-    column = {id(work): k for k, work in enumerate(itertools.chain.from_iterable(batches))}
-    samples = np.concatenate(found, axis=1)[:, [column[id(work)] for work in works]]
+        for grid in grids:    # and the memory of their lines, once no array is on them
+            grid.free()
+        gc.collect()
+    return np.concatenate(found, axis=1), checks
+
+
+def measure_check(batches: Sequence[Sequence[Work]], comm, settings: dict[str, Setting],
+                  rounds: int, progress: Progress = lambda line: None) -> Measurements:
+    """Measure works by `measure_works`; return the record, the same on all ranks.
+
+    `settings` are their dtype and seed, and the transport of their collectives.
+    """
+    samples, checks = measure_works(batches, comm, str(settings["dtype"]), int(settings["seed"]),
+                                    rounds, progress)
     return Measurements(
-        "check", {"dtype": dtype, "seed": seed, "transport": transport},
-        sampling.measured_environment("numpy", comm),
-        {"work": [work.label for work in works], "phase": PHASES, "repetition": range(count)},
+        "check", dict(settings), sampling.measured_environment("numpy", comm),
+        {"work": [work.label for batch in batches for work in batch], "phase": PHASES,
+         "repetition": range(rounds)},
         {"samples": Variable(samples.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
         checks)
 
 
-def free_grids(grids: Iterable[GridAxes]) -> None:
-    """Free grids and the memory of their lines; all arrays on them must be gone but in cycles."""
-    for grid in grids:
-        grid.free()
-    gc.collect()
-
-
-def _in_order(work: Work, comm):
-    """Return a communicator of the same ranks in the order of `work`, which is never freed."""
-    return reorder_ranks(comm, work.grid, work.order) if work.order else comm
-
-
-def verify_product(work: Work, comm, dtype: str, seed: int,
-                   checks: list[Check]) -> tuple[GridAxes, Trial]:
-    """Verify C = AB, dA and dB, adding to `checks`; return the grid, and a trial of them."""
+def prepare_product(work: Work, comm, dtype: str, seed: int
+                    ) -> tuple[GridAxes, Trial, list[Check]]:
+    """Check C = AB, dA and dB; return the grid, the trial that measures C, and then dA and dB, and
+    the checks."""
     grid = product_grid(work.scheme, _in_order(work, comm), work.grid, "numpy")
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype, seed)
-    for phase in PHASES:
-        checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
-                   matmul.check_results(problem, problem.steps[phase](), seed)]
-    return grid, product_trial(problem, comm, Clock(comm))
-
-
-def verify_layer(work: Work, comm, dtype: str, seed: int,
-                 checks: list[Check]) -> tuple[GridAxes, Trial]:
-    """Verify a step against the serial scheme, adding to `checks`; return its grid and trial."""
-    network, found = make_transformer(work, comm, dtype, seed)
-    checks += found
-    return network.grid, layer_trial(network, comm, Clock(comm))
-
-
-def product_trial(problem: Problem, comm, clock: Clock) -> Trial:
-    """Return the trial that measures C, and then dA and dB."""
+    checks = [done for phase in PHASES
+              for done in matmul.check_results(problem, problem.steps[phase](), seed)]
+    clock = Clock(comm)
     samplers = [sampling.makespans(problem.steps[phase], comm, lambda: None, clock)
                 for phase in PHASES]
-    return lambda: [sample() for sample in samplers]
+    return grid, lambda: [sample() for sample in samplers], checks
 
 
-def layer_trial(network: mm3d.Transformer, comm, clock: Clock) -> Trial:
-    """Return the trial that measures a forward and a backward pass."""
+def prepare_layer(work: Work, comm, dtype: str, seed: int
+                  ) -> tuple[GridAxes, Trial, list[Check]]:
+    """Check a step of a Transformer against the serial scheme; return the grid, the trial that
+    measures forward and backward, and the checks."""
+    sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
+    scheme = mm3d.scheme(work.scheme, _in_order(work, comm), work.grid, "numpy")
+    network = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
     x, dy = network.random("input"), network.random("output gradient")
+    y, saved = network.forward(x)
+    checks = against_serial.compare(network, y, network.backward(dy, saved), dtype)
+    clock = Clock(comm)
 
-    def step() -> list[float]:
+    def trial() -> list[float]:
         network.zero_gradients()
         there, (_, saved) = time_on_all_ranks(lambda: network.forward(x), comm, lambda: None,
                                               clock)
         again, _ = time_on_all_ranks(lambda: network.backward(dy, saved), comm, lambda: None,
                                      clock)
         return [float(there.max()), float(again.max())]
-    return step
+    return network.grid, trial, checks
 
 
-def measure_rounds(trials: Sequence[Trial], count: int, seed: int,
-                   progress: Callable[[str], None] = lambda line: None) -> np.ndarray:
-    """Measure seconds by (round, trial, phase).
-
-    Each round has a random order, so that a disturbance of the machine affects no single trial.
-    """
-    points, found = [(trial,) for trial in trials], []
-    for turn in range(count):
-        found.append(sampling.measure_in_random_order(points, seed + turn, lambda trial: trial()))
-        progress(f"measured round {turn + 1} of {count}")
-    return np.array(found)
-
-
-def make_transformer(work: Work, comm, dtype: str,
-                     seed: int) -> tuple[mm3d.Transformer, list[Check]]:
-    """Build a Transformer, and check a step of it against the serial scheme."""
-    sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
-    scheme = mm3d.scheme(work.scheme, _in_order(work, comm), work.grid, "numpy")
-    network = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
-    y, saved = network.forward(network.random("input"))
-    dx = network.backward(network.random("output gradient"), saved)
-    return network, [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
-                     for done in against_serial.compare(network, y, dx, dtype)]
-
-
-def make_transformers(works: Sequence[Work], comm, checks: list[Check],
-                      progress: Callable[[str], None] = lambda line: None
-                      ) -> list[mm3d.Transformer]:
-    """Build the Transformers of `works`, and check a step of each, adding to `checks`.
-
-    Parameters
-    ----------
-    works : sequence of Work
-        Transformers on grids of all ranks.
-    checks : list of Check
-        The outputs and gradients that were compared with the serial scheme's.
-    progress : callable, optional
-        Is given a line on what was done, on every rank.
-
-    Raises
-    ------
-    WrongResult
-        When a step of one differs from the serial scheme's.
-    """
-    found = []
-    for work in works:
-        network, of_step = make_transformer(work, comm, "float32", 0)
-        checks += of_step
-        wrong = [done for done in of_step if not done.passed]
-        agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "", comm,
-              WrongResult)
-        found.append(network)
-        if len(found) % WORKS_OF_A_LINE == 0 or len(found) == len(works):
-            progress(f"a step of {len(found)} of {len(works)} models is that of the serial scheme")
-    return found
-
-
-def measure_steps(networks: Sequence[mm3d.Transformer], comm, seed: int,
-                  rounds: int = ROUNDS) -> np.ndarray:
-    """Measure the seconds of whole steps by (round, Transformer)."""
-    clock = Clock(comm)
-    return measure_rounds([layer_trial(network, comm, clock) for network in networks], rounds,
-                          seed * rounds).sum(axis=-1)
-
-
-def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],
-                    took: np.ndarray) -> machine_model.Machine:
-    """Fit a few figures of `machine` to whole steps; its others are of operations alone.
-
-    In a step operations follow others and not themselves: their data and code are in no cache,
-    and ranks wait for each other.  The figures are the fraction of their rates that all operations
-    achieve, the seconds of Python around each, and the seconds that a barrier of g ranks takes
-    longer over (g-1)/g, the fraction of them that one waits for: one figure for barriers between
-    nodes and one for those inside.  They are fitted by relative least squares to `took`, the
-    seconds of a step of each of `works`.
-    """
-    traces = [trace_work(work, "float32", machine) for work in works]
-    waits = [barriers_by_line(machine, one) for one in traces]
-    lines = {(link_level(line.size, line.stride, machine.ranks_per_node)[0], line.size)
-             for line in machine.collectives}
-    sizes = {level: sorted(size for found, size in lines if found == level)
-             for level in ("network", "node")}
-    levels = [level for level in sizes if sizes[level]]
-    others = {size: (size - 1) / size for level in levels for size in sizes[level]}
-    rows = [[sum(step_seconds(machine, one).values()),
-             (one.count(Gemm) + one.count(Pass)).total(),
-             *(math.fsum(some[level, size] * others[size] for size in sizes[level])
-               for level in levels)]
-            for one, some in zip(traces, waits)]
-    terms = np.array(rows) / took[:, None]
-    more, launch, *fitted = solve_nonnegative(terms, 1 - terms[:, 0]).tolist()
-    waiting, node_waiting = [*({size: seconds * others[size] for size in sizes[level]}
-                               for level, seconds in zip(levels, fitted)), {}, {}][:2]
-    return msgspec.structs.replace(
-        machine, achieved=machine_model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
-        launch_seconds=launch, waiting=waiting, node_waiting=node_waiting)
-
-
-def barriers_by_line(machine: machine_model.Machine, trace: Trace) -> Counter:
-    """Count the barriers of a step by the level of their line and its number of ranks."""
-    found: Counter = Counter()
-    for event, times in trace.count(Collective).items():
-        level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
-        found[level, event.size] += times * barriers(event)
-    return found
-
-
-def check_machine(machine: machine_model.Machine, name: str, comm) -> str:
-    """Return how the collectives of `comm` travel, for which the machine `name` is a model.
-
-    Raises
-    ------
-    UsageError
-        When the machine was measured with other ranks, in another emulated cluster or with
-        another transport.
-    """
-    count = machine.measured_ranks
-    if machine.passes and count != comm.size:
-        raise UsageError(f"--machine {name} was measured with {count} rank{'s' * (count > 1)}, "
-                         f"not {comm.size}: start that many, or calibrate with {comm.size}")
-    machine_model.check_cluster(machine, name)
-    transport = operands.default_transport(comm)
-    if not machine.matches_transport(transport):
-        remedy = ("start more ranks, or " if comm.size == 1 else
-                  f"set MM3D_TRANSPORT={machine.transport}, or "
-                  * (machine.transport in HOST_TRANSPORTS))
-        raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
-                         f"{transport}: {remedy}calibrate again")
-    return transport
+def _in_order(work: Work, comm):
+    """Return a communicator of the same ranks in the order of `work`, which is never freed."""
+    return reorder_ranks(comm, work.grid, work.order) if work.order else comm

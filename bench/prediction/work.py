@@ -55,6 +55,11 @@ class Work:
         return " ".join(filter(None, parts))
 
     @property
+    def problem(self) -> tuple:
+        """Return what is computed, on whatever grid."""
+        return self.kind, self.sizes, self.form
+
+    @property
     def ranks(self) -> int:
         """Return the number of ranks."""
         return self.grid.ranks

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Callable
 
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, WrongResult
@@ -29,23 +30,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measuring.add_cluster(parser)
 
 
-def run(arguments: argparse.Namespace, comm) -> int:
+def run(arguments: argparse.Namespace, comm,
+        measure_samples: Callable = measure.measure_samples) -> int:
     """Measure or read samples, and write the file of a model fitted to them; 0 when written.
+
+    `measure_samples` is called as that of `bench.prediction.calibration.measure`.
 
     Raises
     ------
-    StoreError
-        When the file of samples cannot be read, or has others.
+    UsageError, StoreError
+        When ``--out`` cannot be written; or the file of samples cannot be read, or has others.
     """
     path, status = Path(arguments.out), 0
-    machine_file.check_writable("--out", path, comm)
+    machine_file.check_writable(path, comm)
     if arguments.samples:
         record = make_on_rank_0(lambda: read_calibration(arguments.samples), comm, StoreError,
                                 StoreError)
     else:
         try:
-            record = measure.measure_samples(
-                comm, lambda line: say(line) if comm.rank == 0 else None)
+            record = measure_samples(comm, lambda line: say(line) if comm.rank == 0 else None)
         except WrongResult as wrong:
             return report_failure("calibrate", f"{wrong}; no file was written", comm)
         status = publish(record, path.parent, f"{path.stem}-samples", comm)

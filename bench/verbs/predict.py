@@ -169,12 +169,13 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
         When a scheme has no grid of so many ranks, or the machine is a model for other ranks,
         another transport or other dtypes.
     """
-    from bench.agreement import make_on_rank_0
+    from bench.agreement import broadcast_from_rank_0
+    from bench.cluster.spec import Cluster
     from bench.command_line.publish import publish, report_failure
     from bench.errors import WrongResult
-    from bench.prediction import whole_steps, work_list
+    from bench.experiments.products import operands
+    from bench.prediction import whole_steps
     from bench.prediction.beside_measured import read_measured
-    from bench.prediction.work import predict_seconds
     from bench.records.journal import claim_folder
     from bench.reports.measured_tables import compare_predictions
     machine = machine_model.load_machine(arguments.machine, arguments.dtype)
@@ -183,19 +184,16 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     if unknown:
         raise UsageError(f"--inside {','.join(arguments.inside)}: no grid has a direction "
                          f"{unknown[0]!r}; {', '.join(known)} would do")
-    transport = whole_steps.check_machine(machine, arguments.machine, comm)
+    transport = operands.default_transport(comm)
+    machine_model.check_machine(machine, arguments.machine, comm.size, transport,
+                                Cluster.from_environment())
     out = claim_folder(arguments.out, comm)
+    batches = broadcast_from_rank_0(lambda: _list_batches(arguments, machine, comm.size), comm)
     try:
-        works = work_list.list_works(
-            comm.size, arguments.matmul or (),
-            [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
-            arguments.inside, arguments.scheme)
-        expected = comm.bcast(make_on_rank_0(
-            lambda: [sum(predict_seconds(machine, work, arguments.dtype).values())
-                     for work in works], comm))
-        record = whole_steps.measure_works(works, expected, comm, arguments.dtype, arguments.seed,
-                                           arguments.rounds, transport,
-                                           lambda line: say(line) if comm.rank == 0 else None)
+        record = whole_steps.measure_check(
+            batches, comm,
+            {"dtype": arguments.dtype, "seed": arguments.seed, "transport": transport},
+            arguments.rounds, lambda line: say(line) if comm.rank == 0 else None)
     except WrongResult as wrong:
         return report_failure("predict", f"{wrong}; no times were written", comm)
     except ValueError as error:
@@ -204,3 +202,20 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
                    lambda record: render(
                        compare_predictions(machine, list(read_measured(record))),
                        arguments.format))
+
+
+def _list_batches(arguments: argparse.Namespace, machine: machine_model.Machine,
+                  ranks: int) -> list[list]:
+    """List the works to measure, in batches that fit in memory, on one rank."""
+    import math
+    from bench.instruments.available_memory import total_memory
+    from bench.prediction import work_list
+    from bench.prediction.work import predict_seconds
+    dtype = arguments.dtype
+    works = work_list.list_works(
+        ranks, arguments.matmul or (),
+        [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
+        arguments.inside, arguments.scheme)
+    expected = [sum(predict_seconds(machine, work, dtype).values()) for work in works]
+    return work_list.works_in_batches(work_list.sort_contenders(works, expected), dtype,
+                                      total_memory() or math.inf)

@@ -323,8 +323,7 @@ def test_an_evening_s_files_are_all_on_the_list():
 # Kernels take each array by itself, as BLAS does; the rest is known, and should get fewer.
 MANY_PARAMETERS = {
     "attention_backward": 10, "_check_identities": 10, "_gemm": 10, "train_by_torch": 10,
-    "measure_side_by_side": 9, "Builder": 8, "SummedParameter": 8, "ab_backward": 8, "_abt": 8,
-    "measure_works": 8}
+    "measure_side_by_side": 9, "Builder": 8, "SummedParameter": 8, "ab_backward": 8, "_abt": 8}
 MANY_FIELDS = {"Settings": 14}
 LEAST_PARAMETERS, LEAST_FIELDS = 7, 12    # that are enough anywhere
 

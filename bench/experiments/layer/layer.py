@@ -51,7 +51,7 @@ class MeasuredLayer:
     scheme : Scheme
         The parallelism, on its grid.
     sizes, seed, dtype
-        See `bench.checks.against_serial.build_model`.
+        As for `mm3d.Transformer`.
     """
 
     def __init__(self, scheme: mm3d.Scheme, sizes: ModelSizes, seed: int = 0,

@@ -6,9 +6,8 @@ they are measured.
 """
 
 from collections import defaultdict
-from typing import Callable
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Sequence
 
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
@@ -17,30 +16,96 @@ from bench.instruments.available_memory import total_memory
 from bench.instruments.sampling import measured_environment
 from bench.prediction import whole_steps, work_list
 from bench.prediction.calibration import operations_alone, record
-from bench.records.measurements import Check, Measurements
+from bench.prediction.work import Work
+from bench.records.measurements import Measurements
+from mm3d import launcher
 from mm3d.arrays import backend as backends
-from mm3d.grid.grid import Grid
 from mm3d.transport.nodes import node_numbers
 
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64")    # of products; all else is of the first
 MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
-# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three or four figures.
-GRIDS, GRIDS_OF_MANY = 10, 4
+# A short step and a long one, to separate the costs of barriers from those of work.
+MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
+SMALLER = (448, 320, 224, 160)    # features of the second model, for ever slower links
+LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice and dW once
 # Schemes that are fitted to many ranks of a cluster.  SUMMA's roots take turns, so in a step its
 # broadcasts overlap as they do not alone; such steps would hide how long ranks wait.
 CLUSTER_SCHEMES_OF_MANY = ("1d", "1d-sp", "3d")
-LINK_STEPS = 3    # of each model in a round, where the links of a cluster make them long
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three or four figures.
+GRIDS = 10
 
 
-def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
-                    ) -> Measurements | None:
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Attributes
+    ----------
+    works : list of Work
+        Transformers, of whole steps.
+    rounds, steps : int
+        Rounds over operations alone, and the steps of each Transformer before each of them.
+    shapes : sequence of tuple of int
+        Products.
+    sizes : sequence of int
+        Bytes of the arrays of elementwise passes.
+    collectives : list of tuple
+        Collectives.
+    """
+
+    works: list[Work]
+    rounds: int
+    steps: int
+    shapes: Sequence[tuple[int, int, int]]
+    sizes: Sequence[int]
+    collectives: list[record.Point]
+
+
+def choose_extent(ranks: int, cluster: Cluster | None, memory: float) -> Extent:
+    """Choose how much is measured with so many ranks, which share a memory of so many bytes.
+
+    Many ranks, and links of an emulated cluster, make steps long: there are fewer of them.
+    """
+    many = ranks > MANY
+    works = work_list.list_works(ranks, [], list_models(cluster, many),
+                                 schemes=CLUSTER_SCHEMES_OF_MANY if many and cluster else (),
+                                 most=GRIDS)
+    rounds, steps = (2, 3) if many or cluster else (3, 8)
+    sizes = operations_alone.bytes_that_fit(ranks, memory)
+    return Extent(works, rounds, steps, operations_alone.SHAPES, sizes,
+                  operations_alone.list_collectives(ranks, sizes, cluster))
+
+
+def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int, ...], ...]:
+    """List the sizes of the models whose steps are measured: smaller ones where links are slow.
+
+    The short model then has half the features and half the tokens: ranks wait less between
+    operations that are shorter.  Of `many` ranks it is left out: its steps are work of the shared
+    cores alone, which longer ones hide behind the links.
+
+    Parameters
+    ----------
+    cluster : Cluster or None
+        The emulated cluster, if the ranks are on several of its nodes.
+    many : bool, optional
+        Whether there are far more ranks than cores.
+    """
+    if cluster is None or cluster.link is None:
+        return MODELS
+    _, heads, batch, seq, layers = MODELS[-1]
+    matrices = 3 * 12 * 4    # bytes of float32 over the square of the features, W twice and dW
+    hidden = next((hidden for hidden in SMALLER
+                   if matrices * hidden ** 2 * 8 <= LINK_SECONDS * cluster.link), SMALLER[-1])
+    long = (hidden, heads, batch, seq, layers)
+    return (long,) if many else ((hidden // 2, heads, batch, seq // 2, layers), long)
+
+
+def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
+                    extent: Extent | None = None) -> Measurements | None:
     """Measure this machine with all ranks of `comm`.
 
-    Every result is verified before it is timed, collectives exactly, with integers.  Measurements
-    are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
-    Models that do not fit in memory together are measured in batches, each in all rounds.  On an
-    emulated cluster, whose links make them long, a round has few steps of each model, and models
-    are smaller where links are slow.
+    Every result is verified before it is timed.  Whole steps and operations alone are measured in
+    the same rounds, so that a disturbance of the machine affects a few samples of each kind.
 
     Parameters
     ----------
@@ -48,6 +113,8 @@ def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
         All ranks; each of them calls this.
     progress : callable, optional
         Is given a line on what was done, on every rank.
+    extent : Extent, optional
+        How much is measured; by default what `choose_extent` chooses.
 
     Returns
     -------
@@ -64,70 +131,65 @@ def measure_samples(comm, progress: Callable[[str], None] = lambda line: None
     WrongResult
         When a result is wrong; the same on every rank.
     """
-    transport, cluster = operands.default_transport(comm), find_cluster(comm)
+    transport = operands.default_transport(comm)
+    cluster = find_cluster(node_numbers(comm), Cluster.from_environment())
+    memory = check_memory(comm.size, total_memory())
     if cluster:
         transport = transports_of_lines(comm)
-    memory = check_memory(comm.size)
-    many = comm.size > MANY
-    works = work_list.list_works(comm.size, [], work_list.list_models(cluster, many),
-                                 schemes=CLUSTER_SCHEMES_OF_MANY if many and cluster else (),
-                                 most=GRIDS_OF_MANY if many and not cluster else GRIDS)
-    batches = work_list.works_in_batches(works, comm.size, DTYPES[0])
-    rounds = (operations_alone.LINK_ROUNDS if cluster else
-              1 if many else operations_alone.ROUNDS)
-    steps_of_each = LINK_STEPS if cluster else whole_steps.ROUNDS
-    steps, collectives = [], None
-    checks: list[Check] = []
-    operations: dict[str, list[float]] = defaultdict(list)
-    for number, batch in enumerate(batches, start=1):
-        networks = whole_steps.make_transformers(batch, comm, checks, progress)
-        which = f" of batch {number} of {len(batches)}" if len(batches) > 1 else ""
-        of_batch = []
-        for turn in range(rounds):
-            of_batch.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))
-            progress(f"round {turn + 1} of {rounds}: {len(batch)} models{which}, {steps_of_each} "
-                     f"steps of each")
-            if batch is batches[-1]:
-                measure_operations(comm, operations)
-                collectives = operations_alone.measure_collectives(comm, cluster, collectives)
-                for point, taken in collectives.items():
-                    operations[record.label_collective(*point)] += taken
-                progress(f"round {turn + 1} of {rounds}: products, elementwise passes and "
-                         "collectives")
-        steps.append(np.concatenate(of_batch))
-        grids = [network.grid for network in networks]
-        del networks
-        whole_steps.free_grids(grids)
+    extent = extent or choose_extent(comm.size, cluster, memory)
+    work = (operations_alone.processor_sampler(comm, launcher.cores())
+            if launcher.oversubscribed() else operations_alone.makespan_sampler(comm))
+    collective = (operations_alone.makespan_sampler(comm, operations_alone.LINK_SAMPLE)
+                  if cluster else work)
+    operations: dict[record.Point, list[float]] = defaultdict(list)
+
+    def measure_operations(turn: int) -> None:
+        if turn % extent.steps:
+            return
+        found = {}
+        for dtype in DTYPES:
+            found |= operations_alone.measure_products(comm, work, dtype, extent.shapes)
+        found |= operations_alone.measure_passes(comm, work, extent.sizes)
+        found |= operations_alone.measure_collectives(comm, collective, extent.collectives)
+        for point, taken in found.items():
+            operations[point] += taken
+        progress(f"round {turn // extent.steps} of {extent.rounds}: products, elementwise passes "
+                 f"and collectives")
+
+    batches = work_list.works_in_batches(extent.works, DTYPES[0], memory)
+    steps, checks = whole_steps.measure_works(batches, comm, DTYPES[0], 0,
+                                              extent.rounds * extent.steps, progress,
+                                              measure_operations)
     environment = measured_environment("numpy", comm) | {
         "memory_bytes": memory, "elementwise_block": backends.get("numpy").block}
     if comm.rank:
         return None
-    return record.make_record(
-        operations, works, np.concatenate(steps, axis=1), checks,
-        {"transport": transport, "rounds": rounds}, environment)
+    return record.make_record(operations, extent.works, steps.sum(axis=-1), checks,
+                              {"transport": transport, "rounds": extent.rounds}, environment)
 
 
-def find_cluster(comm) -> Cluster | None:
+def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | None:
     """Return the emulated cluster on several of whose nodes the ranks run; None on one node.
+
+    `nodes` are those of each rank, numbered in the order of ranks.
 
     Raises
     ------
     UsageError
         When the nodes are others, or have not equally many ranks.
     """
-    nodes, cluster = node_numbers(comm), Cluster.from_environment()
-    per_node = nodes.count(0)
-    if per_node == comm.size:
+    ranks, per_node = len(nodes), nodes.count(0)
+    if per_node == ranks:
         return None
     if cluster is None:
-        raise UsageError(f"{comm.size} ranks on {len(set(nodes))} nodes: calibrate measures one "
-                         f"node, or an emulated cluster (--cluster): start all ranks on one")
-    if nodes != [rank // per_node for rank in range(comm.size)]:
-        raise UsageError(f"{comm.size} ranks on {len(set(nodes))} nodes: start as many on each")
+        raise UsageError(f"{ranks} ranks on {len(set(nodes))} nodes: calibrate measures one node, "
+                         f"or an emulated cluster (--cluster): start all ranks on one")
+    if ranks % per_node or list(nodes) != [rank // per_node for rank in range(ranks)]:
+        raise UsageError(f"{ranks} ranks on {len(set(nodes))} nodes: start as many on each")
     return cluster
 
 
-def check_memory(ranks: int) -> int:
+def check_memory(ranks: int, memory: int | None) -> int:
     """Return the bytes of this machine's memory.
 
     Raises
@@ -135,7 +197,6 @@ def check_memory(ranks: int) -> int:
     UsageError
         When they are unknown, or too few for the ranks.
     """
-    memory = total_memory()
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
     needed = (work_list.BYTES_OF_A_RANK + work_list.BYTES_OF_A_WORK) / work_list.USED
@@ -146,20 +207,11 @@ def check_memory(ranks: int) -> int:
     return memory
 
 
-def measure_operations(comm, found: dict[str, list[float]]) -> None:
-    """Measure products and elementwise passes, and add the samples to those in `found`."""
-    for dtype in DTYPES:
-        for shape, taken in operations_alone.measure_products(dtype, comm).items():
-            found[record.label_product(dtype, shape)] += taken
-    for (name, size), taken in operations_alone.measure_passes(comm).items():
-        found[record.label_pass(name, size)] += taken
-
-
 def transports_of_lines(comm) -> str:
     """Return the names of the transports along all lines that grids of the ranks have."""
     names: set[str] = set()
     for size, stride in operations_alone.list_placements(comm.size):
-        grid = Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
+        grid = operations_alone.line_grid(comm, size, stride)
         names.add(grid["y"].transport.name)
         grid.free()
     return " ".join(sorted(names))

@@ -1,18 +1,16 @@
 """Measure operations repeated alone: products, elementwise passes, collectives.
 
-All ranks work at the same time, as in a step, and times are makespans, so the figures include
-contention of the ranks of a node for cores and memory bandwidth.
+All ranks work at the same time, as in a step, so the figures include contention of the ranks of a
+node for cores and memory bandwidth.  Every result is verified before it is timed.
 """
 
 import itertools
 import math
-import sys
 import time
-from typing import Callable, Sequence
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 
-from bench.least_squares import fit_line
 import mm3d
 from bench.agreement import agree
 from bench.checks import operation
@@ -20,66 +18,75 @@ from bench.cluster.spec import Cluster
 from bench.errors import WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.collectives import measure_collective
-from bench.instruments import sampling, timing
-from bench.instruments.available_memory import total_memory
+from bench.instruments import sampling
 from bench.instruments.clock import Clock
-from bench.prediction import machine_model
-from bench.prediction.fits import Shape
+from bench.prediction.calibration.record import Point
 from bench.prediction.seconds import link_level
-from mm3d import launcher
 from mm3d.arrays.products import matmul
 from mm3d.grid.axis import COLLECTIVES
 
-SAMPLES, ROUNDS = 3, 3    # samples of each point in a round, and rounds over all points
-LIMITS = timing.Limits(SAMPLES, SAMPLES)
+SAMPLES = 3    # of each operation in a round
 EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
+SHAPES = (*((edge,) * 3 for edge in EDGES), *OBLONG)
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
+LEAST_BYTES = 512    # of a collective
 MEMORY = 1 / 32    # of the machine, that one array of each rank may take
-DIVIDING = ("all_gather", "reduce_scatter")
-# On an emulated cluster, whose links make collectives long:
-LINK_SECONDS = 0.25    # that a collective may keep the links busy
-LINK_ROUNDS, LINK_LIMITS = 2, timing.Limits(2, 2)    # rounds, and samples in each
-# Its ranks begin up to some ms one after the other, the more the later: a sample is longer.
-LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK = 0.05, 0.0015    # seconds, the greater
+KINDS = (*((kind, False) for kind in COLLECTIVES),    # of rows, and of columns
+         ("all_gather", True), ("reduce_scatter", True))
+LINK_SECONDS = 0.25    # that a collective may keep the links of an emulated cluster busy
+# Ranks of a cluster begin up to some ms one after the other: a sample is longer.
+LINK_SAMPLE = 0.1    # seconds
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
-CollectivePoint = tuple[str, int, int, bool, int]    # kind, size, stride, pieces, bytes
+Step = Callable[[], object]
+Take = Callable[[Step], list[float]]    # the samples of a step, the same on every rank
 
 
-def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
-                 clock: Clock | None = None) -> Callable[[], float]:
-    """Return a function that samples the seconds of `step` on all ranks at once.
+def makespan_sampler(comm, least: float = sampling.SAMPLE) -> Take:
+    """Return a function that takes samples of a step: the makespan of as many calls as take
+    `least` seconds, over their number."""
+    clock = Clock(comm)
 
-    A sample, the same on every rank, is the makespan of many steps over their number.  Where ranks
-    outnumber cores, a core serves another rank while one waits, and a short makespan depends on
-    how the system schedules ranks; there a sample is the processor time of all ranks over cores
-    and steps.
+    def take(step: Step) -> list[float]:
+        sample = sampling.makespans(step, comm, lambda: None, clock, least)
+        return [sample() for _ in range(SAMPLES)]
+    return take
+
+
+def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_time) -> Take:
+    """Return a function that takes samples of a step: the processor time of all ranks over cores
+    and calls.
+
+    Where ranks outnumber cores, a core serves another rank while one waits, and a short makespan
+    depends on how the system schedules ranks.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks, which share the cores.
+    cores : int
+        Number of cores.
+    now : callable, optional
+        Returns the processor time of this rank.
     """
-    if not launcher.oversubscribed():
-        return sampling.makespans(step, comm, synchronize, clock or Clock(comm))
-    cores = launcher.cores()
+    def take(step: Step) -> list[float]:
+        def span(calls: int) -> float:
+            comm.Barrier()
+            start = now()
+            sampling.repeat_calls(step, calls)()
+            return comm.allreduce(now() - start) / cores
 
-    def span(calls: int) -> float:
-        comm.Barrier()
-        start = time.process_time()
-        sampling.repeat_calls(step, calls)()
-        return comm.allreduce(time.process_time() - start) / cores
-
-    # So long on each rank: its first call finds neither code nor operands in cache.
-    calls = sampling.calls_needed(span, sampling.SAMPLE * comm.size / cores)
-    return lambda: span(calls) / calls
+        # So long on each rank: its first call finds neither code nor operands in cache.
+        calls = sampling.calls_needed(span, sampling.SAMPLE * comm.size / cores)
+        return [span(calls) / calls for _ in range(SAMPLES)]
+    return take
 
 
-def measure_seconds(step: Callable[[], object], comm) -> list[float]:
-    """Measure the seconds of `step`: a few samples."""
-    sample = make_sampler(step, comm)
-    return [sample() for _ in range(SAMPLES)]
-
-
-def measure_products(dtype: str, comm) -> dict[Shape, list[float]]:
-    """Measure the seconds of products m x n by n x k: samples by (m, n, k).
+def measure_products(comm, take: Take, dtype: str, shapes: Iterable[tuple] = SHAPES,
+                     multiply: Callable = matmul) -> dict[Point, list[float]]:
+    """Measure products m x n by n x k.
 
     The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
     that the ranks share hold it only once.
@@ -92,18 +99,18 @@ def measure_products(dtype: str, comm) -> dict[Shape, list[float]]:
                           name, comm.rank)
         return layout.split(grid, shape, "x").all_gather(a) if gathered else a
 
-    def measure(shape: Shape) -> list[float]:
-        m, n, k = shape
+    def measure(m: int, n: int, k: int) -> list[float]:
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
-        operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, matmul(a, b)), 0, comm)
-        return measure_seconds(lambda: matmul(a, b), comm)
+        operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, multiply(a, b)), 0,
+                                    comm)
+        return take(lambda: multiply(a, b))
 
-    found = {shape: measure(shape) for shape in [*((edge,) * 3 for edge in EDGES), *OBLONG]}
+    found = {("product", dtype, *shape): measure(*shape) for shape in shapes}
     grid.free()
     return found
 
 
-def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tuple]:
+def list_passes(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tuple]:
     """List elementwise operations of the model on `a` and `b`, all of whose elements are `FILL`.
 
     Returns
@@ -127,35 +134,24 @@ def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def measure_passes(comm) -> dict[tuple[str, int], list[float]]:
-    """Measure the seconds of float32 passes: samples by operation and bytes read and written.
+def measure_passes(comm, take: Take, sizes: Iterable[int],
+                   listed: Callable[..., dict[str, tuple]] = list_passes
+                   ) -> dict[Point, list[float]]:
+    """Measure float32 passes over arrays of `sizes` bytes.
 
     Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
     large ones do not.
     """
     found = {}
-    for length in (size // 4 for size in bytes_that_fit(comm.size)):
+    for length in (size // 4 for size in sizes):
         a, b = (np.full(length, FILL, np.float32) for _ in range(2))
-        for name, (step, moved, result, expected) in _operations(a, b, np.zeros_like(a)).items():
+        for name, (step, moved, result, expected) in listed(a, b, np.zeros_like(a)).items():
             step()
             right = np.allclose(result, expected, rtol=1e-5)
             agree("" if right else f"{name} of {length} elements is not {expected:g}", comm,
                   WrongResult)
-            found[name, 4 * moved] = measure_seconds(step, comm)
+            found["pass", name, 4 * moved] = take(step)
     return found
-
-
-def make_curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
-    """Make curves of seconds by the points of `measure_passes`.
-
-    "other" is for all other operations.
-    """
-    found: dict[str, machine_model.Curve] = {}
-    for (name, size), taken in times.items():
-        curve = found.setdefault(name, machine_model.Curve([], []))
-        curve.bytes.append(float(size))
-        curve.seconds.append(taken)
-    return found | {"other": found["multiply"]}
 
 
 def list_placements(ranks: int) -> list[tuple[int, int]]:
@@ -164,105 +160,61 @@ def list_placements(ranks: int) -> list[tuple[int, int]]:
             for stride in range(1, ranks // size + 1) if ranks // size % stride == 0]
 
 
-def divided_shape(length: int, pieces: bool) -> tuple[int, ...]:
-    """Return the shape of an array of `length` elements whose last dimension is divided.
+def bytes_that_fit(ranks: int, memory: float) -> list[int]:
+    """List the `BYTES` of arrays that fit several times into a memory that all ranks share."""
+    return [size for size in BYTES if size * ranks <= MEMORY * memory]
 
-    It has one dimension or, if the parts should lie in many `pieces`, is nearly square.
+
+def list_collectives(ranks: int, sizes: Sequence[int],
+                     cluster: Cluster | None = None) -> list[Point]:
+    """List every collective along all lines of `ranks` ranks, of arrays of `sizes` bytes.
+
+    Over the links of a cluster, arrays are as large as keep them busy for `LINK_SECONDS` at most:
+    the last is the largest power of two that does, from which larger arrays are extrapolated.
+    Columns are left out there: a link takes longer than to make them contiguous.
     """
-    rows = 2 ** int(math.log2(length) / 2)
-    return (rows, length // rows) if pieces else (length,)
-
-
-def bytes_that_fit(ranks: int) -> list[int]:
-    """List the `BYTES` of arrays that fit several times into the memory of all ranks here."""
-    memory = total_memory() or math.inf
-    return [n for n in BYTES if n * ranks <= MEMORY * memory]
-
-
-def bytes_within(seconds: float, kind: str, size: int, stride: int, cluster: Cluster | None,
-                 fitting: Sequence[int] = BYTES) -> list[int]:
-    """List the bytes of `fitting` arrays whose collective keeps the links of a cluster busy for
-    this time at most: all of them where there are no links, and always the least.
-
-    The last is the largest power of two that does, from which larger arrays are extrapolated.
-    """
-    known = [n for n in fitting if n >= 512]
-    level, load = link_level(size, stride, cluster.ranks if cluster else sys.maxsize)
-    if cluster is None or cluster.link is None or level == "node":
-        return known
-    times = load * (2 if kind == "all_reduce" else 1) * 8 / cluster.link
-    short = [n for n in known if n * times <= seconds]
-    if not short:
-        return known[:1]
-    doubled = int(math.log2(min(seconds / times, known[-1]) / short[-1]))
-    return short + [short[-1] * 2 ** doubled] * (doubled > 0)
-
-
-def measure_collectives(comm, cluster: Cluster | None = None,
-                        earlier: dict[CollectivePoint, list[float]] | None = None
-                        ) -> dict[CollectivePoint, list[float]]:
-    """Measure the seconds of every collective along all lines.
-
-    On several nodes these are makespans, since ranks wait for links, of calls that take
-    `LONG_SAMPLE` or longer.  Arrays are left out that keep the links busy for longer than
-    `LINK_SECONDS`, and columns over such links, which take longer than to make them contiguous.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks; each of them calls this.
-    cluster : Cluster, optional
-        The emulated cluster, if the ranks are on several of its nodes.
-    earlier : dict of tuple to list of float, optional
-        Samples of an earlier round in the cluster, by which as many calls are made at once.
-
-    Returns
-    -------
-    dict of tuple to list of float
-        Samples by kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and
-        bytes of the whole array.  Collectives that divide the array are measured for columns as
-        well.
-    """
-    clock, found = Clock(comm), {}
-    least = max(LONG_SAMPLE, LONG_SAMPLE_OF_A_RANK * comm.size)
-    fitting = bytes_that_fit(comm.size)
-
-    def take(step: Callable[[], object], point: CollectivePoint) -> tuple[list[list[float]], str]:
-        if cluster is None:
-            sample, limits = make_sampler(step, comm, clock=clock), LIMITS
-        else:
-            calls = math.ceil(least / min(earlier[point])) if earlier else None
-            sample = sampling.makespans(step, comm, lambda: None, clock, least, calls)
-            limits = LINK_LIMITS
-        seconds, ended_by = sampling.take_samples(sample, limits, comm)
-        return [seconds], ended_by
-
-    ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
-    for size, stride in list_placements(comm.size):
-        grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
-        linked = (cluster is not None and cluster.link is not None
-                  and link_level(size, stride, cluster.ranks)[0] == "network")
-        for kind, pieces in ways:
-            if pieces and linked:
+    sizes = [size for size in sizes if size >= LEAST_BYTES]
+    found = []
+    for size, stride in list_placements(ranks):
+        for kind, pieces in KINDS:
+            busy = link_seconds(kind, size, stride, cluster)
+            if busy and pieces:
                 continue
-            for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster, fitting):
-                measured = measure_collective(
-                    grid, "y", kind, divided_shape(length // 4, pieces), "float32",
-                    lambda steps: take(*steps, (kind, size, stride, pieces, length)))
-                found[kind, size, stride, pieces, length] = comm.bcast(measured.seconds)
-        grid.free()
+            most = sizes[-1]
+            if busy * most > LINK_SECONDS:
+                most = max(sizes[0], 2 ** int(math.log2(max(1, LINK_SECONDS / busy))))
+            found += [("collective", kind, size, stride, pieces, length)
+                      for length in [*(one for one in sizes if one < most), most]]
     return found
 
 
-def make_lines(times: dict[CollectivePoint, float]) -> list[machine_model.Line]:
-    """Make lines of seconds by the points of `measure_collectives`."""
-    found: dict[tuple, dict[int, float]] = {}
-    for (*key, length), taken in times.items():
-        found.setdefault(tuple(key), {})[length] = taken
-    made = []
-    for (kind, size, stride, pieces), curve in found.items():
-        alpha, beta, _ = fit_line(np.array(list(curve), float), np.array(list(curve.values())))
-        made.append(machine_model.Line(kind, size, stride, alpha, beta,
-                                       machine_model.Curve(list(map(float, curve)),
-                                                           list(curve.values())), pieces))
-    return made
+def link_seconds(kind: str, size: int, stride: int, cluster: Cluster | None) -> float:
+    """Return the seconds that a byte of the array keeps the links of a cluster busy; 0 in a node.
+    """
+    if cluster is None or cluster.link is None:
+        return 0.0
+    level, load = link_level(size, stride, cluster.ranks)
+    return 0.0 if level == "node" else load * (1 + (kind == "all_reduce")) * 8 / cluster.link
+
+
+def line_grid(comm, size: int, stride: int) -> mm3d.Grid:
+    """Make a grid whose lines along y have `size` ranks, `stride` apart."""
+    return mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
+
+
+def measure_collectives(comm, take: Take, points: Sequence[Point]) -> dict[Point, list[float]]:
+    """Measure collectives of float32 along all lines of a size and stride at once.
+
+    Pieces are those of an array whose last dimension is divided, and which is nearly square.
+    """
+    found = {}
+    for (size, stride), some in itertools.groupby(points, key=lambda point: point[2:4]):
+        grid = line_grid(comm, size, stride)
+        for point in some:
+            _, kind, _, _, pieces, length = point
+            rows = 2 ** int(math.log2(length // 4) / 2)
+            shape = (rows, length // 4 // rows) if pieces else (length // 4,)
+            found[point] = measure_collective(grid, "y", kind, shape, "float32",
+                                              lambda steps: ([take(steps[0])], "")).seconds
+        grid.free()
+    return found

@@ -1,6 +1,5 @@
 """The record of all samples that a machine model is fitted to."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping, Sequence
 
@@ -8,50 +7,49 @@ import numpy as np
 
 from bench.errors import StoreError
 from bench.instruments import sampling
-from bench.prediction.fits import Shape
-from bench.prediction.calibration.operations_alone import CollectivePoint
 from bench.prediction.work import Work
 from bench.records.measurements import Check, Measurements, Setting, Variable
 from bench.records.run_file import read_run
 
 KIND = "calibration"
 WAYS = ("rows", "columns")    # whose parts lie in one piece, or in many
+# An operation: "product", dtype, m, n and k; "pass", name, and bytes read and written; or
+# "collective", kind, size and stride of a line, pieces, and bytes of the whole array.
+Point = tuple
 
 
-@dataclass(frozen=True)
-class OperationSeconds:
-    """Seconds of operations repeated alone, by the points of `operations_alone`."""
-
-    products: dict[str, dict[Shape, float]]    # by dtype
-    passes: dict[tuple[str, int], float]
-    collectives: dict[CollectivePoint, float]
-
-
-def label_product(dtype: str, shape: Shape) -> str:
-    """Return the name of a product, such as ``product float32 1024x64x1024``."""
-    return f"product {dtype} {'x'.join(map(str, shape))}"
+def label_operation(point: Point) -> str:
+    """Return the name of an operation, such as ``product float32 1024x64x1024``,
+    ``pass multiply 768 bytes`` or ``collective broadcast rows 4 ranks 2 apart 512 bytes``."""
+    kind, name, *sizes = point
+    if kind == "product":
+        return f"product {name} {'x'.join(map(str, sizes))}"
+    if kind == "pass":
+        return f"pass {name} {sizes[0]} bytes"
+    size, stride, pieces, length = sizes
+    return f"collective {name} {WAYS[pieces]} {size} ranks {stride} apart {length} bytes"
 
 
-def label_pass(name: str, size: int) -> str:
-    """Return the name of an elementwise pass, such as ``pass multiply 768 bytes``."""
-    return f"pass {name} {size} bytes"
+def parse_operation(label: str) -> Point:
+    """Return the operation that a label names."""
+    kind, name, *words = label.split()
+    if kind == "product":
+        return (kind, name, *map(int, words[0].split("x")))
+    if kind == "pass":
+        return kind, name, int(words[0])
+    way, size, _, stride, _, length, _ = words
+    return kind, name, int(size), int(stride), bool(WAYS.index(way)), int(length)
 
 
-def label_collective(kind: str, size: int, stride: int, pieces: bool, length: int) -> str:
-    """Return the name of a collective, such as ``collective broadcast rows 4 ranks 2 apart 512
-    bytes``."""
-    return f"collective {kind} {WAYS[pieces]} {size} ranks {stride} apart {length} bytes"
-
-
-def make_record(operations: Mapping[str, Sequence[float]], works: Sequence[Work],
+def make_record(operations: Mapping[Point, Sequence[float]], works: Sequence[Work],
                 steps: np.ndarray, checks: list[Check], configuration: Mapping[str, Setting],
                 environment: Mapping[str, Setting]) -> Measurements:
     """Make the record of a calibration.
 
     Parameters
     ----------
-    operations : dict of str to sequence of float
-        Seconds of operations repeated alone by their names, which the functions above make.
+    operations : dict of tuple to sequence of float
+        Seconds of operations repeated alone.
     works : sequence of Work
         Transformers.
     steps : (repetitions, n) ndarray
@@ -65,7 +63,8 @@ def make_record(operations: Mapping[str, Sequence[float]], works: Sequence[Work]
     samples = sampling.pad_samples(rows, (len(rows),))
     return Measurements(
         KIND, dict(configuration), dict(environment),
-        {"operation": list(operations), "work": [work.label for work in works],
+        {"operation": list(map(label_operation, operations)),
+         "work": [work.label for work in works],
          "repetition": range(samples.shape[1])},
         {"operation_seconds": Variable(samples[:len(operations)], "s",
                                        ("operation", "repetition")),
@@ -88,25 +87,13 @@ def read_calibration(path: str | Path) -> Measurements:
     return record
 
 
-def least_seconds(record: Measurements) -> OperationSeconds:
+def least_seconds(record: Measurements) -> dict[Point, float]:
     """Return the least seconds of each operation repeated alone.
 
     A disturbance by other programs for a while then affects no figure.
     """
-    found = OperationSeconds({}, {}, {})
-    samples = record.variables["operation_seconds"].values
-    for label, least in zip(record.scales["operation"], np.nanmin(samples, axis=1).tolist()):
-        kind, name, *words = label.split()
-        if kind == "product":
-            m, n, k = map(int, words[0].split("x"))
-            found.products.setdefault(name, {})[m, n, k] = least
-        elif kind == "pass":
-            found.passes[name, int(words[0])] = least
-        else:
-            way, size, _, stride, _, length, _ = words
-            found.collectives[name, int(size), int(stride), bool(WAYS.index(way)),
-                              int(length)] = least
-    return found
+    least = np.nanmin(record.variables["operation_seconds"].values, axis=1)
+    return dict(zip(map(parse_operation, record.scales["operation"]), least.tolist()))
 
 
 def step_samples(record: Measurements) -> tuple[list[Work], np.ndarray]:

@@ -1,27 +1,23 @@
-"""Predicted beside measured: the traces behind it, the report, and the verb that measures."""
+"""Works on grids: their list, their traces, and the verb that measures beside predicting."""
 import dataclasses
+import itertools
 import math
 
-import numpy as np
 import pytest
 from mpi4py import MPI
+from msgspec.structs import replace
 
 from bench.__main__ import main
+from bench.errors import WrongResult
 from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction import (beside_measured, machine_file, machine_model, planner,
                               whole_steps, work_list)
-from bench.prediction.beside_measured import Measured
-from bench.prediction.work import NAMES, Work, predict_seconds, trace_work as trace_of
+from bench.prediction.work import Work, trace_work as trace_of
 from bench.records import run_file
-from bench.records.measurements import Measurements, Variable
-from bench.reports.formats import render
-from bench.reports.measured_tables import compare_predictions
-from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
-from mm3d.model.stack import Stack
+from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
-from records import invented
 from refused import refused
 from support import run_ranks
 
@@ -64,16 +60,8 @@ def test_works_of_some_schemes_and_of_some_grids():
         8, [], [layer])    # calibrate leaves out none of 8 ranks
     with pytest.raises(ValueError, match="8 ranks are no square"):
         work_list.list_works(8, [], [layer], schemes=["1d", "2d"])
-
-
-def test_the_table_says_which_direction_is_inside():
-    work = Work("layer", "3d", GridShape("xyz", (2, 2, 2)), (64, 4, 8, 16, 2))
-    took = dict.fromkeys(PHASES, 1.0)
-    found = [Measured(dataclasses.replace(work, order=order), "float32", took)
-             for order in ("", "yzx")]
-    text = render(compare_predictions(CPU, found))
-    assert "2 x 2 x 2  " in text and "2 x 2 x 2, x inside" in text
-    assert "planner's" in text    # the two orders are two plans to choose from
+    with pytest.raises(ValueError, match="no product of matrices by 1d-sp: another scheme, or a"):
+        work_list.list_works(8, [(8, 8, 8)], [], schemes=["1d-sp"])
 
 
 def test_placing_moves_a_direction_into_the_node():
@@ -88,71 +76,67 @@ def test_placing_moves_a_direction_into_the_node():
 @pytest.mark.ranks(4)
 def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
     """Ranks that differ along the direction inside are neighbours, and the results are checked."""
-    grid, checks = find_scheme("3d").grid_shape((2, 1, 2)), []
-    work = Work("layer", "3d", grid, (16, 2, 4, 4, 1), "", "zyx")
-    network, found = whole_steps.make_transformer(work, comm, "float32", 0)
+    work = Work("layer", "3d", GridShape("xyz", (2, 1, 2)), (16, 2, 4, 4, 1), "", "zyx")
+    grid, trial, found = whole_steps.prepare_layer(work, comm, "float32", 0)
     assert all(check.passed for check in found) and len(found) > 2
-    line = comm.allgather((network.grid.coords["x"], network.grid.coords["z"]))
+    line = comm.allgather((grid.coords["x"], grid.coords["z"]))
     assert line == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    _, trial = whole_steps.verify_layer(work, comm, "float32", 0, checks)
     assert min(trial()) > 0
-    network.grid.free()
+    grid.free()
 
 
-@pytest.mark.ranks(4)
-def test_works_that_do_not_fit_together_are_measured_in_batches(comm, monkeypatch):
-    """Every work is verified and measured once a round, in whatever batches."""
-    works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
-    of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
-    shapes, expected = [], [float(5 * k % len(works)) for k in range(len(works))]
-    for memory, most in ((None, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
-        monkeypatch.setattr(work_list, "total_memory", lambda: memory)
-        batches = work_list.works_in_batches(works, 4, "float32")
-        assert sum(batches, []) == works and max(map(len, batches)) == most
-        lines = []
-        batches = work_list.contenders_in_batches(works, expected, 4, "float32")
-        found = whole_steps.measure_works(works, expected, comm, "float32", 0, 2, "",
-                                          lines.append)
-        assert f"checked the results of {len(works)} of {len(works)} plans" in lines
-        assert f"{len(works)} plans in {len(batches)} batches, as memory holds" in lines or (
-            len(batches) == 1)
-        assert found.scales["work"] == [work.label for work in works]
-        shapes.append(found.variables["samples"].values.shape)
-    assert shapes == [(len(works), 2, 2)] * 3
-
-
-def test_contenders_for_the_fastest_are_in_one_batch(monkeypatch):
-    """Products and layers apart, each in the order of their expected seconds."""
+def test_works_that_do_not_fit_together_are_in_batches():
+    """Of one size in each, those that compete for the fastest together; one may be too large."""
     works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
     expected = [float(5 * k % len(works)) for k in range(len(works))]
     assert len(set(expected)) == len(works)
     of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
-    monkeypatch.setattr(work_list, "total_memory", lambda: 4 * of_one / work_list.USED)
-    batches = work_list.contenders_in_batches(works, expected, 4, "float32")
-    seconds = dict(zip(works, expected))
-    assert sorted(seconds[work] for batch in batches for work in batch) == sorted(expected)
+    for memory, most in ((math.inf, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
+        listed = work_list.sort_contenders(works, expected)
+        batches = work_list.works_in_batches(listed, "float32", memory)
+        assert sum(batches, []) == listed and max(map(len, batches)) == most
+        assert len(batches) == 1 or all(len({one.sizes for one in batch}) == 1
+                                        for batch in batches)
+    assert set(listed) == set(works)
     for kind in ("matmul", "layer"):
-        mine = [batch for batch in batches if batch[0].kind == kind]
-        in_order = [work for batch in mine for work in batch]
-        assert {work.kind for work in in_order} == {kind}
-        assert len(in_order) == len([work for work in works if work.kind == kind])
-        times = [seconds[work] for work in in_order]
-        assert times == sorted(times) and len(mine) > 1
-    monkeypatch.setattr(work_list, "total_memory", lambda: None)
-    assert work_list.contenders_in_batches(works, expected, 4, "float32") == [works]
+        times = [expected[works.index(work)] for work in listed if work.kind == kind]
+        assert times == sorted(times) and len(times) > 1
 
 
-@pytest.mark.ranks(4)
-def test_samples_of_batches_are_those_of_their_works(comm, monkeypatch):
-    """Whatever the order in which they are measured."""
-    works = work_list.list_works(4, [(8, 8, 8)], [], schemes=["1d", "3d"])
-    monkeypatch.setattr(work_list, "total_memory", lambda: 1)
-    monkeypatch.setattr(whole_steps, "verify_product", lambda work, comm, dtype, seed, checks: (
-        Grid(comm, "numpy", x=4), lambda: [1.0 + works.index(work), 0.0]))
-    expected = [-1.0 * k for k in range(len(works))]
-    found = whole_steps.measure_works(works, expected, comm, "float32", 0, 2, "")
-    assert found.variables["samples"].values[:, 0, 0].tolist() == [
-        1.0 + k for k in range(len(works))]
+@pytest.mark.ranks(1, 4)
+def test_every_work_is_verified_and_measured_once_a_round(comm):
+    """In whatever batches, in their order: a layer takes longer than a small product."""
+    product, *_, layer = work_list.list_works(comm.size, [(8, 8, 8)], [(64, 4, 8, 16, 2)],
+                                              schemes=["3d"])
+    lines, turns = [], []
+    samples, checks = whole_steps.measure_works([[layer], [product, layer]], comm, "float32", 0, 2,
+                                                lines.append, turns.append)
+    assert samples.shape == (2, 3, 2) and (samples > 0).all() and turns == [1, 2] * 2
+    first, other, last = samples.min(axis=0).sum(axis=-1)
+    assert min(first, last) > other
+    assert "checked the results of 3 of 3 plans" in lines
+    of_works = [check.quantity.partition(":")[0] for check in checks if check.passed]
+    assert [label for label, _ in itertools.groupby(of_works)] == [
+        layer.label, product.label, layer.label]
+
+
+@pytest.mark.ranks(2, first=(2,))
+@pytest.mark.parametrize("work", [
+    Work("layer", "1d-sp", GridShape("x", (2,)), (16, 2, 4, 4, 1)),
+    Work("matmul", "3d", GridShape("xyz", (2, 1, 1)), (8, 8, 8), "ab")])
+def test_what_is_wrong_is_not_timed(comm, monkeypatch, work):
+    """On one rank only; all of them say so."""
+    right = Split.reduce_scatter
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        found[0] += comm.rank
+        return found
+
+    monkeypatch.setattr(Split, "reduce_scatter", wrong)
+    with pytest.raises(WrongResult, match=f"^{work.label}: .* is off by .*, tolerance "):
+        whole_steps.measure_works([[work]], comm, "float32", 0, 1,
+                                  after=lambda turn: pytest.fail("it is timed"))
 
 
 @pytest.mark.ranks(4)
@@ -176,92 +160,6 @@ def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     flops = sum(event.flops * times for event, times in trace.count(Gemm).items())
     assert flops == 3 * 2 * math.prod(SHAPE) // 4    # the sizes divide evenly
     problem.grid.free()
-
-
-def made(slower=1.25) -> list[Measured]:
-    """Grids of 8 ranks, measured as predicted but for a factor; 8 x 1 x 1 far faster."""
-    found = []
-    for scheme, grid in planner.list_candidates(8):
-        if scheme not in ("1d", "1d-sp", "3d"):
-            continue
-        work = Work("layer", scheme, grid, (64, 4, 8, 16, 2))
-        factor = 0.01 if grid.sizes == (8, 1, 1) else slower
-        seconds = predict_seconds(CPU, work, "float32")
-        found.append(Measured(work, "float32", {p: s * factor for p, s in seconds.items()}))
-    return found
-
-
-def test_the_report_says_how_far_off_predictions_are():
-    found = made()
-    text = render(compare_predictions(CPU, found))
-    assert "error 20% in the median" in text and "9900% at most" in text
-    lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
-    best = planner.rank_plans(8, CPU, Stack(**LAYER))[0]
-    assert best.grid.sizes != (8, 1, 1)
-    assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
-    for line in lines:    # what the planner would have taken, and then the fastest
-        taken, fastest = line.index(str(best.grid)), line.index("3-D 8 x 1 x 1")
-        assert taken < fastest
-
-
-def test_of_several_runs_of_a_plan_the_median_counts():
-    """One run in which the planner's choice was slow, or another fast, does not decide."""
-    found = [one for one in made(slower=1.0) if one.work.grid.sizes != (8, 1, 1)]
-    fast = [dataclasses.replace(one, seconds={p: s * factor for p, s in one.seconds.items()})
-            for one, factor in zip(found, 0.1 * np.arange(1, len(found) + 1))]
-    text = render(compare_predictions(CPU, [*found, *fast, *found]))
-    assert "The planner's choices, by medians of several runs" in text
-    [line] = [line for line in text.splitlines()
-              if line.startswith("layer 64 x 4 x 8 x 16 x 2 ") and " all " in line]
-    assert f" all {len(found)} " in " ".join(line.split()) and "+0%" in line
-    assert "by medians" not in render(compare_predictions(CPU, found))
-
-
-def test_layers_and_products_of_other_verbs_are_read():
-    """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
-    sizes = dict(zip(NAMES["layer"], (64, 4, 8, 16, 1)))
-    both = dict(scheme="3d", grid="2 x 1 x 3", grid_axes="x y z", dtype="float64")
-    layer = invented("layer", both | sizes, {}, {}, {"seconds": Variable(
-        np.array([[0.5, 0, 0, 0], [0.1, 0, 0, 0]]), "s", ("kind", "bound"))}, [])
-    product = invented("matmul", both | dict(M=4, N=5, K=6, form="abt"), {},
-                       {"phase": ["forward"]}, {"seconds": Variable(
-                           np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
-                           ("phase", "kind", "bound"))}, [])
-    (one,), (other,) = map(list, map(beside_measured.read_measured, (layer, product)))
-    assert one == Measured(Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 1)), "float64",
-                           {"step": 0.5})
-    assert other == Measured(Work("matmul", "3d", UNEVEN, (4, 5, 6), "abt"), "float64",
-                             {"forward": 0.2})
-    guess = predict_seconds(CPU, one.work, "float64")
-    off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
-    assert off in render(compare_predictions(CPU, [one]))
-
-
-def test_a_measured_machine_is_for_its_own_ranks():
-    curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
-    other = machine_model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=2)
-    assert "12 runs of other numbers of ranks or another transport left out" in render(
-        compare_predictions(other, made()))
-
-
-def test_a_measured_machine_is_for_its_own_transport():
-    """What a file does not say of its transport is taken on trust."""
-    shared, unknown, nodes = (machine_model.msgspec.structs.replace(CPU, transport=name)
-                              for name in ("shared", "", "mpi shared"))
-    one = made()[0]
-    other, same = (dataclasses.replace(one, transport=name) for name in ("mpi", "shared"))
-    assert one.matches(shared) and same.matches(shared) and other.matches(unknown)
-    assert not other.matches(shared)
-    assert other.matches(nodes) and same.matches(nodes)
-    assert not dataclasses.replace(one, transport="mpi shared").matches(shared)
-
-
-def test_what_a_machine_has_no_rate_for_is_left_out():
-    few = machine_model.msgspec.structs.replace(CPU, gemm_rate={"float32": 1e11})
-    double = dataclasses.replace(made()[0], dtype="float64")
-    text = render(compare_predictions(few, [*made(), double]))
-    assert text == render(compare_predictions(few, made())) + (
-        "\n\nLeft out\n  - 1 runs of dtypes without a rate of products left out")
 
 
 @pytest.fixture(scope="module")
@@ -288,17 +186,6 @@ def test_every_scheme_and_grid_is_measured_and_written(measured):
     assert samples.shape == (len(grids), 2, 2) and (samples > 0).all()
     products = sum(kind == "matmul" for kind, _, _ in grids)
     assert f"matmul: {products} runs, error" in run.stdout and "1 x 2 x 1" in run.stdout
-
-
-def test_the_median_of_the_rounds_stands_for_them():
-    """Of each phase; the least of many rounds would depend on their number."""
-    label = "matmul 3d 2x1x1 8x8x8 ab"
-    record = Measurements("check", {"dtype": "float32", "transport": "mpi"}, {},
-                          {"work": [label], "phase": PHASES, "repetition": range(3)},
-                          {"samples": Variable(np.array([[[3, 1, 2], [9, 8, 70]]], float), "s",
-                                               ("work", "phase", "repetition"))}, [])
-    (one,) = beside_measured.read_measured(record)
-    assert one.seconds == {"forward": 2, "backward": 9} and one.work.label == label
 
 
 def test_results_are_read_again(measured, capsys):
@@ -353,7 +240,7 @@ def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
     """The file of a machine like the processor but for some figures, written by one rank."""
     path = folder / "mine.toml"
     if comm.rank == 0:
-        machine = machine_model.msgspec.structs.replace(CPU, **figures)
+        machine = replace(CPU, **figures)
         path.write_text(machine_file.format_machine(machine))
     comm.Barrier()
     return str(path)
@@ -379,38 +266,15 @@ def test_wrong_variables_are_named_in_a_line(comm, monkeypatch, verb, name, valu
 
 
 @pytest.mark.ranks(2)
-def test_a_machine_without_a_rate_for_the_dtype_is_refused(comm, shared_tmp_path):
-    path = written(shared_tmp_path, comm, gemm_rate={"float32": 1e11})
-    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--dtype", "float64",
-                   "--out", str(shared_tmp_path))
-    assert said == "error: machine cpu has no rate for float64: it has float32\n"
-    assert not list(shared_tmp_path.glob("*.h5"))
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("transport, several, one", [
-    ("shared", "shared, not mpi: set MM3D_TRANSPORT=shared, or calibrate again",
-     "shared, not none: start more ranks, or calibrate again"),
-    ("nccl", "nccl, not mpi: calibrate again", "")])
-def test_a_machine_of_another_transport_is_refused(comm, shared_tmp_path, transport, several, one):
-    message = one if comm.size == 1 else several
-    path = written(shared_tmp_path, comm, transport=transport)
-    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
-                   str(shared_tmp_path))
-    assert said.startswith(f"error: --machine {path} was measured with transport {message}")
-    assert said.count("\n") == 1 and not list(shared_tmp_path.glob("*.h5"))
-
-
-@pytest.mark.ranks(2)
-def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tmp_path):
-    """Whatever the transport, which one rank has none of."""
-    curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
-    path = written(shared_tmp_path, comm, transport="none", passes={"other": curve},
-                   ranks_per_node=1)
-    said = refused(comm, "predict", "--machine", path, "--matmul", "8", "--out",
-                   str(shared_tmp_path))
-    assert said == (f"error: --machine {path} was measured with 1 rank, not 2: start that many, "
-                    "or calibrate with 2\n")
+@pytest.mark.parametrize("figures, dtype, said", [
+    ({"gemm_rate": {"float32": 1e11}}, "float64",
+     "machine cpu has no rate for float64: it has float32"),
+    ({"transport": "shared"}, "float32", "--machine {} was measured with transport shared, not "
+     "mpi: set MM3D_TRANSPORT=shared, or calibrate again")])
+def test_a_machine_that_is_no_model_is_refused(comm, shared_tmp_path, figures, dtype, said):
+    path = written(shared_tmp_path, comm, **figures)
+    assert refused(comm, "predict", "--machine", path, "--matmul", "8", "--dtype", dtype, "--out",
+                   str(shared_tmp_path)) == f"error: {said.format(path)}\n"
     assert not list(shared_tmp_path.glob("*.h5"))
 
 

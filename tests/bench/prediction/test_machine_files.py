@@ -1,13 +1,18 @@
-"""Machine files are checked once, as they are read: the file and the key are named."""
+"""Machine files are written whole, and checked once, as they are read: the file and the key are
+named."""
+import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bench.__main__ import main
-from bench.errors import UsageError
+from bench.errors import StoreError, UsageError
 from bench.prediction import machine_model
-from bench.prediction.machine_model import load_machine
+from bench.prediction.machine_file import check_writable, format_machine, publish_machine
+from bench.prediction.machine_model import Curve, Line, load_machine
 
 SUPPLIED = (Path(machine_model.__file__).parent / "machines/dgx-h100.toml").read_text()
 CURVES = """
@@ -87,3 +92,57 @@ def test_tables_that_are_missing(tmp_path, table):
     path.write_text(head + rest[rest.find("\n["):] if "\n[" in rest else head)
     with pytest.raises(UsageError, match=f"missing required field `{table}`"):
         load_machine(str(path))
+
+
+NASTY = ['with "quotes" and \\', "an emoji \N{GRINNING FACE}", "two\nlines\r\n and \ta tab",
+         "# no comment", "'" * 3, '"' * 3, "\x00\x07\x1f\x7f\x85", "[table]\nname = 3", "",
+         "\ue000\U0010ffff", "a = b"]
+
+
+@pytest.mark.parametrize("text", NASTY, ids=ascii)
+def test_a_written_machine_is_read_again(text, tmp_path):
+    """All that a calibration measures, and any text, also as the name of a source or of an
+    operation."""
+    curve, source = Curve([100.0, 1000.0], [1e-6, 1e-5]), f"as of {text}"
+    machine = replace(
+        load_machine("cpu"), name=text, about=text, sources={text: source, "network": source},
+        gemm_seconds=1e-6, block=5, collectives=[Line("all_gather", 2, 4, 1e-6, 1e-9, curve)],
+        passes={"other": curve, text: curve}, transport="mpi", waiting={2: 1e-4})
+    written = format_machine(machine)
+    path = tmp_path / "mine.toml"
+    path.write_text(written, encoding="utf-8", newline="")
+    assert load_machine(str(path)) == machine
+    assert tomllib.loads(written)["about"] == text
+
+
+def test_numbers_are_written_to_six_digits_and_whole_ones_in_full():
+    numbers = [1 / 3, 123456789.5, 2.0 ** 53, 1e300, -0.0, 5e-324, math.inf, -math.inf, math.nan]
+    curve = Curve(numbers, [*map(float, range(9))])
+    machine = replace(load_machine("cpu"), passes={"other": curve})
+    found = tomllib.loads(format_machine(machine))["passes"]["other"]
+    assert found["bytes"][:8] == [0.333333, 123457000, 2.0 ** 53, 1e300, 0, 5e-324, math.inf,
+                                  -math.inf] and math.isnan(found["bytes"][8])
+    assert found["seconds"] == curve.seconds
+
+
+@pytest.mark.ranks(1, 4)
+def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path, capsys):
+    machine = load_machine("cpu") if comm.rank == 0 else None
+    path, nowhere = shared_tmp_path / "mine.toml", shared_tmp_path / "no" / "mine.toml"
+    assert publish_machine(machine, path, comm) == 0
+    assert load_machine(str(path)) == load_machine("cpu")
+    assert publish_machine(machine, nowhere, comm) == 1
+    said = f"machine file: {path}\nfailed: machine file {nowhere} could not be written (No such "
+    assert capsys.readouterr().out.startswith(said if comm.rank == 0 else "")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(comm,
+                                                                              shared_tmp_path):
+    check_writable(shared_tmp_path / "mine.toml", comm)
+    with pytest.raises(UsageError, match="mine.txt: a .toml file would do"):
+        check_writable(shared_tmp_path / "mine.txt", comm)
+    if comm.rank == 0:
+        (shared_tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="the machine file's folder .* cannot be written"):
+        check_writable(shared_tmp_path / "file" / "mine.toml", comm)
