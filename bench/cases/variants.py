@@ -27,7 +27,7 @@ class Variant:
     Attributes
     ----------
     keep : {"none", "weight", "both"}
-        Gathered operands that are kept from forward to backward; an option of some schemes.
+        Which gathered operands are kept from forward to backward; an option of some schemes.
     overlap : int
         Panels of rows in which communication overlaps with products, 0 if it does not; an option
         of some schemes.

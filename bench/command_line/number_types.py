@@ -72,7 +72,7 @@ def fractions(names: str) -> Callable[[str], tuple[Fraction, ...]]:
 
 
 def refused(text: str, remedy: str, example: str = "") -> argparse.ArgumentTypeError:
-    """Return the error of a value that `remedy` would mend; of a long one say the beginning."""
+    """Return the error of a value, a long one cut short, with the `remedy` that would do."""
     shown = text if len(text) <= 40 else f"{text[:30]}..."
     return argparse.ArgumentTypeError(", ".join(filter(None, [f"{shown!r}: {remedy} would do",
                                                               example])))

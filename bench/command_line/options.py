@@ -130,7 +130,7 @@ def schedules(text: str) -> list[str]:
 
 
 def name_of(find: Callable[[], str]) -> str:
-    """Return what `find` returns; what is wrong with a name is said of the option."""
+    """Return what `find` returns; turn its error into one of the option."""
     try:
         return find()
     except ValueError as error:

@@ -13,14 +13,14 @@ PACKAGE = "mm3d[completion]"    # with which shells can complete
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose messages come from one rank only, and say in short what would do.
+    """A parser whose errors one rank prints, in a line that says what would do.
 
     Options are given in full.  Choices are taken in any case, with or without hyphens.
 
     Attributes
     ----------
     renamed : mapping of str to str
-        What verbs of old names are called now.
+        The present verbs, by former names.
     """
 
     renamed: Mapping[str, str] = {}

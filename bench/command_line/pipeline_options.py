@@ -76,13 +76,13 @@ def check_stages(arguments: argparse.Namespace) -> None:
 
 
 def build_schedule(arguments: argparse.Namespace) -> Schedule:
-    """Return the schedule that the options ask for; ValueError when there is none such."""
+    """Return the schedule that the options ask for; ValueError when it does not exist."""
     return build(arguments.schedule or "1f1b", arguments.stages,
                  arguments.microbatches or 2 * arguments.stages)
 
 
 def replicas(arguments: argparse.Namespace) -> dict[str, int | None]:
-    """Return the fields of a `PipelineModel` that say what replicas there are.
+    """Return the fields of a `PipelineModel` that describe its replicas.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def replicas(arguments: argparse.Namespace) -> dict[str, int | None]:
 
 def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],
                    sizes: ModelSizes, **more) -> PipelineModel:
-    """Return the pipeline that the options ask for; ValueError when there is none such."""
+    """Return the pipeline that the options ask for; ValueError when it is not possible."""
     model = PipelineModel(build_schedule(arguments), scheme, grids, sizes, arguments.dtype,
                           arguments.recompute, **replicas(arguments), **more)
     model.parts    # raises where layers or sequences cannot be divided

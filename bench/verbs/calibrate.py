@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     Raises
     ------
     StoreError
-        When the file of samples cannot be read, or has others.
+        When the file of samples cannot be read, or is of another kind.
     """
     path, status = Path(arguments.out), 0
     machine_file.check_writable("--out", path, comm)

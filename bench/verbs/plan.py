@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plans; 0.
+    """Print the plans; return 0.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
                    sizes: ModelSizes) -> None:
-    """Raise UsageError for what cannot be planned with experts."""
+    """Raise UsageError for options that cannot be planned with experts."""
     for name in ("pictures", "costs", "data"):
         if getattr(arguments, name):
             raise UsageError(f"--experts {experts.count} --{name}: what is planned with experts "
@@ -113,7 +113,7 @@ def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
 
 def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
                sizes: ModelSizes, experts: ExpertOptions | None) -> int:
-    """Print the plans of a pipeline's stages; 0."""
+    """Print the plans of a pipeline's stages; return 0."""
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "
                          f"--stages")

@@ -142,7 +142,7 @@ def most_ranks(cases: list[Case]) -> list[Case]:
 
 
 def choose(arguments: argparse.Namespace) -> None:
-    """Set the preset that nobody has named, in the words of the command too; say which and why."""
+    """Choose the preset, add it to the words of the command, and say which and why."""
     arguments.preset, why = choose_preset(arguments)
     preset = load_tables().presets[arguments.preset]
     chosen = [f"--preset={arguments.preset}"]

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
-    """Return the sizes and times that are asked for; those of a file are the file's."""
+    """Return sizes and times from the options; a schedule file gives its own sizes."""
     sizes = []
     for option, own in (("stages", "ranks"), ("microbatches", "microbatches")):
         value = getattr(arguments, option)

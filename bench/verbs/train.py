@@ -225,7 +225,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
 
 def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
              outcome: Outcome) -> Any:
-    """Train the same by PyTorch on rank 0, while the others sleep; None on these."""
+    """Train the same by PyTorch on rank 0, while the others sleep and return None."""
     plan, comm = training.plan, training.comm
     batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)
     products = observe_products(lambda: training.model.step(*batch), training.mesh.scheme.grid)
