@@ -58,7 +58,7 @@ def check_forward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray) -> None
 
 def check_backward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray, dy: np.ndarray,
                    dx: np.ndarray) -> None:
-    """Check the gradient `dx` of queries, keys and values from that of the output, `dy`."""
+    """Check the gradient `dx` of queries, keys and values, given the output's gradient `dy`."""
     arrays = _by_head(layer, x, y) + _by_head(layer, dx, dy)
     _check_identities(errors, layer, *arrays)
     sequence, heads = _sample(errors, layer, y)

@@ -1,4 +1,4 @@
-"""Tell residuals of layers and comparisons with the serial scheme apart, by their names."""
+"""Tell residuals of layers from comparisons with the serial scheme, by their names."""
 
 from bench.records.measurements import Check
 

@@ -1,6 +1,6 @@
 """Trace repetitions of a step: where its time goes, on every rank.
 
-They follow the repetitions whose times are reported, which are not traced.
+Traced repetitions follow those whose times are reported.
 """
 
 from typing import Sequence

@@ -54,7 +54,7 @@ class Variable:
     Attributes
     ----------
     values : ndarray
-        The numbers; NaN where there is none.
+        The numbers; NaN where one is missing.
     units : str
         "s", "byte", "s byte-1", "1" for plain numbers, and so on.
     dims : tuple of str
@@ -133,7 +133,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Place:
-    """A place along some dimensions of a record: a row of a table of it.
+    """A place along some dimensions of a record: a row of one of its tables.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class Place:
 
 
 def list_places(record: Measurements, *dims: str) -> list[Place]:
-    """List the places along some dimensions, the last of which varies fastest."""
+    """List the places along some dimensions; the last dimension varies fastest."""
     return [Place(record, dict(zip(dims, place)))
             for place in np.ndindex(*(len(record.scales[dim]) for dim in dims))]
 
@@ -278,7 +278,7 @@ def read_labels(file: h5py.Group, name: str) -> list:
 
 
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
-    """Read an attribute that is of the type of `default`, which it is if it is missing.
+    """Read an attribute of the type of `default`; `default` if it is missing.
 
     Raises
     ------

@@ -64,7 +64,7 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove those of some folders, each in the next, that are empty."""
+    """Remove nested folders that are empty, the innermost first."""
     for folder in folders:
         try:
             folder.rmdir()
