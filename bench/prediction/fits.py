@@ -42,7 +42,7 @@ class ProductFit:
 
 
 def fit_products(times: dict[Shape, float]) -> ProductFit:
-    """Fit seconds = start + flops / rate (1 + sum of half / edge / 3) by relative squares."""
+    """Fit seconds = start + flops / rate (1 + sum(half / edge) / 3) by least relative squares."""
     shapes = np.array(list(times), float)
     took = np.array(list(times.values()))
     m, n, k = shapes.T
@@ -60,9 +60,9 @@ def fit_links(lines: list[machine_model.Line], per_node: int,
               transport: str) -> dict[str, machine_model.Level]:
     """Fit the links inside a node and between nodes, as far as `lines` use them.
 
-    They predict collectives that were not measured.  A program gathers about as often as it
-    scatters, so the fits of both along the longest line are averaged.  The bandwidth is that of
-    collectives that copy: in shared memory a gather is only a barrier.
+    The links predict collectives that were not measured.  The fits of all-gather and
+    reduce-scatter along the longest line are averaged, as a program calls both about as often.
+    Only collectives that copy give the bandwidth: in shared memory a gather is only a barrier.
     """
     found: dict[str, machine_model.Level] = {}
     for one in sorted(lines, key=lambda one: one.size):
