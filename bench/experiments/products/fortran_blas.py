@@ -35,8 +35,8 @@ class Gemm:
     Raises
     ------
     OtherBlas
-        When ScaLAPACK's calls are bound to another library, the first of all loaded ones that
-        has a function of that name.
+        When ScaLAPACK's calls bind to another library: the first loaded one with a function of
+        that name.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:

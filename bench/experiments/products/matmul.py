@@ -56,8 +56,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
         The seed of the checks' random vectors, of the matrices of the one process and of the
         order of measurements in a repetition.
     watched : callable
-        The context in which the repetitions run, of the grid; see
-        `mm3d.tracing.watchdog`.
+        Makes from the grid the context in which repetitions run; see `mm3d.tracing.watchdog`.
 
     Returns
     -------

@@ -2,10 +2,9 @@
 
 ScaLAPACK is called through ctypes, on the same ranks, with its matrices divided
 block-cyclically over its own grid.  It moves them by MPI; the 3-D product is measured by MPI, too,
-and in shared memory.  Local products of all of them are made by one function, that of the BLAS
-which ScaLAPACK calls (`bench.experiments.products.fortran_blas`).  All are verified.  In every
-repetition all are measured in random order, and the figures are medians of the ratios within
-repetitions.
+and in shared memory.  Both sides multiply locally with one function, from the BLAS that ScaLAPACK
+calls (`bench.experiments.products.fortran_blas`).  All are verified.  Every repetition measures
+all of them in random order; figures are medians of ratios within repetitions.
 """
 
 import contextlib
@@ -261,9 +260,9 @@ def _measure_seconds(products: Products, subjects: list[Subject], calls: int,
 
 
 def speed_ups(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
-    """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports.
+    """Divide ScaLAPACK's seconds by those of the 3-D product with each of its transports.
 
-    `seconds` are of (repetitions, subjects), of which `ours` come first and then `theirs`; the
-    ratios are of (repetitions, block sizes).
+    The subjects in `seconds`, (repetitions, subjects), are `ours` transports, then `theirs` block
+    sizes; each ratio is (repetitions, block sizes).
     """
     return [seconds[:, ours:ours + theirs] / seconds[:, [k]] for k in range(ours)]

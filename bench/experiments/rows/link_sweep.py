@@ -28,7 +28,7 @@ KIND = "sweep"
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A scheme on a grid, with a batch.
+    """A scheme on a grid with a batch, to measure in a sweep.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """A plan that is verified, and whose ranks wait for their work.
+    """A verified plan whose ranks wait for their work.
 
     Attributes
     ----------
@@ -84,8 +84,8 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
                   say: Callable[[str], None]) -> Measurements | None:
     """Verify all plans, and time a step of each at every rate of the links, in rounds.
 
-    A round takes the rates in random order, and at each of them the plans in random order; and
-    each plan without links and waits, which is the software.
+    A round takes the rates in random order, and at each rate the plans in random order.  It also
+    times each plan without links and waits, which is the software.
 
     Parameters
     ----------

@@ -95,8 +95,8 @@ def fail_on_value_error(make: Callable[[], Any]) -> Any:
 def free_at_end(free: Callable[[], None]) -> Iterator[None]:
     """Call `free` on all ranks at the end of the block, also when all ranks raise Failed.
 
-    Not after another exception: it may be that of one rank alone, which would wait for the
-    others.
+    After any other exception it is not called: one rank alone may have raised it, and would wait
+    for the others.
     """
     try:
         yield
@@ -187,7 +187,7 @@ def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured |
         On every rank, when no repetition counts, as the job is to stop.
     """
     comm = model.grid.comm
-    # The step that was counted and verified has been the first to warm up.
+    # The step that was counted and verified was the first warm-up step.
     with settings.watched(model.grid, model):
         times = timing.measure(step, settings.warmup - 1, settings.limits, settings.stop)
     if comm.bcast(times is not None and not len(times.samples["forward"])):

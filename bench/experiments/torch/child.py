@@ -19,7 +19,7 @@ from bench.instruments.sampling import SETTLE, Sample
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT
 
-# What mm3d or its launcher sets for ranks; the child is none, and is told its threads.
+# Variables that mm3d or its launcher sets for ranks; the child is no rank.
 OF_RANKS = ("MPI", "OPENBLAS_")
 
 
@@ -39,7 +39,7 @@ class TorchProcesses:
     comm : mpi4py.MPI.Intracomm
         The ranks, on one node; each creates it.
     what : str
-        What is done, for the message that it cannot be.
+        The work, for the message that PyTorch could not do it.
     ranks : int
         Number of processes, one beside each of the first ranks, which share the cores.
 

@@ -1,4 +1,4 @@
-"""Execute a pipeline by torch.distributed.pipelining: one rank of it.
+"""Execute one rank of a pipeline by torch.distributed.pipelining.
 
 Nothing here needs mm3d.
 """
@@ -155,7 +155,7 @@ class Stages:
                        } if "output gradients" in arrays else {}
 
     def _later_weights(self) -> dict[str, Any]:
-        """Return the option by which a stage that waits does so for W, too."""
+        """Return the option that makes a waiting stage wait for W, too."""
         if not self.waits:
             return {}
         return {"dw_builder": lambda: lambda *_, **__: self.waits.wait("W", time.perf_counter())}

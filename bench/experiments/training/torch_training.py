@@ -1,4 +1,4 @@
-"""Start PyTorch in a process of its own, and let it train what a training has trained."""
+"""Repeat a training by PyTorch, in a process of its own."""
 
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from mm3d.arrays import backend as backends
 
 @dataclass(frozen=True)
 class TorchTraining:
-    """Hold a training by PyTorch.
+    """The results of a training by PyTorch.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class TorchTraining:
     history : History
         Losses and seconds of all steps, and validations.
     kernels : Kernels or None
-        How long both sides took for the same products.
+        The seconds of both sides for the same products.
     """
 
     about: str

@@ -24,7 +24,7 @@ VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor
 
 @dataclass(frozen=True)
 class Course:
-    """State when a training validates, keeps a checkpoint, and stops.
+    """When a training validates, saves checkpoints, and stops.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what became of a training; the same on every rank but for the history.
+    """The outcome of a training; the same on every rank but for the history.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Training:
         return checks
 
     def settings(self) -> dict[str, Any]:
-        """Return what the curve follows from."""
+        """Return the settings that determine the curve."""
         return {**self.plan.settings(), "text": self.text.name, "text_digest": self.text.digest}
 
     def free(self) -> None:
@@ -201,7 +201,7 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
     done = began = restore(training, course)
     history = file.history.before(done) if file else History()
     checks = training.verify()
-    reason = stop.agree_on_signal()    # a limit of time lets each run train a step
+    reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
 
     def write(entry: dict[str, Any]) -> None:
         if course.checkpoints is not None:    # a full disk ends the training on all ranks
