@@ -124,10 +124,10 @@ def state_table(stored: int, data: int, dtype: str, divided: int = 0,
         Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
         type.
     divided : int
-        Of the bytes stored, those of experts that replicas divide in every stage.
+        The part of `stored` for experts that replicas divide in every stage.
     groups : int
-        Number of groups of replicas that have all of these experts; ZeRO divides them further
-        among the groups.
+        Number of groups of replicas that together hold all of these experts; ZeRO divides them
+        further among the groups.
     """
     size = {"float64": 8, "float32": 4}.get(dtype, 2)
     narrow, rows = size == 2, []

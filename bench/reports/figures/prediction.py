@@ -24,7 +24,7 @@ FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, 
 
 def draw_plans(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
                sizes: dict[str, int]) -> list[Callable[[], Path]]:
-    """Return what draws words, time, memory and the map of grids of one model, each to a PNG."""
+    """Return functions that draw words, time, memory and a map of grids of a model as PNG."""
     found = plan_families(machine, dtype, recompute, sizes)
     text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), dtype,
                       f"recompute {recompute}"])

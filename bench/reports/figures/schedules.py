@@ -60,7 +60,7 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
 
 
 def _rows(panel, timeline: Timeline, end: float) -> None:
-    """Draw the actions of each rank, and the second chunk's in a paler colour."""
+    """Draw the actions of each rank, those of the second chunk in a paler colour."""
     schedule = timeline.schedule
     digits = len(str(schedule.microbatches - 1))
     for rank, row in enumerate(schedule.rows):

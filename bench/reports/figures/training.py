@@ -70,7 +70,7 @@ def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
             1, 2, (11.0, 4.6), f"The same training on {count} meshes, {dtype}")
         for n in range(count):
             colour, marker = style.CYCLE[n % len(style.CYCLE)]
-            width = 1 + 7 * (1 - n / count)    # those below can be seen beside those above
+            width = 1 + 7 * (1 - n / count)    # lines below show at the edges of those above
             panels[0].plot(steps, losses[n], color=colour, linewidth=width,
                            solid_capstyle="butt")
             if n:

@@ -44,7 +44,7 @@ def _imbalance(one: LayerCosts, count: str) -> float:
 
 
 def _notes(found: Sequence[LayerCosts]) -> list[str]:
-    """State what is counted, what print leaves out, and who has more than others."""
+    """State what is counted, what print leaves out, and which schemes are unbalanced."""
     return ["Counted: dry runs of each rank. Elementwise elements are those that passes read and "
             "write; parameters are without gradients; words are those that broadcasts and "
             "gathers bring and that sums send away; messages are blocks.",
