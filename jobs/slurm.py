@@ -39,7 +39,7 @@ class SlurmError(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """State of a job, such as RUNNING, and the reason why it waits, or why it is not known.
+    """State of a job, such as RUNNING, and the reason why it waits or is unknown.
 
     The name is "" for a job that Slurm has forgotten, minutes after its end.
     """

@@ -87,7 +87,7 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
 
 
 def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
-    """Read the jobs of each row, or other `kind`, by its name, the last one last."""
+    """Read the jobs of each row, or other `kind`, by name, the latest last."""
     path = submissions_file(work)
     found: dict[str, list[str]] = {}
     for entry in journal.read_entries(path) if path.exists() else []:

@@ -20,7 +20,7 @@ HEAD = 1    # the process that has built the cluster, in whose namespaces the sw
 
 
 def rate_text(link: float | None) -> str:
-    """Return a rate as `bench.cluster.spec.parse_rate` reads it."""
+    """Format a rate so that `bench.cluster.spec.parse_rate` reads it."""
     return UNLIMITED if link is None else format_unit(link, RATES)
 
 

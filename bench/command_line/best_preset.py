@@ -1,4 +1,4 @@
-"""Choose the preset of ``reproduce`` where none is named: the best that this machine can."""
+"""Choose the preset of ``reproduce`` where none is named: the best that this machine can run."""
 
 import argparse
 import os

@@ -30,7 +30,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
 
 
 def divide_among_replicas(arguments: argparse.Namespace) -> None:
-    """Make ``--ranks`` and ``--batch``, of the job, those of one of its ``--data`` replicas.
+    """Divide the job's ``--ranks`` and ``--batch`` by its ``--data`` replicas.
 
     Raises
     ------

@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import Callable
 
-MOST = 10 ** 9    # of any number that is given: more would take more memory or years
+MOST = 10 ** 9    # of any number given: a larger one would take too much memory, or years
 MOST_RANKS = 2 ** 20    # each has a number in lists
 MOST_BYTES = 2 ** 40    # of an array
 MOST_SECONDS = 3.2e7    # a year

@@ -14,7 +14,7 @@ RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but pr
 COUNTS = {3: "three", 4: "four"}
 
 
-# What sizes of a model are.
+# The sizes of a model, with their help.
 SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
          "heads": "attention heads", "batch": "sequences of a step, of all replicas",
          "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
@@ -86,7 +86,7 @@ def add_overlap(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--torch``, the interpreter that has PyTorch; `what` it is for."""
+    """Add ``--torch``, the interpreter that has PyTorch; `what` is its purpose."""
     parser.add_argument("--torch", metavar="PYTHON", help=(
         f"an interpreter that has PyTorch, by which {what} (default: nothing is)"))
 

@@ -47,7 +47,7 @@ def _meminfo_bytes(name: str) -> int | None:
 
 
 def _left(folder: Path, limit: str, use: str, droppable: str) -> int | None:
-    """Return what is left of the limit of one control group; None where it has none."""
+    """Return the bytes left below the limit of one control group; None if it has no limit."""
     try:
         most, used, stat = ((folder / name).read_text(encoding="ascii").strip()
                             for name in (limit, use, "memory.stat"))

@@ -92,7 +92,7 @@ class WorkClock:
             progress()
 
     def _run_on(self) -> None:
-        """Take from the queue what has passed since it was last looked at."""
+        """Take from the queue the time that has passed since it was last looked at."""
         now = self._now()
         passed = min(self._left, now - self._seen)
         self._left -= passed

@@ -21,7 +21,7 @@ Shape = tuple[int, int, int]
 
 def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
                 options: Mapping[str, Any]) -> Moves:
-    """List what the ranks of a stage send to those of another in a hop.
+    """List the words that ranks of one stage send to ranks of another in a hop.
 
     Parameters
     ----------

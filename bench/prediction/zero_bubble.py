@@ -103,7 +103,7 @@ class Cell:
 
 @cache
 def load() -> Paper:
-    """Return what the paper prints."""
+    """Read the paper's printed numbers."""
     text = resources.files("bench.prediction").joinpath("zero_bubble.toml").read_bytes()
     return msgspec.toml.decode(text, type=Paper, strict=False)
 

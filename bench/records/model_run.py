@@ -93,7 +93,7 @@ class Run(Measurements):
 
     @property
     def times(self) -> dict[str, np.ndarray]:
-        """The samples over `dilation`: seconds that runs of other factors compare with."""
+        """The samples over `dilation`, which compare with those of runs dilated otherwise."""
         return {phase: values / self.dilation for phase, values in self.samples.items()}
 
     @property

@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """Read what all kinds have in common."""
+    """Read the settings and groups that all kinds have in common."""
     return tomllib.loads(Path(__file__).with_name("settings.toml").read_text(encoding="utf-8"))
 
 
@@ -91,7 +91,7 @@ def main_group(kind: str) -> str:
 
 
 def further_groups(kind: str, found: Container[str]) -> list[str]:
-    """List the further groups of this kind: those that are `found`, and all that must be there."""
+    """List the further groups of this kind: those in `found`, and all that are required."""
     names = {name.partition(".")[2]: about for name, about in kinds.schemas_of(kind).items()
              if name.startswith(f"{kind}.")}
     return [name for name, about in names.items() if name in found or about.get("required")]
@@ -103,7 +103,7 @@ def required(kind: str, group: str) -> list[str]:
 
 
 def is_verified(kind: str) -> bool:
-    """Return whether every record of this kind holds what was verified."""
+    """Return whether every record of this kind holds its verification."""
     return of_kind(kind).get("verified", False)
 
 

@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measured(parser: argparse._ArgumentGroup) -> None:
-    """Add the options of what is measured."""
+    """Add the options of measurements."""
     parser.add_argument("--matmul", type=options.shape, action="append", metavar="M,N,K",
                         help="a product: C is M x K, the sum has N terms; may be repeated")
     parser.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",

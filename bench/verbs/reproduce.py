@@ -240,7 +240,7 @@ def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
 
 
 def check_cluster(cases: list[Case]) -> None:
-    """Refuse rows of more ranks than the emulated cluster has, in which this process runs.
+    """Refuse rows of more ranks than the emulated cluster of this process has.
 
     Raises
     ------
@@ -283,7 +283,7 @@ def announce_start(progress: RowProgress, preset: str, out: Path,
 
 
 def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
-    """Print what is predicted of rows on an emulated cluster whose ranks wait for their work."""
+    """Print the predictions of rows on an emulated cluster whose ranks wait for their work."""
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:
         return

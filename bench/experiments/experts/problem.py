@@ -211,7 +211,7 @@ class Subject:
         return y, self.backward(saved)
 
     def forward(self) -> tuple[Array, Any]:
-        """Compute the output, and what backward needs."""
+        """Compute the output; return it and the data that backward needs."""
         self.layer.routings.totals.clear()
         return self.layer.forward(self.x)
 

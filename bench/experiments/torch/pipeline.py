@@ -16,14 +16,14 @@ STEP = 1024    # of the numbers of micro-batches, as in `waiting.py`
 
 
 class Waits:
-    """Wait in place of layers, and check what has arrived; as `waiting.WaitingChunk`."""
+    """Wait instead of computing layers, and check arriving blocks; as `waiting.WaitingChunk`."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds, self.slept = seconds, {step: [] for step in seconds}
         self.wrong = self.arrived = 0
 
     def result(self, step: str, a: Any, number: float) -> Any:
-        """Wait for F or B; return a tensor of 1 more than `number`, which `a` should hold."""
+        """Wait for F or B; check that `a` holds `number`, and return a tensor of `number` + 1."""
         begin = time.perf_counter()
         self.arrived += 1
         self.wrong += not bool((a == number).all())
@@ -178,7 +178,7 @@ class Stages:
             setattr(stage, name, recorded(getattr(stage, name), kind))
 
     def step(self) -> dict[str, Any]:
-        """Execute the schedule once, from no gradients; return what its actions took."""
+        """Execute the schedule once, from no gradients; return the times of its actions."""
         self.actions.clear()
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)

@@ -27,7 +27,7 @@ ITEM = 4            # bytes of an element
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one Transformer layer costs the ranks of a grid, as counted and as in print.
+    """The costs of one Transformer layer on the ranks of a grid, counted and in print.
 
     Attributes
     ----------

@@ -119,7 +119,7 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
 
 @dataclass(frozen=True)
 class PairCosts:
-    """What two linear layers cost a rank, as counted and as printed.
+    """The costs of two linear layers on a rank, counted and in print.
 
     Attributes
     ----------

@@ -57,7 +57,7 @@ def derive(record: Any) -> dict[str, Any]:
 
 
 def check_texts(run: Any) -> None:
-    """Check what a record says in texts with parts, which its readers parse again.
+    """Check the texts of a record that its readers parse.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Bandwidths of collectives, the fit of their times, and what nodes have to receive."""
+"""Bandwidths of collectives, the fit of their times, and the bytes that nodes must receive."""
 
 import math
 from typing import Sequence

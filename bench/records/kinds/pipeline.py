@@ -335,7 +335,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
 
 
 def _checked(records: Sequence[Measurements]) -> str:
-    """Return what was verified, and how closely."""
+    """Describe the verification and its errors."""
     if records[0].configuration["work"] == "wait":
         return "each result that arrived was the right one"
     tolerance = max(check.tolerance for record in records for check in record.checks

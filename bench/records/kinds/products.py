@@ -178,7 +178,7 @@ def _turns(record: Measurements) -> Table:
 
 
 def _notes(record: Measurements) -> list[str]:
-    """State what was counted, measured and computed, and what limits the times."""
+    """Explain the counts, times and closed forms, and what limits the times."""
     chosen, env = record.configuration, record.environment
     ranks, transport = len(record.scales["rank"]), chosen["transport"]
     shared = ", in which ranks that share an array count a part of it each" * bool(

@@ -124,7 +124,7 @@ def _notes(record: Measurements) -> list[str]:
 
 
 def _memory(record: Measurements) -> str:
-    """Say what the ranks held at the peak of a step, beside what was expected."""
+    """State the peak memory of the ranks in a step, beside the expected one."""
     peaks, expected = (record.values(name) for name in (
         "peak_bytes", "expected_peak_bytes"))
     rank = int(np.argmax(peaks))

@@ -134,7 +134,7 @@ def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -
 
 
 def _span_alike(panels) -> None:
-    """Let logarithmic vertical axes span the same ratio, each around what is drawn there."""
+    """Let logarithmic vertical axes span the same ratio, each around its data."""
     ends = [(min(values), max(values)) for panel in panels
             if (values := [y for line in panel.lines for y in line.get_ydata()])]
     half = MARGIN * math.sqrt(max((high / low for low, high in ends), default=1.0))

@@ -1,4 +1,4 @@
-"""Draw the parts of a layer of experts, and what a balance loss does to trainings with experts."""
+"""Draw the parts of a layer of experts, and the effect of a balance loss on trainings."""
 
 import itertools
 from typing import Sequence

@@ -1,4 +1,4 @@
-"""Make the table of what one Transformer layer costs every rank, beside what is in print."""
+"""Make the table of the costs of one Transformer layer on every rank, beside those in print."""
 
 from typing import Iterator, Sequence
 
