@@ -4,7 +4,7 @@ import re
 from typing import Any, Callable, Container
 
 WORD, MESSAGE = 300, 1000    # letters
-# Arguments of the library that have other names as options.
+# Arguments of the library whose options have other names.
 OPTIONS = {"count": "experts", "warmup": "lr_warmup"}
 ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 

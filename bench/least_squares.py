@@ -49,7 +49,7 @@ def solve_bounded(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.n
     """Find the c with `low` <= c <= `high` that minimizes abs(A c - b)."""
     from scipy.optimize import lsq_linear
     found = lsq_linear(A, b, (low, high), method="bvls", max_iter=100).x
-    return np.clip(found, low, high)    # what is on a bound may be a rounding error beyond it
+    return np.clip(found, low, high)    # a number on a bound may be a rounding error beyond it
 
 
 def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:

@@ -24,13 +24,13 @@ ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FA
 REVOKED = "REVOKED"    # of a job that another cluster of a federation has taken
 UNKNOWN = "UNKNOWN"    # of a job, where no command says whether it has ended
 
-# Lines that are Slurm's; others are what wrappers of its commands print.
+# Slurm's own lines; wrappers of its commands may print others.
 SUBMITTED = re.compile(r"^\s*(\d+(?:;[\w.-]+)?)\s*$", re.M)
 QUEUED = re.compile(r"^(\d+(?:[_+]\d+)?)\|([A-Z_]+)\|(.*)$", re.M)
 SHOWN = re.compile(r"\bJobState=(\w+)")
 ACCOUNTED = re.compile(r"^([A-Z_]{4,})(?: by \S+)?$", re.M)
 FORGOTTEN = re.compile(r"Invalid job id|Job [\d_+]+ not found")    # a job that ended long ago
-IN_DOUBT = re.compile("did not end|timed out|transmitted", re.I)    # sbatch's, of a lost answer
+IN_DOUBT = re.compile("did not end|timed out|transmitted", re.I)    # sbatch's answer was lost
 
 
 class SlurmError(Exception):

@@ -20,7 +20,7 @@ UNCLEAR = "cannot tell"    # whether the row is done, or its last job has ended
 UNDER_WAY = (RUNNING, WAITING)
 KINDS = ("row", "pipeline", "training")
 QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD",
-            "SPECIAL_EXIT")    # states of jobs that wait for their nodes
+            "SPECIAL_EXIT")    # states of jobs that wait for nodes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from mm3d.model.recomputation import parse_policy
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
 
-PLAIN_DTYPE = "float32"    # of the tables' rows
-WORK = ("compute", "wait")    # what ranks do with their work between collectives
+PLAIN_DTYPE = "float32"    # the dtype of the tables' rows
+WORK = ("compute", "wait")    # ranks compute between collectives, or wait for the modelled seconds
 DTYPES_16_BIT = ("float16", "bfloat16")
 VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 

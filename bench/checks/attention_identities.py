@@ -16,7 +16,7 @@ SAMPLED = ("O of a sequence", "dQ of a sequence", "dK of a sequence", "dV of a s
 IDENTITIES = ("<dV, V>", "<dK, K>")
 # Multiples of eps in sums of absolute values; they include errors of the exponentials.
 EXACT, IDENTITY = 64, 256
-# TensorFloat-32's eps is that of the factors; exponentials and sums are float32's, so that errors
+# TensorFloat-32's eps is that of the factors; exponentials and sums are in float32, so that errors
 # hardly reach one eps: at most 0.5 and 0.23 were seen with factors rounded, 1 and 0.34
 # with factors cut off.
 TF32_EXACT, TF32_IDENTITY = 4, 2

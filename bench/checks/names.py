@@ -2,7 +2,7 @@
 
 from bench.records.measurements import Check
 
-PREFIX = "residual of "    # begins what `bench.checks.layer_residuals` has checked
+PREFIX = "residual of "    # begins the names of checks by `bench.checks.layer_residuals`
 
 
 def split_checks(checks: list[Check]) -> tuple[list[Check], list[Check]]:

@@ -22,7 +22,7 @@ class Launcher:
     name : str
         The library.
     mark : str
-        What only this ``mpirun --version`` prints.
+        A text that only this ``mpirun --version`` prints.
     placement : callable
         Returns, for a cluster, the options that fill one node with ranks after the other.
     settings : dict

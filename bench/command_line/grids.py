@@ -61,7 +61,7 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: st
     dtype, sizes, recompute
         The model that it plans for.
     **more
-        Its experts, and how ranks are traced, see `bench.prediction.planner.rank_plans`.
+        Its experts, and the tracing of ranks; see `bench.prediction.planner.rank_plans`.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from mm3d import launcher
 from mm3d.console import say
 from mm3d.names import find_name, suggestion
 
-PACKAGE = "mm3d[completion]"    # with which shells can complete
+PACKAGE = "mm3d[completion]"    # installs what lets shells complete
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,7 +20,7 @@ from mm3d.tracing import dry_run
 from mm3d.transport.nodes import physical_node
 
 SIZE = 512          # of the square matrices: larger ones reach no higher rate
-TIMES = 6           # least size of the sum's arrays together, over that of a node's caches
+TIMES = 6           # least ratio of the sum's arrays together to a node's caches
 LEAST = 192 << 20   # least bytes of the arrays, also where the system lists no caches
 ON_DEVICE = 768 << 20    # bytes of each rank's arrays on a device, several times its cache
 PART = 8            # the arrays take at most 1 / PART of the node's memory

@@ -19,7 +19,7 @@ from mm3d.transport.nodes import physical_node
 SIZES = tuple(2 ** power for power in (16, 18, 20, 22, 24, 26))    # bytes of a message
 ENOUGH = 0.02       # seconds of an exchange, beside which delays in programs hardly count
 REPETITIONS = 2     # of each exchange; the faster counts
-SLOW = 3.0          # times slower than the median of all nodes: a slow node
+SLOW = 3.0          # a slow node is this many times slower than the median node
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class SlowNode:
     Attributes
     ----------
     node : int
-        Its number, in the order of the first ranks.
+        The number of the node, in the order of the nodes' first ranks.
     host : str
-        Its name.
+        The name of the node.
     rate, typical : float
         Bytes a second in each direction: its own, and those of the median node.
     """

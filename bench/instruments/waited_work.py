@@ -25,8 +25,8 @@ from mm3d.transport.pending import Pending
 from mm3d.transport.silent import SilentTransport
 
 Seconds = Callable[[Gemm | Pass], float]
-OVERLAPPED_SLEEPS = 8    # of a product, or of other work, during which a collective goes on
-SHORTEST_SLEEP = 1e-3    # seconds, of those of elementwise work
+OVERLAPPED_SLEEPS = 8    # parts of a wait for work while a collective goes on
+SHORTEST_SLEEP = 1e-3    # seconds of a part of elementwise work, at least
 
 
 class WorkClock:

@@ -28,7 +28,7 @@ class WireCount:
     nodes : tuple of int
         The number of each rank's node; nodes are numbered by their first rank.
     received_bytes, received_packets, sent_bytes, sent_packets : ndarray of int
-        Of each node.
+        Counts of each node.
     """
 
     nodes: tuple[int, ...]

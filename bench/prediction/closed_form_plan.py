@@ -108,7 +108,7 @@ class _BlockSizes:
     grid : GridShape
         Sizes of its directions.
     sizes : ModelSizes
-        Of the model.
+        Sizes of the model.
     """
 
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:

@@ -59,7 +59,7 @@ def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, pe
     Parameters
     ----------
     moves : Moves
-        As from `stage_moves`.
+        The result of `stage_moves`.
     size : int
         Bytes of a word.
     places, stages, data : int

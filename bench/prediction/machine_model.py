@@ -265,7 +265,7 @@ def _find_problem(value: Any, key: str = "", field: str = "") -> str:
     Parameters
     ----------
     value, key : object, str
-        What the file has, and where.
+        The value in the file, and its place there.
     field : str
         The field of a `Machine` or its parts that `value` belongs to.
     """

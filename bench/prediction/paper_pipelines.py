@@ -30,7 +30,7 @@ class RowPipeline:
     row : Row
         The row.
     model : PipelineModel
-        Its model; its batch is that of a replica.
+        Its model, with the batch of a replica.
     found : PredictedPipeline
         The predicted times of a step.
     peak : float

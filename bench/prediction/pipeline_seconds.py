@@ -47,7 +47,7 @@ class PipelineModel:
     grids : tuple of GridShape
         The grid of each stage of the mesh; all have as many ranks.
     sizes : ModelSizes
-        Of the whole model, with the sequences of all micro-batches of a replica.
+        Sizes of the whole model, with the sequences of all micro-batches of a replica.
     dtype, recompute : str
         The type of all arrays, and the policy of recomputation.
     causal : bool

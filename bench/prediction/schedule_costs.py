@@ -21,7 +21,7 @@ class Pipeline:
     Attributes
     ----------
     ranks, microbatches : int
-        Of the pipeline.
+        Ranks and micro-batches of the pipeline.
     times : sequence of Fraction
         F, B and W of all layers of a rank, for one micro-batch.  Each chunk has an equal part.
     hop : Fraction

@@ -119,7 +119,7 @@ def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, s
     machine : Machine
         The machine.
     scheme, grid, sizes, variant, recompute
-        What is computed, and on which grid.
+        The computation, and its grid.
     order : str
         The directions of the grid from the one that varies slowest over the nodes to the fastest.
     """

@@ -27,7 +27,7 @@ class Results:
     Attributes
     ----------
     preset : str
-        Its name.
+        The name of the preset.
     variant : Variant
         The variant of all its rows.
     recompute : str

@@ -13,7 +13,7 @@ from bench.records import kinds, schema
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
-MOST_BYTES = 2 ** 30    # of a dataset: far more than any run has, and read by any machine
+MOST_BYTES = 2 ** 30    # of a dataset: far more than any run has, yet any machine can read it
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Measurements:
     scales : dict of str to sequence
         The labels or numbers along each dimension of the samples.
     raw : dict of str to Variable
-        What was measured, by name.
+        The measured variables, by name.
     checks : list of Check
         The verification; empty if there is nothing to verify.
     created : str

@@ -55,7 +55,7 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
     Parameters
     ----------
     record : Measurements
-        Of a comparison with PyTorch.
+        The record of a comparison with PyTorch.
     sides : mapping of str to (float, float)
         Seconds of a step of each PyTorch side, and of mm3d; NaN where not measured.
     busy : float

@@ -26,7 +26,7 @@ FORMAT = "mm3d run"
 SCHEMA = 3    # the version that is written, and the only one that is read
 SUFFIX = ".h5"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"    # the first bytes of every file that `write_run` writes
-# Raised by h5py, and by what reads with it, where a file holds something else than it should.
+# Errors of h5py, and of its callers, where a file holds something else than it should.
 DAMAGE = (OSError, RuntimeError, MemoryError)
 UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError)
 MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder

@@ -10,7 +10,7 @@ from mm3d.tracing.events import Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
-NOT_HIDDEN = "products hide no collective; "    # of the seconds of a step with overlap
+NOT_HIDDEN = "products hide no collective; "    # in the title of seconds of a step with overlap
 
 
 def tables(trace: Trace, useful: dict[str, int],

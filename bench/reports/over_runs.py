@@ -14,8 +14,8 @@ from bench.records.folder import EFFORT, Results
 from bench.records.model_run import Run
 from bench.statistics import geometric_mean_interval
 
-MIN_RUNS = 3    # that an interval of confidence needs
-# What runs of the same code on the same machine have in common.
+MIN_RUNS = 3    # least pairs of runs for a confidence interval
+# The environment that runs of the same code on the same machine share.
 SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
         "emulated_cluster")
 NOTE = ("Speed-ups of several runs of both rows (repeat the command with the same --out) are "

@@ -65,7 +65,7 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(title_of_all, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
-    if emulated.waited_rows(results):    # whose predictions need much that other tables do not
+    if emulated.waited_rows(results):    # their predictions need imports that other tables do not
         parts += import_module("bench.reports.emulation.tables").row_parts(results)
     parts += wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))

@@ -39,7 +39,7 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
     Returns
     -------
     list of str, list of str
-        Its violations of the rules, and warnings.
+        The file's violations of the rules, and its warnings.
 
     Raises
     ------

@@ -60,7 +60,7 @@ def verify_step(subject: Subject, routing: str,
     subject : Subject
         The layer, with the router's weight of this routing.
     routing : str
-        Of `ROUTINGS`.
+        One of `ROUTINGS`.
     torch : dict of str to dict
         PyTorch's results by way and quantity, which are compared too; used on rank 0.
     """

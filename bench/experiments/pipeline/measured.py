@@ -46,7 +46,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     mesh : Mesh
         The ranks; each calls this.
     case : PipelineCase
-        What is measured.
+        The pipeline to measure.
     limits : Limits
         When to stop repeating.
     torch : str, optional

@@ -80,7 +80,7 @@ class TorchPipeline:
     mesh : Mesh
         The ranks; each makes it, and starts one of PyTorch's.
     case : PipelineCase
-        What is measured.
+        The pipeline to measure.
     subject : LayersSubject or WaitingSubject
         The pipeline whose parameters, inputs and gradients it uses.
 

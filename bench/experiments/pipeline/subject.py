@@ -119,7 +119,7 @@ class LayersSubject:
     mesh : Mesh
         The ranks; each makes it.
     case : PipelineCase
-        What is measured.
+        The pipeline to measure.
     actions : ActionTimes
         Records the actions.
     asleep : bool

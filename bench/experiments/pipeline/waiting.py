@@ -12,7 +12,7 @@ from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.worker import Worker
 
-STEP = 1024    # of the numbers of micro-batches; more than there are stages
+STEP = 1024    # between the numbers of successive micro-batches; more than there are stages
 
 
 class WaitingChunk:

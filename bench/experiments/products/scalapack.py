@@ -210,7 +210,7 @@ def compare_products(products: Products, calls: int = 5,
     Parameters
     ----------
     products : Products
-        Of both sides; every rank of the job calls this.
+        The products of both sides; every rank of the job calls this.
     calls : int
         Calls of a sample.
     limits : Limits

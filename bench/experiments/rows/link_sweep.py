@@ -116,7 +116,7 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
     """
     draw = random.Random(settings.order)
     found = np.full((len(plans), len(links) + 1, len(PHASES), rounds), np.nan)
-    set_links(None, world, dilation.change)    # what is not timed need not wait for links
+    set_links(None, world, dilation.change)    # untimed work need not wait for links
     with ExitStack() as stack:
         ready = [stack.enter_context(prepare_plan(plan, settings, world)) for plan in plans]
         predicted = [[dilation.predict(one.plan.case, one.grid, one.order, link)

@@ -73,7 +73,7 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
     shape, order = fail_on_value_error(lambda: choose_grid(one, settings, world))
     settings.fits(one, shape.sizes, world)
     if settings.dilation:
-        set_links(None, world, settings.dilation.change)    # what is not timed need not wait
+        set_links(None, world, settings.dilation.change)    # untimed work need not wait
     comm = placement.reorder_ranks(world, shape, order)
     with free_at_end(comm.Free):
         scheme = fail_on_value_error(lambda: mm3d.scheme(

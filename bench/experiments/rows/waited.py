@@ -18,7 +18,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm, PHASES, Pass
 from mm3d.tracing.trace import Trace
 
-ROUNDING = 1e-9    # of a sum of seconds, relative to it
+ROUNDING = 1e-9    # the relative rounding error of a sum of seconds
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ class TorchProcesses:
     python : str
         An interpreter that has PyTorch.
     subject : str
-        What it computes: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
+        The computation: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
     case : dict
-        What all processes must know, with the "dtype"; needed on rank 0.
+        Settings for all processes, with the "dtype"; needed on rank 0.
     arrays : mapping of str to ndarray, or None
         The arrays of this rank's process; None for those of rank 0's.
     comm : mpi4py.MPI.Intracomm

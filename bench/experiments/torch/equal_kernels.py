@@ -79,9 +79,9 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
     Parameters
     ----------
     products : sequence of Product
-        What rank 0 computes in a step; every rank calls this.
+        The products of rank 0 in a step; every rank calls this.
     dtype, backend
-        Of rank 0.
+        The dtype and the backend of rank 0.
     reference : TorchProcesses
         PyTorch.
     seed : int

@@ -12,7 +12,7 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
              "interleaved": "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
              "zb-v": "ScheduleZBVZeroBubble"}
 ONE_STAGE = ("gpipe", "1f1b")    # their classes take the stage itself, the others a list
-STEP = 1024    # of the numbers of micro-batches, as in `waiting.py`
+STEP = 1024    # between the numbers of successive micro-batches, as in `waiting.py`
 
 
 class Waits:

@@ -23,7 +23,7 @@ from mm3d.config import Model
 
 KIND = "training-step"
 OWN = "mm3d"
-FIRST_STEPS = 3     # whose losses must agree
+FIRST_STEPS = 3     # steps whose losses must agree
 # Relative tolerances: losses of first steps and after the last, and norm of the first gradient.
 LOSS, LAST_LOSS, NORM = 1e-4, 1e-2, 1e-4
 LIMITS = Limits(5, 30, 120.0)    # by default

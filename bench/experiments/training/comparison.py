@@ -30,7 +30,7 @@ class Trained:
     Attributes
     ----------
     losses : ndarray
-        Of each step.
+        The loss of each step.
     gradients, weights : dict of str to ndarray
         Global arrays by name: gradients of the last step, weights after it.
     chosen, dropped : ndarray of int64
@@ -83,7 +83,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     comm : mpi4py.MPI.Intracomm
         The ranks; each calls this; a mesh of fewer takes the first of them.
     plan : Plan
-        What is trained: few steps of SGD in float64 or float32.
+        The plan: few steps of SGD in float64 or float32.
     text : Text
         The text.
     report : callable

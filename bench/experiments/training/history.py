@@ -21,7 +21,7 @@ from bench.records.kinds.training import tokens_per_second
 from bench.records.measurements import Setting
 
 NAME = "history.jsonl"
-RECENT = 20    # steps of whose times progress prints the speed
+RECENT = 20    # steps that give the speed in progress lines
 COLLAPSED = 0.75    # progress warns below this entropy of utilisation: half of 8 experts have 0.67
 
 

@@ -49,7 +49,7 @@ def rounding_bounds(plan: Plan, rounding: Mapping[str, float] | None = None) -> 
     Parameters
     ----------
     plan : Plan
-        What is trained.
+        The plan of the trainings.
     rounding : mapping, optional
         In float32, the same differences between one rank and float64.
     """

@@ -22,7 +22,7 @@ class Text:
     Attributes
     ----------
     name : str
-        What it is called in records.
+        Its name in records.
     train, held_out : ndarray of uint8
         The bytes to learn from, and those to validate with.
     """

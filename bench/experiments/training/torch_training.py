@@ -57,7 +57,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     python : str
         An interpreter that has PyTorch.
     plan, text : Plan, Text
-        What is trained.
+        The plan and the text of the training.
     state : mapping
         The initial parameters by name.
     steps : int

@@ -19,7 +19,7 @@ from mm3d.config import Config, Division
 from mm3d.training.gpt import GPT
 
 ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
-VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow
+VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow with it
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outcome:
     Attributes
     ----------
     history : History
-        Of all steps, also of those before this run; complete on rank 0.
+        The history of all steps, including those before this run; complete on rank 0.
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
@@ -80,7 +80,7 @@ class Training:
     comm : mpi4py.MPI.Intracomm
         The ranks; each creates it.
     plan, division : Plan, Division
-        What is trained, and where.
+        The plan of the training, and its mesh.
     text : Text
         The same on every rank.
 
@@ -171,7 +171,7 @@ def train(training: Training, course: Course,
     Parameters
     ----------
     training : Training
-        What is trained; every rank calls this.
+        The training; every rank calls this.
     course : Course
         When to validate, to keep a checkpoint, and to stop.
     report : callable

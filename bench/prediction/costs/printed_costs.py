@@ -49,7 +49,7 @@ class Printed:
 _CUBE = Printed(("1/q^3", "1/q^3", "1/q^3", "6(q-1)/q^3", "6(q-1)"),
                 lambda P, q, d: (1 / P, 1 / P, 1 / P, 6 * (q - 1)),
                 lambda P, q, d, A, B, C: 2 * (q - 1) / P * (A + B + C))
-# Scheme, options, and what is printed; in the 1-D page the matrix is the one that all ranks hold.
+# Scheme, options, and costs in print; on the 1-D page the matrix is the one that all ranks hold.
 PRINTED: list[tuple[str, dict[str, str], Printed]] = [
     ("1d", {}, Printed(("1/P", "1/P", "1", "2(P-1)/P", "2(P-1)"),
                        lambda P, q, d: (1 / P, 1 / P, 1, 2 * (P - 1)),

@@ -52,7 +52,7 @@ def derive(record: Any) -> dict[str, Any]:
     """
     if (find := getattr(module_of(record.kind), "derive", None)) is None:
         return {}
-    with np.errstate(all="ignore"):    # what is no number is found where the record is checked
+    with np.errstate(all="ignore"):    # checks of the record find NaN and infinity
         return find(record)
 
 

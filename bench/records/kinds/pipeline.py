@@ -110,7 +110,7 @@ def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
     times : ndarray
         Seconds, (repetition, rank, action, begin and end); NaN beyond the actions of a rank.
     schedule : Schedule
-        What was executed.
+        The schedule that was executed.
     """
     found = stage_times(times, schedule.ranks)
     cost = (np.nanmax(found[..., 1], axis=2) - np.nanmin(found[..., 0], axis=2)).max(axis=1)
@@ -161,7 +161,7 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
     slept : ndarray
         Mean seconds of F, B and W of a chunk, (repetition, rank, step).
     schedule : Schedule
-        What was executed.
+        The schedule that was executed.
     """
     found = []
     by_rank = slept.reshape(len(slept), schedule.ranks, -1, slept.shape[-1]).mean(axis=2)

@@ -29,7 +29,7 @@ SCHEMAS = {
             "closed_form_words": "scheme", "least_words": "",
             "least_words_with_memory": "scheme", "seconds": "scheme bound"}}}
 
-NOT_STATED = -1    # the closed form of an algorithm that has none
+NOT_STATED = -1    # stands for a missing closed form
 
 
 def derive(record: Measurements) -> dict[str, Variable]:

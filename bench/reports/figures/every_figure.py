@@ -110,7 +110,7 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     folder : path
         With the results.
     formats : tuple of str
-        Of `style.METADATA`.
+        Formats of `style.METADATA`.
     names : str
         Beginnings of the names of figures, with commas between; "" draws all.
 

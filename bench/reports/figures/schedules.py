@@ -11,8 +11,8 @@ KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
          "W": ("backward, weights", style.GREEN), "BW": ("backward, both", style.YELLOW)}
 BUBBLE = "#DDDDDD"
 PALER = 0.55
-LETTERS = 7.0    # points, of the numbers of micro-batches; fewer where boxes are narrow
-LEAST = 5.0    # points, below which they are left out
+LETTERS = 7.0    # points of the numbers of micro-batches; fewer in narrow boxes
+LEAST = 5.0    # points below which numbers are left out
 DIGIT, APART = 0.64, 0.3    # widths of a digit and of the gap between numbers, in letters
 WIDTH = 14.0    # inches
 LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
@@ -27,11 +27,11 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
     path : path
         The picture to write; a .png, .svg or .pdf.
     timelines : mapping from str to Timeline
-        By title.
+        The timelines by title.
     unit : str, optional
-        Of the times, such as "s".
+        The unit of the times, such as "s".
     row : str
-        What a row is.
+        The name of a row.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def curves(path: str | os.PathLike, heading: str,
     path : path
         The picture to write; a .png, .svg or .pdf.
     heading : str
-        Of the figure.
+        The heading of the figure.
     found : mapping
         By schedule: micro-batches, and the numbers by the keys of `CURVES`.
 

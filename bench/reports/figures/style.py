@@ -61,7 +61,7 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     form : str
         The format, one of `METADATA`.
     **options
-        Of ``Figure.savefig``.
+        Arguments of ``Figure.savefig``.
 
     Raises
     ------
@@ -201,7 +201,7 @@ class Drawing:
     name : str
         The name, such as "roofline-laptop".
     about : str
-        Its description.
+        The description of the figure.
     make : callable
         Makes the matplotlib figure; raises `LeftOut` for want of results.
     """

@@ -10,7 +10,7 @@ from bench.records.measurements import Measurements
 from bench.reports.figures import style
 
 SIZE = (9.0, 4.6)    # inches
-FLOOR = 20           # a difference below eps over this is drawn as none
+FLOOR = 20           # differences below eps over this are drawn as 0
 
 
 def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
@@ -21,7 +21,7 @@ def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
     path : path
         The picture to write; a .png, .svg or .pdf.
     record : Measurements
-        Of kind "training".
+        A record of kind "training".
 
     Raises
     ------

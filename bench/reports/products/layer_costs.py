@@ -6,7 +6,7 @@ from bench.prediction.costs.layer_costs import COUNTS, LayerCosts
 from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from mm3d.model.sizes import ModelSizes
 
-UNEQUAL = 1.05    # the largest over the mean, from which a scheme is said to be unbalanced
+UNEQUAL = 1.05    # a scheme is unbalanced from this ratio of the largest to the mean on
 STORED = ("parameters", "activations")
 NAMES = {"flops": "flops", "elementwise": "elementwise elements", "parameters": "parameters",
          "activations": "activations kept", "words": "words", "messages": "messages"}
