@@ -33,7 +33,7 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
     value : float
         The number.
     form : str
-        The format in which it is printed; a decimal point without digits after it is left out.
+        The format of its text; a decimal point without digits after it is left out.
     missing : str
         The text where it is NaN.
     """

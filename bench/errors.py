@@ -120,4 +120,4 @@ class StoreError(Exception):
 
 
 class Unreadable(StoreError):
-    """A file that is there but cannot be read: nobody can tell what it holds, good or bad."""
+    """A file that exists but cannot be read, so that its contents may be good or bad."""

@@ -247,7 +247,7 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: st
             run: list[str], memory: list[str], more: Sequence[str] = (), **values: Any) -> str:
     """Write the script that checks the job and then runs a verb with the words of `run`.
 
-    `more` are further options of sbatch, and `values` what the template needs for the verb.
+    `more` are further options of sbatch, and `values` are for the verb's part of the template.
     """
     site, stops = work.site, verb in STOPPING
     doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",

@@ -108,8 +108,10 @@ def _gather_sequence(layer: Any, sequence: int, heads: np.ndarray,
 
 
 def _probabilities(Q: np.ndarray, K: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return softmax(Q K^T / sqrt(d)), and the factor by which errors of the scores grow: 1 plus
-    the greatest term of the scores in each row."""
+    """Return softmax(Q K^T / sqrt(d)), and 1 + the largest |Q| |K|^T / sqrt(d) of each row.
+
+    Errors of the scores grow by this factor.
+    """
     scale = 1 / math.sqrt(Q.shape[-1])
     S = Q @ K.swapaxes(-1, -2) * scale
     size = 1 + (np.abs(Q) @ np.abs(K).swapaxes(-1, -2) * scale).max(-1, keepdims=True)

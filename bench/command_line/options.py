@@ -23,7 +23,7 @@ SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
 def add_sizes(parser: argparse.ArgumentParser, least: int = 1, **defaults: int | str) -> None:
     """Add options for some of `SIZES`, with their defaults.
 
-    A text says what the default is where it is no number; "" is for sizes that must be given.
+    A text describes a default that is no number; "" is for sizes that must be given.
     """
     for name, default in defaults.items():
         number = default if isinstance(default, int) else None

@@ -1,4 +1,4 @@
-"""Parse options, and say in one line what is wrong with them and what may have been meant."""
+"""Parse options; a one-line error says what is wrong and what may have been meant."""
 
 import argparse
 from typing import Any, Mapping, NoReturn, Sequence

@@ -47,7 +47,7 @@ def find_gpus() -> dict[str, Any]:
 
 
 def own_gpu(gpus: list[str], comm) -> dict[str, str]:
-    """Return the one of `gpus` that this rank computes on ("gpu"), and what is wrong.
+    """Return as "gpu" the one of `gpus` that this rank computes on, and any problem.
 
     Every rank of `comm` calls it.
     """

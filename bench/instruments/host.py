@@ -169,7 +169,7 @@ def clock_speeds() -> dict[str, Setting]:
     """Read the processor's clock speeds, as far as the system states them.
 
     ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:
-    what they may run at; ``cpu_governor``: what chooses between.
+    the limits; ``cpu_governor``: the policy that chooses between them.
     """
     found: dict[str, Setting] = {}
     cores = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text(CPUINFO), re.MULTILINE)

@@ -165,7 +165,8 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
     """Return a function that takes a sample of `step` on all ranks at once.
 
     It returns the makespan of `calls` calls, by default of as many as take `least` seconds, over
-    their number; the same on every rank."""
+    their number; the same on every rank.
+    """
     def span(calls: int) -> float:
         times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
         return float(times.max())

@@ -100,8 +100,8 @@ class WireRecorder:
         Returns
         -------
         WireCount or None
-            On rank 0, what was sent and received since `start`; None on the others, and where a
-            node has no such device.
+            On rank 0, the counts since `start`; None on the others, and where a node has no such
+            device.
         """
         self.comm.Barrier()
         mine = None

@@ -68,7 +68,7 @@ def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
         try:
             folder.rmdir()
-        except OSError:    # something came of it, or somebody else removed it
+        except OSError:    # it holds something, or somebody else removed it
             return
 
 
@@ -157,7 +157,7 @@ def open_file(path: str | os.PathLike) -> Iterator[h5py.File]:
     Raises
     ------
     Unreadable, StoreError
-        As from `read_run`; errors of the caller's block stay what they are.
+        As in `read_run`; errors of the caller's block pass unchanged.
     """
     image = io.BytesIO(_read_bytes(path))
     try:

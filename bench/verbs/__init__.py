@@ -5,7 +5,7 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 - a docstring whose first line is its help,
 - ``GROUP``, the heading under which ``--help`` lists it,
 - ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone), or a function
-  that says so of its options,
+  that returns this for its options,
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
 - ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.
 

@@ -143,7 +143,7 @@ class TorchProcesses:
 
 
 def check_interpreter(python: str) -> None:
-    """Raise UsageError, with what it says, for an interpreter without torch or numpy."""
+    """Raise UsageError, with the interpreter's own error, if it lacks torch or numpy."""
     try:
         done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
                               encoding=CHILDREN_PRINT, errors="replace", capture_output=True)
@@ -164,7 +164,7 @@ def torch_environment() -> dict[str, str]:
 
 
 def describe(about: Mapping[str, Any], ranks: int) -> str:
-    """Say which PyTorch it is, with which threads, products and settings."""
+    """Describe PyTorch: version, threads, products and settings."""
     words = [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),
              f"{about['threads']} threads{' a rank' * (ranks > 1)}"]
     if about["blas"]:

@@ -105,7 +105,7 @@ class Server:
     Parameters
     ----------
     torch, subject : module, object
-        PyTorch, and what is asked.
+        PyTorch, and the object whose methods are called.
     folder, rank : Path, int
         Where arrays of answers are written.
     """

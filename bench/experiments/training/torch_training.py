@@ -71,7 +71,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     microbatches : int
         Parts of a batch whose tokens are routed together; without experts it changes nothing.
     products : sequence of Product
-        Products by whose seconds the kernels of both sides are compared.
+        Products whose seconds compare the kernels of both sides.
 
     Raises
     ------

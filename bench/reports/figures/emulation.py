@@ -1,4 +1,4 @@
-"""Draw an emulated cluster beside what was published: seconds and words against ranks."""
+"""Draw emulated rows beside published ones: seconds and words against ranks."""
 
 import math
 from collections.abc import Callable, Sequence
