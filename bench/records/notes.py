@@ -13,8 +13,7 @@ CROWDED = "RANKS OUTNUMBER CORES: they take turns, and times say nothing about s
 
 
 def describe_cluster(environment: Mapping[str, Setting]) -> str:
-    """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
-    Mbit/s"; "" if it ran in none."""
+    """Return "emulated cluster, " with the nodes, ranks and link rate of a run; "" for none."""
     text = environment.get("emulated_cluster")
     return Cluster.parse(str(text)).describe() if text else ""
 

@@ -65,8 +65,8 @@ class Gemm:
 
 
 def _stored(a: np.ndarray) -> tuple[bytes, object]:
-    """Return the transposition flag and the leading dimension of a matrix for Fortran, which sees
-    its transpose."""
+    """Return transposition flag and leading dimension of a matrix, which Fortran sees transposed.
+    """
     rows, columns = (max(1, stride // a.itemsize) for stride in a.strides)
     if columns == 1 or a.shape[1] == 1:
         return b"N", ctypes.byref(ctypes.c_int(max(rows, a.shape[1], 1)))

@@ -207,8 +207,7 @@ class Sampler:
 
 def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
                  seed: int) -> Times:
-    """Measure the product, its local products and the one process until the limits are
-    reached."""
+    """Measure the product, its local products and the one process until limits are reached."""
     comm, sampler = problem.grid.comm, Sampler(problem, replays, seed)
     # All three once, to warm up.
     trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in KINDS][2].seconds

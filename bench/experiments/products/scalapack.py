@@ -92,8 +92,7 @@ class Comparison:
     loaded: dict[str, str]
 
     def speed_ups(self) -> list[np.ndarray]:
-        """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports:
-        (repetitions, block sizes) for each."""
+        """Return `speed_ups` for each transport of the 3-D product."""
         return speed_ups(self.seconds, len(self.transports), len(self.blocks))
 
 
@@ -163,8 +162,7 @@ class Products:
         return None
 
     def subjects(self) -> list[Subject]:
-        """List the 3-D product by each transport, ScaLAPACK's in blocks of each size, and the
-        local products of the first alone, by the BLAS of all these and by NumPy's own."""
+        """List all subjects: 3-D by transport, ScaLAPACK by block size, local products by BLAS."""
         first = next(iter(self.ours.values()))
         local = Replay(first.forward, first.grid, first.dtype)
         grid = first.grid.shape

@@ -72,8 +72,7 @@ class ReadyPlan:
 
     @property
     def label(self) -> str:
-        """Scheme, grid, placement and batch, such as ``3d 4x4x4 xyz 384``, and with overlap its
-        panels, such as ``3d 4x4x4 xyz 384 overlap=4``."""
+        """Scheme, grid, placement, batch and any overlap: ``3d 4x4x4 xyz 384 overlap=4``."""
         one = self.plan.case
         return (f"{one.row.scheme} {self.grid.compact} {self.order} {one.sizes.batch}"
                 + f" overlap={one.variant.overlap}" * bool(one.variant.overlap))

@@ -169,8 +169,7 @@ def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
 
 
 def wire_of_step(step: timing.Step, model, settings: Settings) -> Group | None:
-    """Return the group ``wire`` of a run, on rank 0; None on the others, outside of an emulated
-    cluster, and when the job is to stop."""
+    """Return a run's group ``wire`` on rank 0; None elsewhere, without a cluster, or at a stop."""
     comm = model.grid.comm
     if Cluster.from_environment() is None or comm.bcast(comm.rank == 0 and settings.stop()):
         return None
