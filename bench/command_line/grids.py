@@ -57,7 +57,7 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: st
     scheme, ranks
         The parallelism and the number of ranks that ``auto`` plans for.
     machine : str
-        The machine that it plans for; see `bench.prediction.machine_model.load`.
+        The machine that it plans for; see `bench.prediction.machine_model.load_machine`.
     dtype, sizes, recompute
         The model that it plans for.
     **more
