@@ -182,12 +182,14 @@ class Site(SiteTable):
     ----------
     about : str
         A line that describes the cluster.
+    slurm, node, software, launch, run, collect : SiteTable
+        The tables of the file.
     inside : dict of str to str
         The direction of the grid inside a node, by scheme; "auto" if not given.
     environment : dict of str to str
         Environment variables to set, such as those that make MPI CUDA-aware.  ``$NAME`` and
-        ``${NAME}`` in a value are expanded; beside other items of a list with colons one may be
-        unset.
+        ``${NAME}`` in a value are expanded; an item of a colon-separated list may be unset if
+        other items are set.
     """
 
     about: str

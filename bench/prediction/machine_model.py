@@ -109,6 +109,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes
     ----------
+    name, about : str
+        The machine, and a line that describes it.
     ranks_per_node : int
         Number of ranks on a node.
     memory_bytes, memory_bandwidth : float

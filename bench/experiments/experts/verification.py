@@ -20,7 +20,7 @@ CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}
 
 @dataclass(frozen=True)
 class Verified:
-    """What the verification of one routing has found.
+    """The verification of one routing; ranks other than 0 have only the checks.
 
     Attributes
     ----------
@@ -37,8 +37,6 @@ class Verified:
         inside replicas, counted.
     gathered : bool
         Whether tokens are gathered from the other replicas, and not exchanged.
-
-    Only the checks exist on ranks other than 0.
     """
 
     checks: list[Check]

@@ -101,7 +101,7 @@ CURVES = {"bubble / cost": "bubble as a share of the cost",
 
 def curves(path: str | os.PathLike, heading: str,
            found: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> Path:
-    """Draw what schedules cost against the number of micro-batches.
+    """Draw what schedules cost against the number of micro-batches; errors are as in `picture`.
 
     Parameters
     ----------
@@ -111,8 +111,6 @@ def curves(path: str | os.PathLike, heading: str,
         The heading of the figure.
     found : mapping
         By schedule: micro-batches, and the numbers by the keys of `CURVES`.
-
-    Errors are those of `picture`.
     """
     style.check_name(path)
 
