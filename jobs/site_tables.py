@@ -188,8 +188,8 @@ class Site(SiteTable):
         The direction of the grid inside a node, by scheme; "auto" if not given.
     environment : dict of str to str
         Environment variables to set, such as those that make MPI CUDA-aware.  ``$NAME`` and
-        ``${NAME}`` in a value are expanded; an item of a colon-separated list may be unset if
-        other items are set.
+        ``${NAME}`` in a value are expanded; in a list with colons an item that is one variable may
+        be unset, if another item has text.
     """
 
     about: str

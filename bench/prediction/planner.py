@@ -72,7 +72,7 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
                recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
                experts: ExpertOptions | None = None, trace_of: TraceOf | None = None,
                **sizes: int) -> list[Plan]:
-    """Rank all candidates by predicted seconds; traced plans that exceed the memory come last.
+    """Rank all candidates by predicted seconds; traced plans first, of these fitting ones first.
 
     All plans are traced if there are at most `TRACED`, else the best `top`, and more, up to 4
     `top`, until `top` fit the memory.  On at most `FEW_RANKS` ranks the best plan of each scheme
