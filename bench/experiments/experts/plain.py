@@ -1,6 +1,6 @@
 """Compute a layer of experts in NumPy, token by token and expert by expert, in float64.
 
-It shares nothing with `mm3d.model.experts`, whose results it verifies.
+It shares no computation with `mm3d.model.experts`, whose results it verifies.
 """
 
 import math
@@ -65,7 +65,7 @@ class PlainExperts:
     def choice_error(self) -> float:
         """Return by how much a logit that was passed over exceeds one that was chosen.
 
-        It is relative to the largest logit, or for "sigmoid-bias" of scores; 0 for exact choices.
+        It is relative to the largest logit, or with "sigmoid-bias" score; 0 for exact choices.
         """
         sought = self.scores if self.experts.gate == "sigmoid-bias" else self.logits
         picked = np.take_along_axis(sought, self.chosen, 1)

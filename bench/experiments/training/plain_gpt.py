@@ -1,6 +1,6 @@
 """Compute a GPT in NumPy alone, from its parameters by name, to verify a model and to sample it.
 
-It shares no code with `mm3d`, so that it repeats no mistake.
+It shares no computation with `mm3d`, so that it repeats no mistake.
 """
 
 from dataclasses import replace
