@@ -47,8 +47,7 @@ class VerbsParser(Parser):
 def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the command line, with the options of all verbs, or of the verb `chosen` alone.
 
-    No other verb is imported than those whose options are there; `chosen` has a second word for a
-    kind.
+    It imports only the verbs whose options it has; a second word of `chosen` is a kind.
     """
     top = VerbsParser(prog=PROGRAM, description=(
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
@@ -60,7 +59,7 @@ def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def run_verb(run: Callable[..., int], arguments: argparse.Namespace, *more) -> int:
-    """Run a verb; what the library says of its arguments is said of the verb's options."""
+    """Run a verb; rewrite errors about the library's arguments as errors about options."""
     try:
         return run(arguments, *more)
     except UsageError as error:

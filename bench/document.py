@@ -33,7 +33,7 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
     value : float
         The number.
     form : str
-        The format in which it is printed; a decimal point without digits after it is left out.
+        The format of its text; a decimal point without digits after it is left out.
     missing : str
         The text where it is NaN.
     """
@@ -43,7 +43,7 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
 
 @dataclass(frozen=True)
 class Column:
-    """The heading of a column, the alignment of its cells, and what they show of a row.
+    """A column of a table: heading, alignment, and how to make its cell from a row.
 
     Attributes
     ----------
@@ -121,19 +121,19 @@ class Table:
 
 
 def make_table(title: str, columns: Sequence[Column], rows: Iterable[Any]) -> Table:
-    """Make a table of columns that know their cells, with a line for each of some rows."""
+    """Make a table with a line for each row, from columns with `of`."""
     return Table(title, columns, [[column.cell(row) for column in columns] for row in rows])
 
 
 def spread(of: Callable[[Any], Sequence], form: str, group: str = "",
            heads: Sequence[str] = ("median", "low", "high"),
            units: Sequence[str] = ()) -> list[Column]:
-    """Make a column for each of the first numbers that `of` returns of a row.
+    """Make a column for each of the first numbers that `of` returns for a row.
 
     Parameters
     ----------
     of, form, group
-        As of `Column`.
+        As in `Column`.
     heads, units : sequence of str
         The first and the second line of each; those without a unit have none.
     """
@@ -143,7 +143,7 @@ def spread(of: Callable[[Any], Sequence], form: str, group: str = "",
 
 @dataclass(frozen=True)
 class Notes:
-    """Notes under a heading; those that begin with a word in capitals are warnings."""
+    """Notes under a heading; a note that begins with a word in capitals is a warning."""
 
     heading: str
     items: list[str] = field(default_factory=list)

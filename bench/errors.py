@@ -4,7 +4,7 @@ import re
 from typing import Any, Callable, Container
 
 WORD, MESSAGE = 300, 1000    # letters
-# Arguments of the library that have other names as options.
+# Arguments of the library whose options have other names.
 OPTIONS = {"count": "experts", "warmup": "lr_warmup"}
 ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
@@ -33,7 +33,7 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
 
 
 def in_short(message: str) -> str:
-    """Return a message that shows of long texts, such as values, the beginning alone."""
+    """Cut long words of a message, such as values, short, and the middle of a long message."""
     message = re.sub(rf"\S{{{WORD},}}", lambda word: f"{word[0][:WORD // 2]}...", message)
     if len(message) > MESSAGE:    # the choices are at the end
         message = f"{message[:MESSAGE // 2]} ... {message[-MESSAGE // 2:]}"
@@ -41,7 +41,7 @@ def in_short(message: str) -> str:
 
 
 def too_large(error: MemoryError) -> str:
-    """Return what is said of sizes for which there is no memory."""
+    """Return the message for sizes that exceed the memory."""
     return f"too little memory: {error or 'an array is too large'}; smaller sizes would do"
 
 
@@ -57,7 +57,7 @@ def in_options(text: str, names: Container[str]) -> str:
     text : str
         Such as ``grid=(2, 1, 1)``, which becomes ``--grid 2x1x1``.
     names : container of str
-        The arguments of the verb; what is none of them stays.
+        The arguments of the verb; all other text stays.
     """
     def option(found: re.Match[str]) -> str:
         names_of_it = (f"expert_{found[1]}", found[1], OPTIONS.get(found[1]))
@@ -120,4 +120,4 @@ class StoreError(Exception):
 
 
 class Unreadable(StoreError):
-    """A file that is there but cannot be read: nobody can tell what it holds, good or bad."""
+    """A file that exists but cannot be read, so that its contents may be good or bad."""

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def solve_nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.ndarray:
-    """Find the c >= 0 that makes abs(A c - b) least.
+    """Find the c >= 0 that minimizes abs(A c - b).
 
     Parameters
     ----------
@@ -18,13 +18,13 @@ def solve_nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -
     b : (m,) array
         The right-hand side.
     needed : int, optional
-        A term that must be greater than 0.  Where other terms take its place, as few of them as
-        possible are left out.
+        The index of a coefficient that must be greater than 0.  If it is not, as few other terms
+        as possible are left out.
 
     Returns
     -------
     (n,) array
-        c; zeros if there is none in which the needed term is greater than 0.
+        c; zeros if the needed coefficient cannot be greater than 0.
     """
     from scipy.optimize import nnls
     scale = np.linalg.norm(A, axis=0)
@@ -46,17 +46,17 @@ def solve_nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -
 
 
 def solve_bounded(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Find the c with `low` <= c <= `high` that makes abs(A c - b) least."""
+    """Find the c with `low` <= c <= `high` that minimizes abs(A c - b)."""
     from scipy.optimize import lsq_linear
     found = lsq_linear(A, b, (low, high), method="bvls", max_iter=100).x
-    return np.clip(found, low, high)    # what is on a bound may be a rounding error beyond it
+    return np.clip(found, low, high)    # a number on a bound may be a rounding error beyond it
 
 
 def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
     """Fit seconds = alpha + beta sizes; return alpha, beta and the largest relative error.
 
-    The squares of *relative* errors are the least, so that small sizes count as much as large
-    ones; neither is negative.
+    The fit minimizes squares of *relative* errors, so that small sizes count as much as large
+    ones; neither alpha nor beta is negative.
     """
     weighted = np.stack([1 / seconds, sizes / seconds], axis=1)
     alpha, beta = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)[0]

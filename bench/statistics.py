@@ -104,13 +104,13 @@ def median_interval(samples: Sequence[float] | np.ndarray,
 def elapsed(times: np.ndarray) -> np.ndarray:
     """Compute the last end minus the first begin of (..., rank, begin and end).
 
-    NaN, of ranks without a part, counts not; it is the result where no rank has one.
+    NaN, of ranks without a part, is ignored; it is the result where no rank has a part.
     """
     return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
 
 
 def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
-    """Compute the two-sided p value of Wilcoxon's rank-sum test, that both groups are alike.
+    """Compute the two-sided p value of Wilcoxon's rank-sum test that both groups are alike.
 
     Up to `MAX_EXACT` samples in all it is exact, also with ties: the share of all divisions of the
     ranks whose sum is at least as far from the expected one.  Beyond, it is that of a normal sum.

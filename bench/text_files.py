@@ -7,7 +7,7 @@ from bench.errors import UsageError
 
 
 def read_text(path: Any, what: str, remedy: str) -> str:
-    """Return the text of a file, which is UTF-8 in every locale, without a mark at its beginning.
+    """Return the text of a file, read as UTF-8 in every locale, without a byte order mark.
 
     Parameters
     ----------
@@ -16,7 +16,7 @@ def read_text(path: Any, what: str, remedy: str) -> str:
     what : str
         The option and its value, for the message.
     remedy : str
-        What would do.
+        The kind of file that would do, for the message.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Run the rows of both tables as batch jobs under Slurm: ``python -m jobs``.
 
-A site file (``jobs/sites/*.toml``) says what a cluster is like; templates make of it one script a
-row, which measures that row with ``python -m bench run``.
+A site file (``jobs/sites/*.toml``) describes a cluster; templates turn it into one script a row,
+which measures that row with ``python -m bench run``.
 """
 
 from bench import mpi

@@ -139,7 +139,7 @@ def render(work: Work, cases: list[Case], arguments) -> None:
 
 
 def texts(numbers: list[int] | None) -> str:
-    """Return numbers as an option has them."""
+    """Format numbers as on the command line."""
     return ",".join(map(str, numbers or ()))
 
 
@@ -166,7 +166,7 @@ def overview(work: Work, cases: list[Case]) -> str:
 
 
 def submit(work: Work, cases: list[Case], arguments) -> int:
-    """Submit the missing rows, then the last job; 1 if the queue did not take all."""
+    """Submit the missing rows, then the last job; 1 if a row was refused, or cannot be judged."""
     with standings.locked(work):
         render(work, cases, arguments)
         found = standings.list_standings(work, cases, standings.read_queue(work))
@@ -217,7 +217,7 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
 
 
 def submit_collect(work: Work, jobs: list[str]) -> str:
-    """Submit the job that collects when `jobs` have ended; return a line that says so."""
+    """Submit the job that collects results after `jobs` have ended; return a line for the user."""
     clusters = sorted(set(map(slurm.cluster_of, jobs)))
     if len(clusters) > 1:
         return (f"the jobs are on {len(clusters)} clusters, and none waits for those of another: "
@@ -242,7 +242,7 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
 
 
 def show_status(work: Work, cases: list[Case]) -> int:
-    """Say how all jobs stand; 2 where a queue is silent."""
+    """Print the state of all jobs; return 2 where a queue is silent, else 0."""
     queue = standings.read_queue(work)
     say(*map(format_standing, standings.list_standings(work, cases, queue)),
         *single.list_standings(work, queue))

@@ -22,7 +22,7 @@ def copy_results(work: Work, case: Case) -> int:
 
 
 def merge_runs(work: Work, cases: list[Case]) -> str:
-    """Merge the collected runs of the rows in one new file; return a line that names it.
+    """Merge the collected runs of the rows into one new file; return a line that names it.
 
     It is written beside the scripts, since tables and figures read every file of the results.
 

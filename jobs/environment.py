@@ -9,8 +9,7 @@ from mm3d import launcher
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 PART = re.compile(r"(?P<text>[^$]+|\$\$)|\$\{(?P<braced>[A-Za-z_]\w*)\}"
                   r"|\$(?P<plain>[A-Za-z_]\w*)", re.ASCII)
-# Variables that scripts, Bash or launchers set themselves, with the key of the site file that says
-# them.
+# Variables that scripts, Bash or launchers set themselves, with the key of the site file for each.
 OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gpu_order",
        **dict.fromkeys((*launcher.RANK_VARIABLES, *launcher.SIZE_VARIABLES,
                         *launcher.LOCAL_RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES), ""),
@@ -28,7 +27,7 @@ class Part:
     Attributes
     ----------
     kind : {"text", "value", "before", "after"}
-        "before" and "after" are items of a list with colons that may be unset or empty, which
+        "before" and "after" are items of a colon-separated list that may be unset or empty, which
         then leave no colon: it would stand for the current folder.
     text : str
         The text, or the variable's name.
@@ -77,12 +76,12 @@ def _parts(item: str) -> list[Part]:
 
 
 def required(parts: list[Part]) -> list[str]:
-    """Return the variables without which there is no value."""
+    """Return the variables that must be set for the value to exist."""
     return list(dict.fromkeys(part.text for part in parts if part.kind == "value"))
 
 
 def list_problems(environment: dict[str, str]) -> Iterator[str]:
-    """List names that are none or the script's own, and values that cannot be read."""
+    """List invalid names, names that the script sets itself, and values that cannot be read."""
     for name, value in environment.items():
         if not NAME.fullmatch(name):
             yield f"environment: {name!r} is no name of a variable"

@@ -60,7 +60,7 @@ def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
 
 
 def numpy_dtype(how: Variant) -> str:
-    """Return the dtype of a dry run, one of NumPy: float16 stands in for bfloat16."""
+    """Return the NumPy dtype for a dry run: float16 stands in for bfloat16."""
     return "float16" if how.dtype in DTYPES_16_BIT else how.dtype
 
 

@@ -1,4 +1,4 @@
-"""Check options for what a job starts: none that its script sets itself, none that is unknown."""
+"""Check the options of programs that a job starts: none unknown, none that its script sets."""
 
 import re
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from bench.errors import UsageError
 
 @dataclass(frozen=True)
 class Program:
-    """The options of a program that a script sets itself, or that would leave it without a result.
+    """The options of a program that a script sets, or that would leave the job without a result.
 
     Attributes
     ----------
     own : dict of str to str
-        By long name, without dashes, the key of the site file that says it; "" if none does.
+        By long name, without dashes, the key of the site file for it; "" if there is none.
     short : dict of str to str
         Long names by their letter.
     flags : str
@@ -31,7 +31,7 @@ class Program:
 
 
 def _keys(**names: str) -> dict[str, str]:
-    """Return the key of each option, given the options of each key ("none": of no key)."""
+    """Return the key of each option, from the options by key ("none" for no key)."""
     return {name: "" if key == "none" else key.replace("__", ".")
             for key, text in names.items() for name in text.split()}
 
@@ -82,8 +82,8 @@ def list_verb_problems(verb: str, words: Sequence[str]) -> Iterator[str]:
 def list_overrides(program: str, words: Sequence[str]) -> Iterator[str]:
     """List what is wrong with `words`, options of `program`, as ``OPTION: REASON``.
 
-    An abbreviation stands for every option that begins with it.  What follows a program that srun
-    is to start, which ``--`` or the word itself shows, are options of that program.
+    An abbreviation stands for every option that begins with it.  Words after ``--`` or after the
+    name of the program that srun starts are options of that program.
     """
     inner = False
     for before, word in zip(["", *words], words):
@@ -102,7 +102,7 @@ def list_overrides(program: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _own_name(program: Program, word: str) -> str | None:
-    """Return the own option that `word`, which begins with a dash, stands for."""
+    """Return the name in `own` that `word`, which begins with a dash, stands for; None if none."""
     if program.one_dash:
         name = word.lstrip("-").partition("=")[0]
         name = re.sub(r"^(n|np|c)\d+$", r"\1", name)

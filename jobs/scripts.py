@@ -27,7 +27,7 @@ STOPPING = ("run", "train")                   # verbs with a --stop-file
 UNDECODED = frozenset(map(chr, range(0xdc80, 0xdd00)))    # bytes of a name that are no UTF-8
 MODE = 0o777                                  # permissions of a script, less the umask
 LIMIT = 120                                   # seconds for each step of the pre-flight checks
-# Options of sbatch of which srun hears by a variable: SLURM_HINT.
+# Options of sbatch that reach srun by a variable, such as SLURM_HINT.
 HANDED_ON = ("gpus-per-node", "gpu-bind", "gpu-freq", "hint", "mem-bind", "mem-per-cpu",
              "mem-per-gpu", "network", "ntasks-per-core", "ntasks-per-socket", "overcommit",
              "profile", "threads-per-core")
@@ -43,13 +43,13 @@ class Work:
     site : Site
         The cluster.
     name : str
-        The site as the user names it, by its name or file.
+        The name or file by which the user chose the site.
     out : Path
         The folder of results; scripts, logs and bookkeeping lie in ``jobs`` within it.
     inside : str or None
-        The direction of the grid inside a node, instead of the site's.
+        The grid direction that stays inside a node, instead of the site's.
     recompute : str or None
-        The policy of recomputation, instead of the least with which each row fits.
+        The policy of recomputation; None for the least with which each row fits.
     """
 
     site: Site
@@ -93,8 +93,7 @@ TEMPLATES = jinja2.Environment(
 def word(name: str | Path) -> str:
     """Return a path, or a word of the command line, as it stands in a script.
 
-    Scripts are UTF-8.  There the bytes of a name are kept, whatever letters they are in this
-    locale.
+    Scripts are UTF-8 and keep the bytes of a name, whatever letters they are in this locale.
     """
     return os.fsencode(name).decode("utf-8", "surrogateescape")
 
@@ -126,7 +125,7 @@ def time_of(site: Site, ranks: int) -> str:
 
 
 def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> list[str]:
-    """List the options of sbatch for a job on a number of ranks, as a table of the site says."""
+    """List the options of sbatch for a job on a number of ranks, from a table of the site."""
     number, last = "%A_%a" if name.endswith("-array") else "%j", isinstance(of, Collect)
     chosen = [f"--job-name={name}", f"--time={of.time if last else time_of(work.site, ranks)}",
               f"--output={word(check_path(work.folder))}/logs/%x-{number}.out"]
@@ -140,7 +139,7 @@ def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> lis
 
 
 def row_options(work: Work, name: str, ranks: int, stops: bool = True) -> list[str]:
-    """List the options of sbatch for a row; with `stops` the time limit is announced to it."""
+    """List the options of sbatch for a row; with `stops` a signal announces its time limit."""
     site = work.site
     return [*slurm_options(work, name, ranks, site.slurm),
             f"--ntasks-per-node={min(ranks, site.node.ranks)}",
@@ -163,7 +162,7 @@ def resource_options(site: Site, ranks: int) -> list[str]:
 
 
 def collect_options(work: Work) -> list[str]:
-    """List the options of sbatch for the last job, with those of ``[slurm]`` that hold for it."""
+    """List the options of sbatch for the last job, with those of ``[slurm]`` that apply to it."""
     mine, rows = work.site.collect, work.site.slurm
     inherited = ["account"] if mine.partition else [
         "account", "partition", "qos", "constraint", "options"]
@@ -224,7 +223,7 @@ def row_script(work: Work, case: Case) -> str:
 
 
 def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
-    """Write the script that runs ``bench measure pipeline`` with `words` on so many ranks."""
+    """Write the script that runs ``bench measure pipeline`` with `words` on `ranks` ranks."""
     folder = word(check_path(work.folder / "runs" / name))
     run = [f"--out={word(work.out / 'pipeline')}", f"--backend={work.site.run.backend}",
            *map(word, words)]
@@ -272,7 +271,7 @@ class Job:
 def _script(work: Work, job: Job, more: Sequence[str] = (), **values: Any) -> str:
     """Write the script that checks a job and then runs its verb.
 
-    `more` are further options of sbatch, and `values` what the template needs for the verb.
+    `more` are further options of sbatch, and `values` are for the verb's part of the template.
     """
     site, stops = work.site, job.verb in STOPPING
     doctor = [f"--ranks={job.ranks}",

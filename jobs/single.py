@@ -1,4 +1,4 @@
-"""Write and submit the jobs that are no rows: pipelines, and trainings that go on."""
+"""Write and submit jobs other than rows: pipelines, and trainings in several jobs."""
 
 import hashlib
 import re
@@ -19,15 +19,15 @@ DIGITS = 8        # that tell the options of pipelines apart in names
 
 def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: list[str],
                      name: str | None = None, times: int = 0) -> None:
-    """Write the script that runs a pipeline or a training, and submit it so many times.
+    """Write the script that runs a pipeline or a training, and submit it `times` times.
 
-    Slurm runs one job of a name at a time, so those of one training never meet, also when it is
+    Slurm runs one job of a name at a time, so jobs of one training never overlap, even when it is
     submitted again while a job is under way.
 
     Parameters
     ----------
     verb : {"pipeline", "train"}
-        What is run; see `VERBS`.
+        The kind of job; see `VERBS`.
     site : str
         A supplied site, or a file.
     out : str or None
@@ -37,7 +37,7 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     words : list of str
         Options of the verb of bench.
     name : str or None
-        The job; by default one for each number of ranks, and of pipelines for their `words`.
+        The job; by default named by its ranks, and for pipelines also by its `words`.
     times : int
         How many jobs to submit.
 
@@ -73,7 +73,7 @@ def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -
 
 
 def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
-    """Say how each submitted pipeline and training stands: state, job, log and its last line."""
+    """Describe each submitted pipeline and training: state, job, log and its last line."""
     found = []
     for kind in standings.KINDS[1:]:
         for name, jobs in standings.read_submitted(work, kind).items():
@@ -95,7 +95,7 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
 
 
 def _last_lines(work: Work, job: str) -> list[str]:
-    """Return the log of a job with its last line; nothing where there is none."""
+    """Return the log of a job with its last line; nothing if there is no log."""
     found = []
     for log in (work.folder / "logs").glob(f"*-{slurm.number_of(job)}.out"):
         lines = [" ".join(line.split()) for line in log.read_text("utf-8", "replace").splitlines()]
@@ -105,14 +105,14 @@ def _last_lines(work: Work, job: str) -> list[str]:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a job; UsageError for one that is no name of a file and of a job."""
+    """Check that a name can name a file and a job, and return it; UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
         raise UsageError(f"--name {name}: letters, digits, points, - and _ would do")
     return name
 
 
 def standing(work: Work, name: str) -> str:
-    """Return how far a training is, and how its last job ended."""
+    """Describe how far a training is, and how its last job ended."""
     ended = sorted((work.folder / "runs" / name).glob("ended-*"),
                    key=lambda path: path.stat().st_mtime)
     last = [path.read_text("utf-8", "replace").strip() for path in ended[-1:]]
@@ -120,7 +120,7 @@ def standing(work: Work, name: str) -> str:
 
 
 def progress(work: Work, name: str) -> str:
-    """Return how far a training is."""
+    """Describe how far a training is."""
     if (work.folder / "runs" / name / "complete").exists():
         return "complete"
     found = checkpoints(work.out / "train" / name)
@@ -128,7 +128,7 @@ def progress(work: Work, name: str) -> str:
 
 
 def make_work(site: str, out: str | None) -> Work:
-    """Return the work of a site, after making its folders."""
+    """Make the work of a site, and its folders."""
     work = Work(sites.load_site(site), site, scripts.check_path(
         Path(out or atomic.LOCAL / Path(site).stem)))
     for folder in (work.folder, work.folder / "logs"):

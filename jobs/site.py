@@ -89,7 +89,7 @@ def list_problems(site: Site) -> Iterator[str]:
 
 
 def _time_problems(site: Site) -> Iterator[str]:
-    """List limits of time that Slurm does not know, or that leave a row no time."""
+    """List time limits that Slurm cannot read, or that leave a row no time."""
     warning = site.slurm.warning
     if not 1 <= warning <= LONGEST_WARNING:
         yield (f"slurm.warning = {warning}: must be at least 1 second, and at most "
@@ -131,7 +131,7 @@ def time_limit(text: str) -> float | None:
 
 
 def _option_problems(site: Site) -> Iterator[str]:
-    """List options that are none, or that override what the job's script sets itself."""
+    """List unknown options, and those that override what the job's script sets."""
     for place, program, words in (
             ("slurm.options", "sbatch", site.slurm.options),
             ("collect.options", "sbatch", site.collect.options or []),

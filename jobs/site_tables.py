@@ -19,7 +19,7 @@ class Slurm(SiteTable):
     time : str
         Time limit of each row's job, in Slurm's notation (``2:00:00``).
     time_by_ranks : dict of str to str
-        The limits of jobs on just so many ranks, instead of `time`: ``64 = "8:00:00"``.
+        Limits that replace `time` for jobs on exactly this many ranks: ``64 = "8:00:00"``.
     partition, account, qos, constraint : str or None
         Options of sbatch; Slurm's defaults if not given.
     mail : str or None
@@ -61,8 +61,8 @@ class Collect(SiteTable):
     account : str or None
         Its account; that of ``[slurm]`` if not given.
     partition, qos, constraint, options
-        As of ``[slurm]``, and those of ``[slurm]`` if not given; but beside a partition of its own
-        it has no other qos, constraint and options than its own.
+        As in ``[slurm]``, whose values are the defaults; but with a partition of its own, qos,
+        constraint and options have no defaults.
     """
 
     time: str = "0:20:00"
@@ -182,12 +182,14 @@ class Site(SiteTable):
     ----------
     about : str
         A line that describes the cluster.
+    slurm, node, software, launch, run, collect : SiteTable
+        The tables of the file.
     inside : dict of str to str
         The direction of the grid inside a node, by scheme; "auto" if not given.
     environment : dict of str to str
         Environment variables to set, such as those that make MPI CUDA-aware.  ``$NAME`` and
-        ``${NAME}`` in a value are expanded; beside other items of a list with colons one may be
-        unset.
+        ``${NAME}`` in a value are expanded; in a list with colons an item that is one variable may
+        be unset, if another item has text.
     """
 
     about: str

@@ -11,10 +11,10 @@ from typing import Iterable
 from mm3d.child_process import CHILDREN_PRINT
 
 LIMIT = 60    # seconds for an answer: sbatch retries a full queue for minutes
-SHORT_LIMIT = 20    # for one about a single job
+SHORT_LIMIT = 20    # seconds for an answer about a single job
 
 # Variables by which a user changes what Slurm's commands print and do, and in which a job inherits
-# its own options.  None reaches the commands here, but where Slurm is, and who asks.
+# its own options.  The commands here get none but `KEPT`: where Slurm is, and who asks.
 VARIABLES = ("SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_")
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
@@ -22,15 +22,15 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
          "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "TIMEOUT")
 REVOKED = "REVOKED"    # of a job that another cluster of a federation has taken
-UNKNOWN = "UNKNOWN"    # of a job of which no command says whether it has ended
+UNKNOWN = "UNKNOWN"    # of a job, where no command says whether it has ended
 
-# Lines that are Slurm's; others are what wrappers of its commands print.
+# Slurm's own lines; wrappers of its commands may print others.
 SUBMITTED = re.compile(r"^\s*(\d+(?:;[\w.-]+)?)\s*$", re.M)
 QUEUED = re.compile(r"^(\d+(?:[_+]\d+)?)\|([A-Z_]+)\|(.*)$", re.M)
 SHOWN = re.compile(r"\bJobState=(\w+)")
 ACCOUNTED = re.compile(r"^([A-Z_]{4,})(?: by \S+)?$", re.M)
 FORGOTTEN = re.compile(r"Invalid job id|Job [\d_+]+ not found")    # a job that ended long ago
-IN_DOUBT = re.compile("did not end|timed out|transmitted", re.I)    # sbatch's, of a lost answer
+IN_DOUBT = re.compile("did not end|timed out|transmitted", re.I)    # sbatch's answer was lost
 
 
 class SlurmError(Exception):
@@ -39,7 +39,7 @@ class SlurmError(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """State of a job, such as RUNNING, and the reason why it waits, or why it is not known.
+    """State of a job, such as RUNNING, and the reason why it waits or is unknown.
 
     The name is "" for a job that Slurm has forgotten, minutes after its end.
     """
@@ -49,13 +49,13 @@ class State:
 
     @property
     def ended(self) -> bool:
-        """True if the job has ended; False if not, and if that is not known."""
+        """True if the job has ended or Slurm has forgotten it; False otherwise, or if unknown."""
         return not self.name or self.name in ENDED
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What clusters say of this user's waiting and running jobs.
+    """This user's waiting and running jobs, as clusters report them.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ def read_queue(clusters: Iterable[str] = ("",), homes: Iterable[str] = ("",)) ->
 
 
 def look_up(job: str) -> State:
-    """Return the state of a job that squeue does not show: a final one, or of somebody else's."""
+    """Look up the state of a job that squeue does not show: ended, or another user's."""
     number, cluster = number_of(job), on_cluster(cluster_of(job))
     name, problem = "", ""
     try:

@@ -16,11 +16,11 @@ from jobs.scripts import Work
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
-UNCLEAR = "cannot tell"    # whether it is done, or its last job has ended
+UNCLEAR = "cannot tell"    # whether the row is done, or its last job has ended
 UNDER_WAY = (RUNNING, WAITING)
 KINDS = ("row", "pipeline", "training")
 QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD",
-            "SPECIAL_EXIT")    # states of jobs that wait for their nodes
+            "SPECIAL_EXIT")    # states of jobs that wait for nodes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def record_submission(work: Work, case: Case, job: str) -> None:
 
 
 def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
-    """Record that what `kind` and `name` say, and messages call `title`, was submitted as `job`.
+    """Record that the job of this `kind` and `name`, `title` in messages, was submitted as `job`.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
 
 
 def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
-    """Read the jobs of each row, or other `kind`, by its name, the last one last."""
+    """Read the jobs of each row, or other `kind`, by name, the latest last."""
     path = submissions_file(work)
     found: dict[str, list[str]] = {}
     for entry in journal.read_entries(path) if path.exists() else []:
@@ -102,7 +102,7 @@ def submissions_file(work: Work) -> Path:
 
 
 def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
-    """List the readable files of a row, of its jobs and collected, with the sizes of its preset.
+    """List a row's readable files at its preset's sizes, from its jobs and those collected.
 
     If a policy of recomputation is chosen, only files measured with it are listed.
     """
@@ -168,9 +168,9 @@ def _standing(work: Work, case: Case, job: str, queue: slurm.Queue) -> Standing:
 
 
 def describe_job(work: Work, folder: Path, job: str, queue: slurm.Queue) -> tuple[str, str]:
-    """Return the state, as of a `Standing`, of a job that has no result, and the reason.
+    """Return the state, as in a `Standing`, of a job without a result, and the reason.
 
-    `folder` is the one into which the job writes how it ended.
+    The job writes into `folder` how it ended.
     """
     state = queue.state(job)
     if state.name in QUEUEING:
@@ -184,7 +184,7 @@ def describe_job(work: Work, folder: Path, job: str, queue: slurm.Queue) -> tupl
 
 
 def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
-    """Explain why a job has no result, by what Slurm has said, and by its script and log."""
+    """Explain why a job has no result, from Slurm's answer `said`, its script and its log."""
     parts, number = [said], slurm.number_of(job)
     own = folder / f"ended-{number}"
     if own.exists():

@@ -53,7 +53,7 @@ class Case:
 
 
 def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
-    """Divide `hidden` by `divisor` and round to a multiple of `heads`, at least one a head."""
+    """Divide `hidden` by `divisor`; round to a multiple of `heads`, at least `heads` itself."""
     size = hidden / divisor / heads
     return heads * max(1, math.ceil(size) if rounding == "up" else math.floor(size + 0.5))
 

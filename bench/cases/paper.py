@@ -18,10 +18,10 @@ HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A row as the paper prints it, with times in seconds; NaN in a row that it does not have.
+    """A row as the paper prints it, times in seconds; its times are NaN if the paper lacks it.
 
-    If `like` names a scheme, the row is measured with the batch of that scheme's row of the same
-    table and ranks, so that both have the same number of tokens.
+    If `like` names a scheme, the row is measured with that scheme's batch in the same table at the
+    same ranks, so that both have the same number of tokens.
     """
 
     table: Literal["weak", "strong"]
@@ -68,11 +68,11 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rules that turn a row's published sizes into measured ones, and limits of a measurement.
 
     A preset of an emulated cluster names it, and the machine whose work its ranks wait for.  That
-    machine is shrunk by `shrink`, by which hidden size and sequence are divided.  Links and waits
-    of a row are slowed until software takes `software_share` of a step.  `tables` has what
-    differs in the rows of a table.  Of a preset with `ranks` only the rows of these numbers
-    of ranks are reproduced unless others are asked for.  `minutes` is how long that takes on two
-    cores, 0 where it has to be predicted.
+    machine is shrunk by `shrink`, which also divides hidden size and sequence length.  Links and
+    waits of a row are slowed until software takes `software_share` of a step.  `tables` overrides
+    fields for the rows of one table.  `ranks` lists the rank counts that are reproduced by
+    default; empty for all.  `minutes` is how long that takes on two cores, 0 where it has to be
+    predicted.
     """
 
     about: str
@@ -99,7 +99,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tables: dict[str, dict[str, int]] = {}
 
     def of_table(self, table: str) -> "Preset":
-        """Return the preset with what differs in the rows of a table."""
+        """Return the preset for the rows of one table: its fields, overridden by `tables`."""
         return msgspec.structs.replace(self, **self.tables.get(table, {}))
 
 
@@ -134,8 +134,8 @@ def batch_of(row: Row) -> int:
 def unpublished_row(table: str, scheme: str, ranks: int) -> Row:
     """Make a row that the paper does not have.
 
-    Its sizes are those of the table's row with the nearest number of ranks; of several such rows
-    those of the one with the largest batch.
+    Its sizes are those of the table's row with the nearest number of ranks; among equally near
+    rows, of the one with the largest batch.
     """
     rows = [row for row in load_tables().rows if row.table == table]
     like = min(rows, key=lambda row: (abs(math.log(row.gpus / ranks)), -row.batch))

@@ -14,8 +14,8 @@ from mm3d.schemes import find_scheme
 def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
     """Make the additional rows that compare 3-D with other schemes at equal batches.
 
-    Of each 3-D row and each other row of its table and ranks with another batch, both are measured
-    with the other's batch too, as far as they are among `rows`.
+    Where a 3-D row and another scheme's row of the same table and ranks have different batches,
+    each of the two that is among `rows` is added again with the batch of the other.
     """
     rows, more = list(rows), []
     known = [row for row in dict.fromkeys([*rows, *load_tables().rows]) if not row.like]
@@ -34,12 +34,12 @@ def select_rows(tables: str = "all", schemes: str = "paper",
     Parameters
     ----------
     tables, schemes : str
-        Names separated by commas, or "all": of schemes, all that divide the work.  "paper" stands
-        for the schemes of the paper.
+        Names separated by commas, or "all"; "all" schemes are those that divide the work, "paper"
+        those of the paper.
     ranks : int, optional
-        The number of ranks of rows of a scheme that the paper lacks; by default each of the
-        table's numbers of ranks that the scheme has a grid for.  Of "all" schemes those without
-        a grid of so many ranks are left out.
+        Rank count of rows of a scheme that the paper lacks; by default each of the table's rank
+        counts for which the scheme has a grid.  "all" leaves out schemes without a grid of this
+        many ranks.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def select_rows(tables: str = "all", schemes: str = "paper",
 def rows_by_name(pairs: str, ranks: int) -> list[Row]:
     """Select rows by names such as ``weak:3d,strong:1d``, each once.
 
-    ``weak:3d:1d`` is the row of 3-D with the batch of that of 1-D.  Rows of schemes that the paper
+    ``weak:3d:1d`` is the 3-D row with the batch of the 1-D row.  Rows of schemes that the paper
     lacks are for `ranks` ranks.
 
     Raises

@@ -14,8 +14,8 @@ from mm3d.model.recomputation import parse_policy
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
 
-PLAIN_DTYPE = "float32"    # of the tables' rows
-WORK = ("compute", "wait")    # what ranks do with their work between collectives
+PLAIN_DTYPE = "float32"    # the dtype of the tables' rows
+WORK = ("compute", "wait")    # ranks compute between collectives, or wait for the modelled seconds
 DTYPES_16_BIT = ("float16", "bfloat16")
 VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
@@ -27,7 +27,7 @@ class Variant:
     Attributes
     ----------
     keep : {"none", "weight", "both"}
-        Gathered operands that are kept from forward to backward; an option of some schemes.
+        Which gathered operands are kept from forward to backward; an option of some schemes.
     overlap : int
         Panels of rows in which communication overlaps with products, 0 if it does not; an option
         of some schemes.

@@ -81,7 +81,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
     -------
     list of Check
         The output, the input's gradient and that of every parameter, the same on every rank.
-        Of each block the worst copy counts.
+        The worst copy of each block counts.
 
     Notes
     -----

@@ -16,7 +16,7 @@ SAMPLED = ("O of a sequence", "dQ of a sequence", "dK of a sequence", "dV of a s
 IDENTITIES = ("<dV, V>", "<dK, K>")
 # Multiples of eps in sums of absolute values; they include errors of the exponentials.
 EXACT, IDENTITY = 64, 256
-# TensorFloat-32's eps is that of the factors; exponentials and sums are float32's, so that errors
+# TensorFloat-32's eps is that of the factors; exponentials and sums are in float32, so that errors
 # hardly reach one eps: at most 0.5 and 0.23 were seen with factors rounded, 1 and 0.34
 # with factors cut off.
 TF32_EXACT, TF32_IDENTITY = 4, 2
@@ -58,7 +58,7 @@ def check_forward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray) -> None
 
 def check_backward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray, dy: np.ndarray,
                    dx: np.ndarray) -> None:
-    """Check the gradient `dx` of queries, keys and values from that of the output, `dy`."""
+    """Check the gradient `dx` of queries, keys and values, given the output's gradient `dy`."""
     arrays = _by_head(layer, x, y) + _by_head(layer, dx, dy)
     _check_identities(errors, layer, *arrays)
     sequence, heads = _sample(errors, layer, y)
@@ -108,8 +108,10 @@ def _gather_sequence(layer: Any, sequence: int, heads: np.ndarray,
 
 
 def _probabilities(Q: np.ndarray, K: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return softmax(Q K^T / sqrt(d)), and the factor by which errors of the scores grow: 1 plus
-    the greatest term of the scores in each row."""
+    """Return softmax(Q K^T / sqrt(d)), and 1 + the largest |Q| |K|^T / sqrt(d) of each row.
+
+    Errors of the scores grow by this factor.
+    """
     scale = 1 / math.sqrt(Q.shape[-1])
     S = Q @ K.swapaxes(-1, -2) * scale
     size = 1 + (np.abs(Q) @ np.abs(K).swapaxes(-1, -2) * scale).max(-1, keepdims=True)

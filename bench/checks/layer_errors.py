@@ -22,7 +22,7 @@ SUMS = ("y in some rows", "dx in some rows")
 
 
 class LayerErrors(ArrayObserver):
-    """Observe the layers of one step and keep their errors, each over its bound.
+    """Observe the layers of one step, and keep the error of each over its bound.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ class LayerErrors(ArrayObserver):
         self.last = self._local_rows(dx)
 
     def _sum(self, block: Any, what: str, a: Any, total: Any) -> None:
-        """Check the sum of `a` and of the result of the layer before."""
+        """Check `total`, the sum of `a` and the result of the layer before."""
         a, total = self._local_rows(a), self._local_rows(total)
         self.note(block, what, total - a - self.last, np.abs(a) + np.abs(self.last))
 

@@ -25,9 +25,9 @@ from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
 from mm3d.tracing.observe import observed
 
-# Multiples of eps that pass: of |A||B| in products, and of the rounding errors of each number of a
-# layer that works by rows, or of each term of a sum over all rows.  TensorFloat-32 rounds the
-# factors of products alone, and so only products and attention have its eps.
+# Multiples of eps that pass: of |A||B| in products; of the rounding errors of each number in
+# layers that work by rows, or of each term of a sum over all rows.  TensorFloat-32 rounds only
+# the factors of products, so only products and attention have its eps.
 PRODUCT, ROW = 8, 32
 
 

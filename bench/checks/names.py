@@ -1,8 +1,8 @@
-"""Tell residuals of layers and comparisons with the serial scheme apart, by their names."""
+"""Tell residuals of layers from comparisons with the serial scheme, by their names."""
 
 from bench.records.measurements import Check
 
-PREFIX = "residual of "    # begins what `bench.checks.layer_residuals` has checked
+PREFIX = "residual of "    # begins the names of checks by `bench.checks.layer_residuals`
 
 
 def split_checks(checks: list[Check]) -> tuple[list[Check], list[Check]]:

@@ -46,7 +46,7 @@ class ShardedMatrix:
                           for place in set(places))
 
     def local(self) -> np.ndarray:
-        """Return this rank's block with one dimension of rows and one of columns."""
+        """Return this rank's block as a matrix of rows and columns."""
         shape = self.block.shape
         return self.block.reshape(math.prod(shape[:self.row_dims]),
                                   math.prod(shape[self.row_dims:]))

@@ -72,20 +72,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def catch(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have a handler called for `SIGNALS`, but for those that this process is to ignore."""
+    """Set the handler of `SIGNALS`, except for signals that this process ignores."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def report(reports: socket.socket, text: str) -> int:
-    """Tell the process that has asked for the cluster why there is none; return status 2."""
+    """Tell the process that asked for the cluster why it cannot exist; return status 2."""
     reports.sendall(text.encode())
     return 2
 
 
 def exit_status(status: int) -> int:
-    """Return the exit status of a shell for what `os.waitpid` returns."""
+    """Convert the status from `os.waitpid` to a shell's exit status."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 

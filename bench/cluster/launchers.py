@@ -1,4 +1,4 @@
-"""How the ``mpirun`` of each MPI library is told of the nodes of an emulated cluster.
+"""Describe how to tell the ``mpirun`` of each MPI library the nodes of an emulated cluster.
 
 Read by processes that must not import NumPy or MPI.
 """
@@ -22,10 +22,9 @@ class Launcher:
     name : str
         The library.
     mark : str
-        What only this ``mpirun --version`` prints.
+        A text that only this ``mpirun --version`` prints.
     placement : callable
-        Returns, for a cluster, the options by which one node is filled with ranks after the
-        other.
+        Returns, for a cluster, the options that fill one node with ranks after the other.
     settings : dict
         Variables by which nodes are reached through `SHELL`, and ranks by TCP over their links.
     defaults : dict
@@ -68,7 +67,7 @@ MPICH = Launcher(
 
 # Each version ignores the variables of the other.  Nodes look for the first word of the agent,
 # too, but have no `SHELL`: so it is a shell, and the head alone starts daemons.  Daemons and ranks
-# keep their files in the memory of their node, which is gone with it.
+# keep their files in the memory of their node, which vanishes with it.
 OPEN_MPI = Launcher(
     name="Open MPI", mark="Open MPI",
     placement=lambda cluster: ["--host", host_list(cluster), "--map-by", "slot:OVERSUBSCRIBE",

@@ -1,7 +1,7 @@
 """Join nodes by a switch and links of limited rate, through netlink.
 
 A link is a pair of virtual devices.  The kernel's token bucket filter (tbf) limits what each of
-the two sends.  A bucket holds what the link carries in a millisecond: so much may pass at once
+the two sends.  A bucket holds what the link carries in a millisecond, the most that passes at once
 after a pause.  Devices build packets of as many frames as fit into a bucket: the filter would take
 larger ones apart, and frames cost the cores several times as much as packets.  Queues hold a
 second's traffic, so that nothing is dropped and sent again where many nodes send to one.
@@ -32,17 +32,17 @@ class Refused(Exception):
 
 
 def burst_frames(link: float) -> int:
-    """Return the whole frames that pass at once after a pause, of a link of `link` bit/s."""
+    """Return how many whole frames a link of `link` bit/s passes at once after a pause."""
     return min(max(int(link / 8 * BURST_SECONDS / FRAME), LEAST_FRAMES), MOST_FRAMES)
 
 
 def bucket_bytes(link: float) -> int:
-    """Return the bytes of a bucket that takes the largest packet, of a link of `link` bit/s."""
+    """Return the bucket size in bytes, enough for the largest packet, of a `link` bit/s link."""
     return burst_frames(link) * FRAME + SPARE + round(link / 8 * ROUNDING)
 
 
 def queue_bytes(link: float) -> int:
-    """Return the bytes that may wait for a link of so many bit/s."""
+    """Return how many bytes may queue for a link of `link` bit/s."""
     return round(min(max(link / 8, LEAST_QUEUE), 2 ** 30))
 
 

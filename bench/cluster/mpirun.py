@@ -50,7 +50,7 @@ def environment(environ: dict[str, str] | os._Environ[str], launcher: Launcher) 
 
 
 def refuse_setting(name: str, value: str, launcher: Launcher) -> None:
-    """Raise a ValueError where a variable has not the value that the cluster needs."""
+    """Raise a ValueError unless a variable has the value that the cluster needs."""
     if value != launcher.settings.get(name, value):
         raise ValueError(f"{name}={value}: an emulated cluster needs "
                          f"{name}={launcher.settings[name]}, as other networks find a way around "
@@ -63,8 +63,8 @@ def count_ranks(words: Sequence[str], cluster: Cluster, launcher: Launcher) -> i
     Raises
     ------
     ValueError
-        When the cluster has not so many, or the line says where ranks run or by which network
-        they send.
+        When the cluster has fewer, or the line says where ranks run or by which network they
+        send.
     """
     total, rest, given = 0, list(words), False
     while rest and rest[0].startswith("-"):

@@ -28,7 +28,7 @@ def _check(status: int, what: str) -> None:
 def unshare(flags: int) -> None:
     """Move this process into new namespaces of the kinds in `flags`.
 
-    Of the kind `PID` only its next children.
+    Into one of the kind `PID` only its next children move.
 
     Raises
     ------

@@ -16,11 +16,11 @@ from bench.errors import UsageError
 from mm3d.child_process import CHILDREN_PRINT
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = 1    # the process that has built the cluster, in whose namespaces the switch is
+HEAD = 1    # the process that built the cluster; its namespaces hold the switch
 
 
 def rate_text(link: float | None) -> str:
-    """Return a rate as `bench.cluster.spec.parse_rate` reads it."""
+    """Format a rate so that `bench.cluster.spec.parse_rate` reads it."""
     return UNLIMITED if link is None else format_unit(link, RATES)
 
 

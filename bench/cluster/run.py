@@ -73,7 +73,7 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
 
 
 def refusal(cluster: Cluster, command: Sequence[str] = ("true",)) -> str:
-    """Return why this machine cannot run a command in a cluster; "" if it can, as is tried."""
+    """Try to run a command in a cluster; return why this machine cannot, "" if it can."""
     if sys.platform != "linux":
         return "it needs Linux"
     with tempfile.TemporaryFile("w+", encoding=CHILDREN_PRINT, errors="replace") as said:

@@ -142,7 +142,7 @@ def parse_latency(text: str) -> float:
 
 
 def parse_unit(text: str, units: Mapping[str, float]) -> float | None:
-    """Read a number with its unit; None if it is none."""
+    """Read a number with its unit; None if the text is neither."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", text)
     if not found or found[2] not in units:
         return None
@@ -150,7 +150,7 @@ def parse_unit(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def format_unit(value: float, units: Mapping[str, float], space: str = "") -> str:
-    """Return a number in its largest whole unit: "200Mbit"."""
+    """Format a number in the largest unit that it reaches: "200Mbit"."""
     fitting = [unit for unit, size in units.items() if value >= size * (1 - 1e-9)]
     unit = fitting[-1] if fitting else next(iter(units))
     return f"{value / units[unit]:.6g}{space}{unit}"

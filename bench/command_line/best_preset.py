@@ -1,4 +1,4 @@
-"""Choose the preset of ``reproduce`` where none is named: the best that this machine can."""
+"""Choose the preset of ``reproduce`` where none is named: the best that this machine can run."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from bench.records import journal
 
 BEST, OTHER = "emulated", "laptop"
 PROBED = 2    # nodes of the cluster that is tried, with one rank each
-# Options that say what ranks do, or where: they have always been about the other preset.
+# Options that say what ranks do, or where: with one of them the preset is `OTHER`.
 TELLING = ("work", "machine", "work_scale", "cluster")
 
 
@@ -21,7 +21,7 @@ def choose_preset(arguments: argparse.Namespace,
                   refusal: Callable[[Cluster], str] = mpi_refusal) -> tuple[str, str]:
     """Choose `BEST` where MPI works in an emulated cluster of this machine, else `OTHER`.
 
-    What was begun in the folder of results with one of them goes on with it.
+    A reproduction begun in the folder of results with one of them goes on with it.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from mm3d.training.schedules import registry
 
 MESH = ("data", "shards", "zero", "stages", "schedule", "microbatches", "scheme", "grid",
         "recompute", "backend")
-# What is read from text, and what a help adds.
+# Types of options read from text, and texts that a help adds.
 TYPES: dict[str, Callable[[str], Any]] = {
     "grid": options.grid_sizes, "recompute": options.recompute, "schedule": options.schedule,
     "scheme": scheme_options.scheme}
@@ -35,9 +35,9 @@ def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str]
     defaults : mapping
         Default values of options, where they are not those of the fields.
     said : callable, optional
-        Returns for a name what the help says of its default.
+        Returns, for a name, the text of the help on its default.
     before : str
-        What comes first in each help, such as when the options have an effect.
+        The beginning of each help, such as when the options have an effect.
     renamed : mapping
         Names of options that are not those of their fields.
     """
@@ -53,7 +53,7 @@ def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str]
 
 
 def _values(one: Field) -> dict[str, Any]:
-    """Return how the values of an option are read, as arguments of ``add_argument``."""
+    """Return the arguments of ``add_argument`` that say how to read an option's values."""
     if "choices" in one.metadata:
         choices = one.metadata["choices"]
         return {"choices": choices, "type": type(choices[0])}

@@ -11,7 +11,7 @@ from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
 from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
-# What add_choice and add_layers define, with the fields of Experts that they set.
+# The options of add_choice and add_layers, with the fields of Experts that they set.
 CHOICE = {"expert_top": "top", "capacity": "capacity", "gate": "gate", "convention": "convention",
           "min_capacity": "min_capacity", "expert_order": "order"}
 LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z",
@@ -21,7 +21,7 @@ LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z"
 def add_choice(parser: argparse.ArgumentParser, capacity: float | None) -> None:
     """Add the options that say how tokens choose experts, and which tokens these take.
 
-    `capacity` is the default that `experts_from` is given.
+    `capacity` is the default, also to be given to `experts_from`.
     """
     field = Experts.__dataclass_fields__
     parser.add_argument("--expert-top", type=options.whole(1), metavar="N", help=(
@@ -66,7 +66,7 @@ def add_expert_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def add_assumed(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model with experts whose routing is assumed, as it is not run."""
+    """Add the options of a model with experts that is not run, so that routing is assumed."""
     add_layers(parser)
     add_expert_parallel(parser)
 

@@ -31,7 +31,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
 
 
 def divide_among_replicas(arguments: argparse.Namespace) -> None:
-    """Make ``--ranks`` and ``--batch``, of the job, those of one of its ``--data`` replicas.
+    """Divide the job's ``--ranks`` and ``--batch`` by its ``--data`` replicas.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: St
     scheme, ranks
         The parallelism and the number of ranks that ``auto`` plans for.
     machine : str
-        The machine that it plans for; see `bench.prediction.machine_model.load`.
+        The machine that it plans for; see `bench.prediction.machine_model.load_machine`.
     stack : Stack
         The model that it plans for.
     trace_of : callable, optional

@@ -7,11 +7,11 @@ import re
 from fractions import Fraction
 from typing import Callable
 
-MOST = 10 ** 9    # of any number that is given: more would take more memory or years
+MOST = 10 ** 9    # of any number given: a larger one would take too much memory, or years
 MOST_RANKS = 2 ** 20    # each has a number in lists
 MOST_BYTES = 2 ** 40    # of an array
 MOST_SECONDS = 3.2e7    # a year
-SEEDS = 2 ** 63 - 1    # those that a file can hold
+SEEDS = 2 ** 63 - 1    # the greatest seed that a file can hold
 DECIMAL = re.compile(r"\d{1,20}(\.\d{0,20})?(e-?\d\d?)?|\.\d{1,20}|\d{1,20}/\d{1,20}",
                      re.IGNORECASE)
 
@@ -72,7 +72,7 @@ def fractions(names: str) -> Callable[[str], tuple[Fraction, ...]]:
 
 
 def refused(text: str, remedy: str, example: str = "") -> argparse.ArgumentTypeError:
-    """Return the error of a value that `remedy` would mend; of a long one say the beginning."""
+    """Return the error of a value, a long one cut short, with the `remedy` that would do."""
     shown = text if len(text) <= 40 else f"{text[:30]}..."
     return argparse.ArgumentTypeError(", ".join(filter(None, [f"{shown!r}: {remedy} would do",
                                                               example])))

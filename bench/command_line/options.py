@@ -14,7 +14,7 @@ RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but pr
 COUNTS = {3: "three", 4: "four"}
 
 
-# What sizes of a model are.
+# The sizes of a model, with their help.
 SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
          "heads": "attention heads", "batch": "sequences of a step, of all replicas",
          "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
@@ -23,7 +23,7 @@ SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
 def add_sizes(parser: argparse.ArgumentParser, least: int = 1, **defaults: int | str) -> None:
     """Add options for some of `SIZES`, with their defaults.
 
-    A text says what the default is where it is no number; "" is for sizes that must be given.
+    A text describes a default that is no number; "" is for sizes that must be given.
     """
     for name, default in defaults.items():
         number = default if isinstance(default, int) else None
@@ -86,7 +86,7 @@ def add_overlap(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--torch``, the interpreter that has PyTorch; `what` it is for."""
+    """Add ``--torch``, the interpreter that has PyTorch; `what` is its purpose."""
     parser.add_argument("--torch", metavar="PYTHON", help=(
         f"an interpreter that has PyTorch, by which {what} (default: nothing is)"))
 
@@ -130,7 +130,7 @@ def schedules(text: str) -> list[str]:
 
 
 def name_of(find: Callable[[], str]) -> str:
-    """Return what `find` returns; what is wrong with a name is said of the option."""
+    """Return what `find` returns; turn its error into one of the option."""
     try:
         return find()
     except ValueError as error:

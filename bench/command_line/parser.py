@@ -1,4 +1,4 @@
-"""Parse options, and say in one line what is wrong with them and what may have been meant."""
+"""Parse options; a one-line error says what is wrong and what may have been meant."""
 
 import argparse
 from typing import Any, Mapping, NoReturn, Sequence
@@ -9,18 +9,18 @@ from mm3d import launcher
 from mm3d.console import say
 from mm3d.names import find_name, suggestion
 
-PACKAGE = "mm3d[completion]"    # with which shells can complete
+PACKAGE = "mm3d[completion]"    # installs what lets shells complete
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose messages come from one rank only, and say in short what would do.
+    """A parser whose errors one rank prints, in a line that says what would do.
 
     Options are given in full.  Choices are taken in any case, with or without hyphens.
 
     Attributes
     ----------
     renamed : mapping of str to str
-        What verbs of old names are called now.
+        The present verbs, by former names.
     """
 
     renamed: Mapping[str, str] = {}

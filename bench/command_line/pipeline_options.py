@@ -16,14 +16,14 @@ from mm3d.training.schedules.builders import check_size
 
 
 def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
-    """Add the options by which layers are divided among stages, and replicas of these.
+    """Add the options that divide layers among stages, and ranks among replicas of these.
 
     Parameters
     ----------
     parser : ArgumentParser
         The parser of a verb, which adds ``--data`` itself.
     batch : str
-        What the batch of the verb is.
+        The end of the sentence in the help about the batch.
     """
     parser.add_argument("--stages", type=options.whole(1), metavar="P", help=(
         f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
@@ -76,13 +76,13 @@ def check_stages(arguments: argparse.Namespace) -> None:
 
 
 def build_schedule(arguments: argparse.Namespace) -> Schedule:
-    """Return the schedule that the options ask for; ValueError when there is none such."""
+    """Return the schedule that the options ask for; ValueError when it does not exist."""
     return build(arguments.schedule or "1f1b", arguments.stages,
                  arguments.microbatches or 2 * arguments.stages)
 
 
 def replicas(arguments: argparse.Namespace) -> dict[str, int | None]:
-    """Return the fields of a `PipelineModel` that say what replicas there are.
+    """Return the fields of a `PipelineModel` that describe its replicas.
 
     Raises
     ------

@@ -210,8 +210,7 @@ def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, f
 
 
 def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
-    """Return how links and waits of rows are slowed; None outside of emulated clusters, and where
-    ranks compute.
+    """Return how links and waits are slowed; None where ranks compute or no cluster is emulated.
 
     Parameters
     ----------

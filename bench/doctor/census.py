@@ -22,7 +22,7 @@ from mm3d.arrays.device_choice import gpu_of_rank
 from mm3d.console import protect, say
 
 MARK = "mm3d-census "
-WORDS = 1 << 16    # of a message: too long to be sent eagerly, short enough to take no time
+WORDS = 1 << 16    # per message: too many to be sent eagerly, too few to take time
 
 
 def find_gpus() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def find_gpus() -> dict[str, Any]:
 
 
 def own_gpu(gpus: list[str], comm) -> dict[str, str]:
-    """Return the one of `gpus` that this rank computes on ("gpu"), and what is wrong.
+    """Return as "gpu" the one of `gpus` that this rank computes on, and any problem.
 
     Every rank of `comm` calls it.
     """

@@ -56,7 +56,7 @@ def software(facts: Facts) -> Finding:
 def modules(facts: Facts) -> Finding:
     """Check that the environment modules that are required are loaded."""
     loaded = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
-    # A module is known with its version, without it, and by the beginning of it.
+    # A module is named with its version, without it, or with the version's first parts.
     missing = [name for name in facts.modules if not any(
         f"{one}/".startswith((f"{name}/", f"{name}." if "/" in name else f"{name}/"))
         for one in loaded)]
@@ -86,7 +86,7 @@ def launcher(facts: Facts) -> Finding:
 
 
 def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]:
-    """Make a check of one that is skipped unless the launcher has started one world."""
+    """Wrap a check so that it is skipped unless the launcher has started one world."""
     def checked(facts: Facts) -> Finding:
         if not facts.world:
             return Finding(check.__name__, SKIPPED, "not known, as the launcher failed")

@@ -20,8 +20,8 @@ from mm3d.child_process import CHILDREN_PRINT, run_child
 
 TIMED_OUT = "timeout"    # the status of a child job that a script has ended at its limit
 
-# An exception of Python's, also behind the number of a rank; what a launcher says of the ranks
-# that it ends itself, after the one that failed; and what else may be an error.
+# Python's exceptions, also behind a rank number; what a launcher says of the ranks that it ends
+# after one has failed; and other lines that may name an error.
 EXCEPTION = re.compile(r"(^|[:>\]] ?)[\w.]*(Error|Exception): ")
 FOLLOWING = re.compile(r"^\[(proxy|mpiexec)|CANCELLED AT|step aborted|forcing job|got SIGCONT|"
                        r"Terminat(ing|ed) StepId|Exited with|: (Terminated|Killed)\b")
@@ -172,7 +172,7 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
 
 
 def last_error(output: str) -> str:
-    """Return the line of a child job's output that tells most of its failure; "" for none."""
+    """Return the line of a child job's output that explains its failure best; "" for none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if not FOLLOWING.search(line)] or lines
     found = ([line for line in lines if EXCEPTION.search(line)]

@@ -39,7 +39,7 @@ def device(facts: Facts) -> Finding:
 
 
 def needs_backend(check: Callable[[backends.Backend], Finding]) -> Callable[[Facts], Finding]:
-    """Make a check of the facts from one of the backend, skipped without a usable GPU."""
+    """Turn a check of a backend into one of the facts, skipped without a usable GPU."""
     def checked(facts: Facts) -> Finding:
         found = find_backend()
         if isinstance(found, str):

@@ -45,7 +45,7 @@ class Step:
 
     @property
     def tests(self) -> bool:
-        """Whether pytest runs it, which ends well also where it skips all tests."""
+        """Whether pytest runs it, whose status is 0 even when it skips all tests."""
         return "pytest" in self.command
 
 
@@ -122,7 +122,7 @@ class Outcome:
     last_line : str
         The last line of its log: of tests, the numbers that passed and were skipped.
     skipped : bool
-        Whether it is tests of which none ran, so that nothing is known.
+        Whether pytest skipped all of its tests, which proves nothing.
     """
 
     name: str

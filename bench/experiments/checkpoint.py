@@ -76,8 +76,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     except OSError as error:
         raise UsageError(f"--disk {folder}: {error}") from error
     finally:
-        # No barrier: all that ends here on every rank has ended in a collective, and where one
-        # rank fails alone the others do not come.
+        # No barrier: ends that all ranks reach follow a collective, and where one rank fails alone
+        # the others never come.
         if comm.rank == 0:
             shutil.rmtree(work, ignore_errors=True)
     return _record(comm, model.grid.backend.name, samples, subject.total, [
@@ -108,7 +108,7 @@ def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed:
 
 
 class _Subject:
-    """A model that is saved, and a plain file of a rank that has as many bytes."""
+    """A model to save, and a plain file per rank of as many bytes."""
 
     def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any,
                  seed: int = 0) -> None:
@@ -122,7 +122,7 @@ class _Subject:
         self.random = np.random.default_rng((seed, comm.rank)).bytes(min(CHUNK, self.own))
 
     def _arrays(self, numbers: Any = None) -> list:
-        """Return parameters and moments, of all or of some numbers."""
+        """Return the arrays of parameters and moments, all or those of the given numbers."""
         trained = [t.master for t in self.model.trained]
         every = [trained, *self.optimizer.state.values()]
         return [arrays[n] for arrays in every
@@ -194,7 +194,7 @@ class _Subject:
         return found, repetitions.ended_by
 
     def _do(self, act: Callable[[], None]) -> float:
-        """Return the seconds until the last rank has done it; OSError on all if one cannot."""
+        """Return the seconds until all ranks have called `act`; OSError on all if one cannot."""
         self.comm.Barrier()
         begun, problem = time.perf_counter(), None
         try:

@@ -2,7 +2,7 @@
 
 For each number of ranks, a cube, `mpirun` is started once and rank 0 reports, in seconds: the time
 until all ranks run, to make the grid, to make a tiny model of one layer, and for its first two
-steps, the first of which opens the shared memory; and the processor time of a small gather.
+steps (the first opens the shared memory); and the processor time of a small gather.
 
 ``python -m bench.experiments.startup SECONDS``, with the time of the launch, is the program that
 mpirun starts.

@@ -7,7 +7,7 @@ from bench.cluster.spec import Cluster
 from mm3d.control_groups import group_folders
 
 MEMINFO = Path("/proc/meminfo")
-# Files of a control group: its limit, its use, and what of that the kernel would drop.
+# Files of a control group: its limit, its use, and the part of its use that the kernel can drop.
 LIMITS = (("memory.max", "memory.current", "inactive_file"),
           ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 
@@ -15,9 +15,9 @@ LIMITS = (("memory.max", "memory.current", "inactive_file"),
 def available_memory() -> int | None:
     """Return the bytes that new arrays can have here; None where the system does not tell.
 
-    The least of what Linux counts as available and what is left of the limits of this process'
-    control groups, of version 1 or 2, with those above them.  The nodes of an emulated cluster
-    share it equally.
+    It is the least of the memory that Linux counts as available, and the rest below the limits of
+    this process' control groups (version 1 or 2) and those above them.  The nodes of an emulated
+    cluster share it equally.
     """
     rooms = [_meminfo_bytes("MemAvailable"),
              *(_left(folder, *files) for folder in group_folders("memory") for files in LIMITS)]
@@ -32,7 +32,7 @@ def total_memory() -> int | None:
 
 
 def release_heap() -> None:
-    """Have the C library give back to the system what it holds for small arrays to come."""
+    """Have the C library return to the system the memory that it keeps for later small arrays."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)    # of the GNU C library
     if trim is not None:
         trim(0)
@@ -47,7 +47,7 @@ def _meminfo_bytes(name: str) -> int | None:
 
 
 def _left(folder: Path, limit: str, use: str, droppable: str) -> int | None:
-    """Return what is left of the limit of one control group; None where it has none."""
+    """Return the bytes left below the limit of one control group; None if it has no limit."""
     try:
         most, used, stat = ((folder / name).read_text(encoding="ascii").strip()
                             for name in (limit, use, "memory.stat"))

@@ -57,7 +57,7 @@ class Clock:
 
     @staticmethod
     def resolution(readings: int = 1000) -> float:
-        """Return the least difference of two readings that differ, in seconds."""
+        """Return the least nonzero difference of two readings, in seconds."""
         times = [perf_counter() for _ in range(readings)]
         steps = [b - a for a, b in zip(times, times[1:]) if b > a]
         return min(steps, default=np.inf)

@@ -21,9 +21,8 @@ def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> fl
     """Measure the share of the time of overlapping collectives in `step` that is hidden.
 
     Visible is the time that this rank (on a device, its computing stream) spends on beginning,
-    progressing and waiting for them.  If each collective ends where it begins, all of its time is
-    visible.  Medians over the repetitions are summed over the ranks; NaN if there is no such
-    collective.
+    progressing and waiting for them.  The whole time is that of a step in which each ends where it
+    begins.  Medians over the repetitions are summed over the ranks; NaN without such collectives.
     """
     seen = np.array([[_visible_seconds(grid, step, at_once) for at_once in (False, True)]
                      for _ in range(repetitions)])
@@ -50,7 +49,7 @@ class _Overlap(ArrayObserver):
         self.marks.append((self.open.pop(), self.backend.record_mark()))
 
     def see_result(self, event: Overlapped, given: tuple, result: Pending) -> None:
-        """Wait for the collective that has begun, if that is wanted."""
+        """Wait for the collective that has begun, if `at_once`."""
         if self.at_once:
             result.wait()
 

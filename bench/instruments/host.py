@@ -80,7 +80,7 @@ def default_out() -> Path:
 
 
 def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:
-    """Return the environment of a run as it is recorded.
+    """Describe the environment of a run for the record.
 
     Parameters
     ----------
@@ -115,9 +115,9 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
 
 
 def describe_quota() -> dict[str, Setting]:
-    """Describe the quota of a run, which limits its ``cores``, as it is recorded; nothing without.
+    """Describe for the record the quota that limits a run's ``cores``; nothing without one.
 
-    ``cpu_quota`` is in cores; ``allowed_cores`` are those that it leaves out of account.
+    ``cpu_quota`` is in cores; ``allowed_cores`` is the number of cores without the quota.
     """
     quota = control_groups.cpu_quota()
     return {} if quota is None else {"cpu_quota": quota,
@@ -125,7 +125,7 @@ def describe_quota() -> dict[str, Setting]:
 
 
 def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:
-    """Describe the emulated cluster of a run as it is recorded; nothing without one.
+    """Describe the emulated cluster of a run for the record; nothing without one.
 
     ``emulated_cluster`` is what `Cluster.parse` reads; the rate is in bit/s, infinite without a
     limit, the latency in seconds; ``emulated_congestion_control`` names the algorithm by which TCP
@@ -144,7 +144,7 @@ def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:
 
 
 def command_line(argv: list[str]) -> str:
-    """Return the command as it is recorded, with only the last part of each path."""
+    """Format the command for the record, with only the last part of each path."""
     kept = []
     for word in argv:
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
@@ -153,9 +153,9 @@ def command_line(argv: list[str]) -> str:
 
 
 def mask_variables(variables: dict[str, str]) -> str:
-    """Return variables as they are recorded; values that may name a person are masked.
+    """Format variables for the record; values that may name a person are masked.
 
-    Of libraries to load first the names of the files are kept.
+    Libraries to preload keep the names of their files.
     """
     kept = {**variables}
     if "LD_PRELOAD" in kept:
@@ -169,7 +169,7 @@ def clock_speeds() -> dict[str, Setting]:
     """Read the processor's clock speeds, as far as the system states them.
 
     ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:
-    what they may run at; ``cpu_governor``: what chooses between.
+    the limits; ``cpu_governor``: the policy that chooses between them.
     """
     found: dict[str, Setting] = {}
     cores = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text(CPUINFO), re.MULTILINE)
@@ -216,7 +216,7 @@ def _versions() -> dict[str, Setting]:
 
 
 def granted_threads(threads: int) -> int:
-    """Return how many of `threads` BLAS really uses: it is built for a greatest number."""
+    """Return how many of `threads` BLAS really uses: its build limits them."""
     with threadpool_limits(threads, user_api="blas"):
         return describe_blas()["blas_threads"] or threads
 
@@ -232,10 +232,10 @@ def describe_blas() -> dict[str, Setting]:
 
 
 def _source_version() -> tuple[str, bool]:
-    """Return the git commit of this source, and whether the tree without results is unchanged.
+    """Return the git commit of this source, and whether the tree, without results, is unchanged.
 
-    The commit is `UNKNOWN` unless git tells both of this very source: it does not where there is
-    no git, where the source lies in somebody else's repository, or where git refuses or fails.
+    The commit is `UNKNOWN` where there is no git, where the source lies in somebody else's
+    repository, or where git refuses or fails.
     """
     root = Path(__file__).resolve().parents[2]
     # Variables such as GIT_DIR, which hooks set, name another repository.

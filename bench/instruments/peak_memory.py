@@ -11,7 +11,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Resident:
-    """Growth of this process' memory since this was made, as the system counts it."""
+    """Growth of this process' memory since the object was made, as the system counts it."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -28,7 +28,7 @@ class Resident:
 
 
 class Footprint:
-    """Growth of this rank's memory since this was made.
+    """Growth of this rank's memory since the object was made.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from mm3d.tracing import dry_run
 from mm3d.transport.nodes import physical_node
 
 SIZE = 512          # of the square matrices: larger ones reach no higher rate
-TIMES = 6           # least size of the sum's arrays together, over that of a node's caches
+TIMES = 6           # least ratio of the sum's arrays together to a node's caches
 LEAST = 192 << 20   # least bytes of the arrays, also where the system lists no caches
 ON_DEVICE = 768 << 20    # bytes of each rank's arrays on a device, several times its cache
 PART = 8            # the arrays take at most 1 / PART of the node's memory
@@ -31,16 +31,16 @@ ROUNDS = 5          # samples; the best counts
 def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
     """Measure the group ``machine``: rates of matrix products and of memory; on rank 0.
 
-    Measured are one rank while the others sleep, and at once as many ranks of each node as it has
-    cores.  The rate of these together is divided by all ranks of the node, since ranks that
+    First one rank works while the others sleep, then as many ranks of each node as it has cores
+    at once.  The rate of these together is divided by all ranks of the node, since ranks that
     outnumber cores take turns; so a node's rates do not depend on the number of ranks.  On a
     device all ranks work at once, each on arrays of `ON_DEVICE` bytes.  Ranks have as many BLAS
     threads as in a run.
 
     The product is C = AB of square matrices.  The memory's rate is that of c = a + b in float32,
     whose arrays are together several times as large as the last-level caches of a node, in both
-    cases.  The bytes of a, b and c are counted once, as in STREAM's triad; that a processor reads
-    the lines of c before it writes them (write-allocate), a third more, is not counted.
+    cases.  The bytes of a, b and c are counted once, as in STREAM's triad, without the third more
+    of a processor that reads the lines of c before it writes them (write-allocate).
 
     Parameters
     ----------
@@ -93,8 +93,7 @@ def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> float:
 
 
 def summed_bytes(caches: float) -> int:
-    """Return the bytes of the sum's three arrays, of all working ranks of a node together, for
-    `caches` bytes of caches."""
+    """Return the bytes of the sum's arrays on a node, all ranks together, for its `caches`."""
     wanted = LEAST if math.isnan(caches) else max(LEAST, TIMES * int(caches))
     return min(wanted, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART)
 
@@ -115,7 +114,7 @@ def _sum(backend: Backend, total: int) -> tuple[Callable[[], Any], int]:
 
 
 def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None], team) -> float:
-    """Measure the best rate of a rank of `team` when all of them work at once."""
+    """Measure the best rate per rank of `team`, all of which work at once."""
     clock = Clock(team)
 
     def makespan(calls: int) -> float:

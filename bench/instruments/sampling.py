@@ -50,8 +50,8 @@ def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing
                           warmup: int = 0) -> tuple[list[list[Taken]], str]:
     """Take one sample of each in every round, in random order, until the limits are reached.
 
-    Every rank calls this.  The first `warmup` rounds do not count.  The rounds end when all that
-    `intervals` computes, from the samples of each, are narrow enough.
+    Every rank calls this.  The first `warmup` rounds do not count.  Rounds end when all intervals
+    that `intervals` computes from the samples are narrow enough.
 
     Returns
     -------
@@ -80,7 +80,7 @@ class Sample:
     times : ndarray
         Seconds, (ranks, ..., begin and end); NaN without a part.
     result : object
-        What came of it.
+        The result of the step.
     """
 
     times: np.ndarray
@@ -103,7 +103,7 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
                      seed: int, comm, warmup: int = 1,
                      ratios: Sequence[tuple[Hashable, Hashable]] = ()
                      ) -> tuple[dict[Hashable, list[Sample]], str]:
-    """Take samples of several sides in turns, so that a slower machine slows them all.
+    """Take samples of several sides in turns, so that a slow machine slows all of them.
 
     The rounds end when the intervals of all ratios are narrow enough.
 
@@ -114,8 +114,8 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
     limits, seed, comm, warmup
         See `take_samples_in_turns`.
     ratios : sequence of pairs
-        The sides whose seconds are divided by another's; by default all by the first, and the
-        seconds themselves of one that stands alone, or in a pair with itself.
+        Pairs of sides: the seconds of the first are divided by the second's.  By default each side
+        is divided by the first one.  A side alone, or paired with itself, counts in seconds.
 
     Returns
     -------
@@ -138,7 +138,7 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
 
 
 def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
-    """Return a function that calls `step` as many times as `calls` says."""
+    """Return a function that calls `step` `calls` times."""
     def repeat() -> None:
         for _ in range(calls):
             step()
@@ -161,8 +161,11 @@ def calls_needed(span: Callable[[int], float], least: float = SAMPLE) -> int:
 
 def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
               clock: Clock, least: float = SAMPLE) -> Callable[[], float]:
-    """Return a function that takes a sample of `step` on all ranks at once: the makespan of as
-    many calls as take `least` seconds, over their number; the same on every rank."""
+    """Return a function that takes a sample of `step` on all ranks at once.
+
+    It returns the makespan of as many calls as take `least` seconds, over their number; the same
+    on every rank.
+    """
     def span(calls: int) -> float:
         times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
         return float(times.max())

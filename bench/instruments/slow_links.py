@@ -2,8 +2,8 @@
 
 Ranks that meet in collectives all take the time of the slowest: their own times do not say which
 node it is.  Here each node exchanges messages with its two neighbours in a ring, a pair at a time,
-and has the rate of the faster of the two exchanges: one slow node leaves every other node, of
-three or more, a fast neighbour.
+and its rate is that of the faster exchange: with three nodes or more, one slow node leaves every
+other node a fast neighbour.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mm3d.transport.nodes import physical_node
 SIZES = tuple(2 ** power for power in (16, 18, 20, 22, 24, 26))    # bytes of a message
 ENOUGH = 0.02       # seconds of an exchange, beside which delays in programs hardly count
 REPETITIONS = 2     # of each exchange; the faster counts
-SLOW = 3.0          # times slower than the median of all nodes: a slow node
+SLOW = 3.0          # a slow node is this many times slower than the median node
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class SlowNode:
     Attributes
     ----------
     node : int
-        Its number, in the order of the first ranks.
+        The number of the node, in the order of the nodes' first ranks.
     host : str
-        Its name.
+        The name of the node.
     rate, typical : float
-        Bytes a second of its exchanges in each direction, and of the median node.
+        Bytes a second in each direction: its own, and those of the median node.
     """
 
     node: int
@@ -51,8 +51,8 @@ class SlowNode:
 def find_slow_nodes(comm: MPI.Intracomm) -> list[SlowNode]:
     """Exchange messages between nodes, and return the nodes that are slow twice.
 
-    All ranks call it, and get the same.  On one node, and on two, where a slow exchange does not
-    say whose fault it is, nothing is exchanged.
+    All ranks call it, and get the same.  On one or two nodes nothing is exchanged: a slow exchange
+    of two does not say which one is slow.
     """
     own = physical_node(comm)
     first = comm.Split(0 if own.rank == 0 else MPI.UNDEFINED, comm.rank)
@@ -78,7 +78,7 @@ def _slow_in_both(first: MPI.Intracomm) -> list[SlowNode]:
 
 
 def slow_nodes(rates: np.ndarray) -> list[int]:
-    """List the nodes whose rate is `SLOW` times less than the median of all."""
+    """List the nodes whose rate is less than the median of all over `SLOW`."""
     return np.flatnonzero(rates * SLOW < np.median(rates)).tolist()
 
 

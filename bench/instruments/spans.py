@@ -36,8 +36,8 @@ class Span(NamedTuple):
     own : float
         Seconds outside of the spans within this one.
     bytes, flops : int
-        Of a product the bytes of operands and result, and the operations; of a collective those
-        of the whole array that is gathered, scattered, reduced or broadcast.
+        Of a product, bytes of operands and result, and operations; of a collective, bytes of the
+        whole array that is gathered, scattered, reduced or broadcast.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Recorder(Observer):
         self._open.append([name, kind, axis, collective, operand, bytes, flops, self._now(), 0.0])
 
     def _operand(self, kind: str) -> str:
-        """Return a collective's operand: the gradient where backward sums it or gathers C's."""
+        """Name a collective's operand: a gradient where backward sums it or gathers that of C."""
         again = any(kind == "again" for _, kind, *_ in self._open)
         gradient = self._phase == "backward" and not again and (kind.startswith("reduce")
                                                                 or self.operand == "C")
@@ -143,7 +143,7 @@ def part_names(directions: Iterable[str]) -> tuple[str, ...]:
 
 
 def breakdown(spans: Iterable[Span], whole: float, names: Iterable[str]) -> dict[str, float]:
-    """Sum the seconds of each of the parts `names` in the spans of one phase of `whole` seconds.
+    """Sum the seconds of each part in `names` over the spans of one phase of `whole` seconds.
 
     They add up to `whole`: time outside of all spans is "other".
     """

@@ -11,7 +11,7 @@ def slowest(samples: np.ndarray) -> np.ndarray:
 
 
 def typical(samples: np.ndarray) -> float:
-    """Return the median over repetitions of the maximum over ranks."""
+    """Return the median over repetitions of `slowest`."""
     return median(slowest(samples).tolist())
 
 

@@ -1,6 +1,6 @@
 """Trace repetitions of a step: where its time goes, on every rank.
 
-They follow the repetitions whose times are reported, which are not traced.
+Traced repetitions follow those whose times are reported.
 """
 
 from typing import Sequence
@@ -55,8 +55,7 @@ def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span],
 
 
 def trace_product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
-    """Record the spans of this rank in one call of each phase of a
-    `bench.experiments.products.problem.Problem`."""
+    """Record this rank's spans in one call of each phase of a `products.problem.Problem`."""
     grid = problem.grid
     recorder = Recorder(grid.backend, clock.now)
     with observed(grid, recorder, problem):
@@ -72,8 +71,7 @@ def spans_of_phase(spans: list[Span], phase: str) -> list[Span]:
 
 
 def tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
-    """Count calls, bytes and operations of each of the parts `names`
-    (`bench.instruments.spans.part_names`)."""
+    """Count calls, bytes and operations of each part in `names` (`spans.part_names`)."""
     found = {part: [0, 0, 0] for part in names}
     for span in spans:
         for index, count in enumerate((1, span.bytes, span.flops)):

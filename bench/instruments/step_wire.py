@@ -49,7 +49,7 @@ class CrossingBytes(Observer):
 
 
 def count_wire(step: timing.Step, grid: Any) -> Group | None:
-    """Do a step, and count what the kernel of each node says that it has received and sent.
+    """Do a step, and count the bytes that each node received and sent, by its kernel's counters.
 
     Parameters
     ----------

@@ -51,8 +51,7 @@ class Limits:
 
     def reached(self, done: int, seconds: float,
                 intervals: Callable[[], list[Interval]]) -> str:
-        """Return the limit that is reached after `done` repetitions: "width", "repetitions",
-        "seconds", or "" if another one follows."""
+        """Return the limit reached: "width", "repetitions", "seconds"; "" if none is yet."""
         if done < self.repetitions:
             return ""
         if all(interval.within(self.width) for interval in intervals()):

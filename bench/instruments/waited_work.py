@@ -4,7 +4,7 @@ The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`).
 elementwise operation adds its modelled seconds to a queue, which runs on while the host works, as
 on a device.  Before a collective, and where the host waits for the device, the rank sleeps until
 the queue is empty and its core is free for other ranks.  A collective then moves arrays of the
-right sizes by the transport of the grid.  So many ranks work at the same time, however few cores
+right sizes by the transport of the grid.  Thus many ranks work at the same time, however few cores
 they share.
 """
 
@@ -25,8 +25,8 @@ from mm3d.transport.pending import Pending
 from mm3d.transport.silent import SilentTransport
 
 Seconds = Callable[[Gemm | Pass], float]
-OVERLAPPED_SLEEPS = 8    # of a product, or of other work, during which a collective goes on
-SHORTEST_SLEEP = 1e-3    # seconds, of those of elementwise work
+OVERLAPPED_SLEEPS = 8    # parts of a wait for work while a collective goes on
+SHORTEST_SLEEP = 1e-3    # seconds of a part of elementwise work, at least
 
 
 class WorkClock:
@@ -40,14 +40,14 @@ class WorkClock:
     seconds : callable
         Returns the modelled seconds of a product or an elementwise operation.
     now, sleep : callable, optional
-        Return a time in seconds, and sleep for so many.
+        Return the time in seconds; sleep for a number of seconds.
 
     Attributes
     ----------
     counted : float
         Seconds of the work so far by the model, at its pace.
     slept, overlapped : float
-        Seconds that this rank has slept for it, and those that passed while the host worked.
+        Seconds of it that this rank slept, and that passed while the host worked.
     times : int
         Number of equal events that each event counted from now on stands for.
     between_sleeps : callable or None
@@ -92,7 +92,7 @@ class WorkClock:
             progress()
 
     def _run_on(self) -> None:
-        """Take from the queue what has passed since it was last looked at."""
+        """Take from the queue the time that has passed since it was last looked at."""
         now = self._now()
         passed = min(self._left, now - self._seen)
         self._left -= passed
@@ -100,7 +100,7 @@ class WorkClock:
         self._seen = now
 
     def _sleep_until(self, left: float) -> None:
-        """Sleep until `left` seconds are left in the queue; earlier sleeps too long are its."""
+        """Sleep until `left` seconds are queued, shorter by the excess of earlier sleeps."""
         self._run_on()
         wanted = self._left - left
         if wanted <= 0:
@@ -122,7 +122,7 @@ class WorkClock:
 
 
 class WaitingNamespace(DryNamespace):
-    """The functions of the array library; products of stacks of matrices are waited for."""
+    """The functions of the array library; ranks wait for products of stacks of matrices."""
 
     def matmul(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
         batch = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
@@ -156,7 +156,7 @@ class WaitingBackend(DryBackend):
 
     @property
     def between_blocks(self) -> None:
-        """None: no block takes time until its work is waited for, and then the clock calls it."""
+        """None, as blocks take no time; set, it is called while the clock sleeps."""
 
     @between_blocks.setter
     def between_blocks(self, progress: Progress) -> None:
@@ -183,7 +183,7 @@ def _product(batch: int, a: DryArray, b: DryArray) -> Gemm:
 
 
 class WaitedRequest:
-    """A request of MPI before whose end a rank waits for its own work.
+    """A request of MPI that waits for the rank's own work before it ends.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Count the bytes and packets that each node has sent and received, as its kernel counts them.
 
-Headers of Ethernet, IP and TCP are included, once for each packet that the device was given: of
-up to 64 KiB where the device itself cuts it into frames.  Whatever else the node sends meanwhile
-is counted too, such as the output of its ranks to the launcher.
+Headers of Ethernet, IP and TCP are included, once for each packet that the device was given: up to
+64 KiB where the device itself cuts it into frames.  Whatever else the node sends meanwhile is
+counted too, such as the output of its ranks to the launcher.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WireCount:
     nodes : tuple of int
         The number of each rank's node; nodes are numbered by their first rank.
     received_bytes, received_packets, sent_bytes, sent_packets : ndarray of int
-        Of each node.
+        Counts of each node.
     """
 
     nodes: tuple[int, ...]
@@ -55,7 +55,7 @@ def read_counters(device: str = DEVICE, source: Path = DEVICES) -> np.ndarray | 
 def physical_node_numbers(comm: Any) -> tuple[int, ...]:
     """Return the number of each rank's node, in the order of their first ranks; all ranks call it.
 
-    ``MM3D_NODE_SIZE`` does not matter: the nodes that it makes of one have one device.
+    ``MM3D_NODE_SIZE`` is ignored: the nodes into which it divides one share a device.
     """
     node = physical_node(comm)
     firsts = comm.allgather(node.bcast(comm.rank))
@@ -100,8 +100,8 @@ class WireRecorder:
         Returns
         -------
         WireCount or None
-            On rank 0, what was sent and received since `start`; None on the others, and where a
-            node has no such device.
+            On rank 0, the counts since `start`; None on the others, and where a node has no such
+            device.
         """
         self.comm.Barrier()
         mine = None

@@ -27,7 +27,7 @@ class Measured:
     seconds : dict of str to float
         Medians by phase, or of a whole "step".
     published : float or None
-        The published average step time; None if there is none.
+        The published average step time; None if unpublished.
     transport : str
         The transport of its collectives; "" if unknown.
     """

@@ -40,9 +40,9 @@ class Plan:
     memory : float
         Peak bytes of rank 0, by a dry run; NaN without one.
     fits : bool
-        Whether a rank of the machine has this much memory; taken to be so without a dry run.
+        Whether a rank of the machine has this much memory; True without a dry run.
     traced : bool
-        Whether seconds and memory are from a dry run, and not the seconds of closed forms.
+        Whether a dry run gave seconds and memory; otherwise closed forms gave the seconds.
     """
 
     scheme: str
@@ -69,8 +69,7 @@ class Plan:
 def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     """Divide the words of all products in a forward pass by their lower bound; NaN if it is 0.
 
-    The model has no experts: of products of which each row has a weight of its own no bound is
-    known here.
+    The model has no experts: no bound is known for products whose rows have different weights.
     """
     moved = least = 0.0
     for product, times in cost.products(sizes).items():
@@ -84,9 +83,8 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 def elementwise_coefficients() -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
-    These words, forward and backward, are linear in the elements that a rank has of an outer
-    activation, of an inner one and of the scores.  The three coefficients of each are solved from
-    three small dry runs.
+    These words are linear in a rank's elements of an outer activation, of an inner one and of the
+    scores.  For each of forward and backward, three small dry runs give the three coefficients.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (4, 64), (1, 128)):
@@ -101,7 +99,7 @@ def elementwise_coefficients() -> tuple[np.ndarray, np.ndarray]:
 
 
 class _BlockSizes:
-    """Sizes of the blocks of activations on rank 0, which has the largest.
+    """Block sizes of the activations on rank 0, which has the largest.
 
     Parameters
     ----------
@@ -110,13 +108,13 @@ class _BlockSizes:
     grid : GridShape
         Sizes of its directions.
     sizes : ModelSizes
-        Of the model.
+        Sizes of the model.
     """
 
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
         outer, inner = find_scheme(name).layouts(grid, sizes["batch"], sizes["seq"])
         self.sizes = sizes
-        # Numbers of parts: of outer activations, of inner rows and of inner features.
+        # Parts of outer activations, and of inner ones by sequence, position and feature.
         (self.outside, self.sequences, self.positions, self.features) = (
             grid.ranks_along(divided_directions(without_faces(letters)))
             for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
@@ -143,8 +141,8 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                 stack: Stack) -> Plan:
     """Predict a step of a scheme on a grid by closed forms.
 
-    With experts none drops a token, the products of all of them are as fast as one, and the
-    elementwise work is that of a model without.
+    With experts no token is dropped, all experts' products are as fast as one product, and the
+    elementwise work is that of a model without experts.
     """
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
@@ -173,7 +171,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     for phase, coefficients in zip(PHASES, elementwise_coefficients()):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
-    # Elementwise work is done again with every policy, twice where two are joined.
+    # Every policy repeats the elementwise work, and two joined policies repeat it twice.
     chosen = parse_policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]

@@ -21,7 +21,7 @@ Shape = tuple[int, int, int]
 
 def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
                 options: Mapping[str, Any]) -> Moves:
-    """List what the ranks of a stage send to those of another in a hop.
+    """List the words that ranks of one stage send to ranks of another in a hop.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
     -------
     Moves
         Places of senders and of receivers in their stages, and words.  Between equal grids each
-        rank sends its block, here one of the mean size, to the rank of its own place.
+        rank sends its block, taken to be of the mean size, to the rank of its own place.
     """
     if source == target:
         batch, seq, hidden = shape
@@ -54,17 +54,17 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
 
 def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, per_node: int,
                 hop: tuple[int, int]) -> Moves:
-    """Number the ranks of the moves of a hop in all replicas, and return them with their bytes.
+    """Return the moves of a hop in all replicas, by rank numbers and in bytes.
 
     Parameters
     ----------
     moves : Moves
-        As from `stage_moves`.
+        The result of `stage_moves`.
     size : int
         Bytes of a word.
     places, stages, data : int
-        Number of ranks of a stage, of stages, and of replicas.  Beyond `per_node` of these the
-        same repeats, and is left out.
+        Ranks per stage, stages and replicas.  Beyond `per_node` + 1 replicas moves repeat and are
+        left out.
     per_node : int
         Ranks of a node.
     hop : (int, int)
@@ -80,21 +80,21 @@ def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, pe
 
 def seconds_of_moves(machine: Machine, senders: np.ndarray, receivers: np.ndarray,
                      sizes: np.ndarray) -> tuple[float, str]:
-    """Predict the seconds of messages that are sent at once, and the level of their links.
+    """Predict the seconds of simultaneous messages; return also the level of their links.
 
     Parameters
     ----------
     machine : Machine
         Its nodes hold consecutive ranks.
     senders, receivers : array of int
-        Numbers of the ranks of each message.
+        The two ranks of each message.
     sizes : array
-        Its bytes.
+        The bytes of each message.
 
     Returns
     -------
     (float, str)
-        Of the slowest rank; "node", or "network" where one of them leaves its node.
+        Seconds of the slowest rank; "node", or "network" where a message leaves its node.
     """
     nodes = senders // machine.ranks_per_node
     leaving = nodes != receivers // machine.ranks_per_node
@@ -109,6 +109,6 @@ def seconds_of_moves(machine: Machine, senders: np.ndarray, receivers: np.ndarra
 
 
 def _largest_sum(groups: np.ndarray, values: np.ndarray) -> float:
-    """Return the largest sum of the values of a group."""
+    """Sum the values of each group; return the largest sum."""
     _, numbers = np.unique(groups, return_inverse=True)
     return float(np.bincount(numbers, values).max())

@@ -62,9 +62,9 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at(self, size: float) -> float:
         """Interpolate the seconds of `size` bytes.
 
-        Between two measured sizes this is a power law; below the first its time, above the last
-        the straight line through the last and one of a quarter of its bytes or less, or the rate
-        of the last where that line falls.
+        Between measured sizes it is a power law, below the first the seconds of the first, above
+        the last the straight line through the last and a size of at most a quarter of it, or the
+        rate of the last where that line would fall.
         """
         if size >= self.bytes[-1]:
             return self.seconds[-1] + self._last_slope() * (size - self.bytes[-1])
@@ -72,9 +72,9 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                                   np.log(self.seconds)))
 
     def _last_slope(self) -> float:
-        """Return the seconds of a byte beyond the last size.
+        """Return the seconds per byte beyond the last size.
 
-        Sizes closer to it than a factor of four would make the slope of noise.
+        A smaller size within a factor of four would give a slope that is mostly noise.
         """
         last, took = self.bytes[-1], self.seconds[-1]
         smaller = [(n, t) for n, t in zip(self.bytes, self.seconds) if n <= last / 4 and t < took]
@@ -110,6 +110,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes
     ----------
+    name, about : str
+        The machine, and a line that describes it.
     ranks_per_node : int
         Number of ranks on a node.
     memory_bytes, memory_bandwidth : float
@@ -142,15 +144,15 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Transport of `collectives` (see `mm3d.transport.choice.choose_transport`); several names
         where some ranks are on other nodes; "" if nothing was measured.
     ranks : int
-        Number of ranks that measured it, where they were on several nodes; else 0.
+        Number of ranks that measured it on several nodes; 0 for one node.
     cores : int
-        Number of cores that all ranks share which measured it; 0 where each had its own.
+        Number of cores that the measuring ranks shared; 0 where each had its own.
     waiting : dict of int to float
         Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
         between other work than repeated alone: ranks arrive at different times, and other work
         has used the caches.
     node_waiting : dict of int to float
-        The same of barriers inside a node, if `waiting` is of those between nodes alone.
+        The same for barriers inside a node; `waiting` is then for those between nodes alone.
     """
 
     name: str
@@ -196,8 +198,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cluster_suffix(cluster: Cluster | None) -> str:
-    """Return the end of `Machine.about` of a machine measured in an emulated cluster, or in none.
-    """
+    """Return the end of `Machine.about` for a machine measured in `cluster`; "" for None."""
     return f"; {cluster.describe()}" if cluster else ""
 
 
@@ -274,12 +275,12 @@ def load_machine(name: str, dtype: str = "") -> Machine:
 
 
 def _find_problem(value: Any, key: str = "", field: str = "") -> str:
-    """Name the first number of a machine file that is none, or is out of range; "" without.
+    """Describe the first value of a machine file that is no number or out of range; "" if none.
 
     Parameters
     ----------
     value, key : object, str
-        What the file has, and where.
+        The value in the file, and its place there.
     field : str
         The field of a `Machine` or its parts that `value` belongs to.
     """
@@ -302,8 +303,7 @@ def _find_problem(value: Any, key: str = "", field: str = "") -> str:
 
 
 def _find_wrong_table(table: dict[str, Any], key: str, field: str) -> str:
-    """Say what is wrong with the names of a table, or with the numbers of a curve; "" if nothing.
-    """
+    """Describe wrong names in a table, or wrong numbers of a curve; "" if nothing is wrong."""
     if field == "gemm_deviations":
         return next((f"{key}: {name!r} is no shape such as 256x64x512" for name in table
                      if not re.fullmatch(r"\d+x\d+x\d+", name)), "")

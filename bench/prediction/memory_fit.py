@@ -107,7 +107,7 @@ def judge_fit(scheme: str, grid: GridSizes, stack: Stack, limit: int,
 
 def state_bytes(zero: int, shards: int, value: int = 2, gradient: int = 2,
                 master: int = 4, moments: int = 8) -> float:
-    """Return the bytes of a rank for each of its parameters, before any activation.
+    """Return the bytes per parameter of a rank's state, without activations.
 
     By default numbers are those of figure 1 of ZeRO (Rajbhandari et al., 2020): values and
     gradients of 16 bits, masters and both moments of Adam in float32.  Without separate masters,
@@ -120,8 +120,8 @@ def state_bytes(zero: int, shards: int, value: int = 2, gradient: int = 2,
 def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 1) -> float:
     """Return the bytes that training by AdamW adds to values and gradients of `dtype` on a rank.
 
-    Moments have two numbers a parameter; types of 16 bits also have masters in float32, and
-    gradients of twice the width.
+    There are two moments per parameter; types of 16 bits also have float32 masters and gradients
+    of twice the width.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Estimate, before a row is measured on processors, whether its nodes have the memory."""
+"""Estimate whether nodes have the memory for a row, before it is measured on processors."""
 
 import math
 from dataclasses import dataclass, replace

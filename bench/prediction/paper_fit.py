@@ -174,10 +174,14 @@ class Outcome:
 
     Attributes
     ----------
+    machine : Machine
+        The machine model.
     rows : list of RowTerms
         All rows.
+    chosen : list of int
+        The indices of the fitted rows.
     fit : Fit
-        The fit to the rows numbered in `chosen`.
+        The fit to the rows in `chosen`.
     left_out : list of float
         Error of each row, predicted by a fit to all other rows.
     by_layers : dict of int to float

@@ -1,7 +1,7 @@
 """Predict the paper's rows with their layers divided among the stages of a pipeline.
 
-The machine model and the number of layers are those of the fit to the paper's tables; so is a
-backward that repeats the forward.
+The fit to the paper's tables gives the machine model, the number of layers, and whether backward
+repeats the forward.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ class RowPipeline:
     row : Row
         The row.
     model : PipelineModel
-        Its model; its batch is that of a replica.
+        Its model, with the batch of a replica.
     found : PredictedPipeline
         The predicted times of a step.
     peak : float
-        Bytes at the peak of a rank of the stage that needs the most.
+        Peak bytes of a rank of the stage that needs the most.
     one_stage : float
         Predicted seconds a sequence on the same ranks without stages.
     """
@@ -66,14 +66,14 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
     schedule : Schedule
         Its ranks are the stages.
     grid
-        Of every stage, or of each one; by default the one that each scheme chooses.
+        The grid of all stages, or one for each; by default the scheme's choice.
     **replicas
         The fields data, zero and shards of `PipelineModel`.
 
     Returns
     -------
     list of RowPipeline, list of str
-        The predictions, and why other rows cannot be such a pipeline.
+        The predictions, and why other rows cannot be divided so.
     """
     tuned = msgspec.structs.replace(outcome.machine, achieved=outcome.fit.achieved)
     found: list[RowPipeline] = []

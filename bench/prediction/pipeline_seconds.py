@@ -2,9 +2,9 @@
 
 The layers of a stage are run dry for one micro-batch, and F, B and W predicted from the trace;
 hops take the link inside a node or between nodes (`bench.prediction.hop_seconds`).  The clock then
-times the schedule.  Replicas sum gradients, and gather values, where their stage of ZeRO says so:
-in F, B and W, or at the end of a stage's step.  Words and memory are those of a whole step, run
-dry, and exact; seconds are a model.
+times the schedule.  Replicas sum gradients and gather values where their stage of ZeRO does: in F,
+B and W, or at the end of a stage's step.  Words and memory are exact, from a dry run of a whole
+step; seconds are a model.
 """
 
 import sys
@@ -37,7 +37,7 @@ HALVES = ("forward", "backward_input", "backward_weights")
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """What is predicted: a model whose layers are divided among stages, in equal replicas.
+    """A model to predict: its layers divided among pipeline stages, in equal replicas.
 
     Attributes
     ----------
@@ -109,7 +109,7 @@ class PipelineModel:
         Raises
         ------
         ValueError
-            When the model cannot be divided so; or for experts that are not predicted so.
+            When the model cannot be divided so, or its experts cannot be predicted.
         """
         found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,
                               self.schedule.microbatches)
@@ -118,7 +118,7 @@ class PipelineModel:
         return found
 
     def _check_experts(self, parts: list[range]) -> None:
-        """Raise ValueError unless stages of as many layers have experts in the same ones."""
+        """Raise ValueError unless each stage begins at a multiple of `experts.every` layers."""
         capacity_of(self.experts, self.data * self.micro.tokens)
         every = self.experts.every
         wrong = [part.start for part in parts if part.start % every]
@@ -129,12 +129,12 @@ class PipelineModel:
 
     @property
     def halves(self) -> bool:
-        """Return whether the schedule takes B and W apart."""
+        """Return whether the schedule runs B and W apart."""
         return any(action.kind == "W" for row in self.schedule.rows for action in row)
 
     def build(self, schedule: Schedule, layers: int, comm: Any, backend: Any,
               master: str | None = None) -> mm3d.Pipeline:
-        """Build so many layers on all ranks, with the micro-batches of a schedule."""
+        """Build the pipeline of `layers` layers with the micro-batches of `schedule`."""
         mesh = mm3d.Mesh(comm, self.schedule.ranks, self.scheme, self.grids, backend,
                          data=self.data, shards=self.shards, **dict(self.options))
         stack = replace(self.stack, layers=layers, master=master,
@@ -144,7 +144,7 @@ class PipelineModel:
 
     def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
               block: int = sys.maxsize, sums: bool = True, extrapolates: bool = True) -> Trace:
-        """Run one micro-batch dry in so many layers on one rank, and the sums over replicas."""
+        """Run one micro-batch dry in `layers` layers of a rank, and its sums over replicas."""
         stages = self.schedule.ranks
         one = build("zb-h1" if self.halves else "gpipe", stages, 1)
 
@@ -201,10 +201,10 @@ class PredictedPipeline:
     timeline : Timeline
         In seconds.
     inside, between : float
-        Seconds of the longest hop inside a node and between nodes; NaN where there is none.
+        Seconds of the longest hop inside a node and between nodes; NaN without such hops.
     sums : tuple of Fraction
-        Seconds of each stage, after its last action, to sum gradients over the replicas and to
-        gather what an optimizer has changed.
+        Seconds of each stage, after its last action, to sum gradients over replicas and to gather
+        the values that the optimizer has changed.
     """
 
     timeline: Timeline
@@ -232,7 +232,7 @@ class PredictedPipeline:
 
 def predict_pipeline(model: PipelineModel, machine: Machine,
                      repeats: bool = False) -> PredictedPipeline:
-    """Predict the times of a step on a machine; with `repeats` backward takes F once more."""
+    """Predict the times of a step on a machine; with `repeats`, backward repeats F first."""
     rank_of = model.schedule.rank_of
     chunks = [(len(part), model.grids[rank_of[stage]]) for stage, part in enumerate(model.parts)]
     steps = {chunk: _chunk_seconds(model, machine, *chunk, repeats) for chunk in set(chunks)}
@@ -250,7 +250,7 @@ def predict_pipeline(model: PipelineModel, machine: Machine,
 
 def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
                  target: int) -> tuple[float, str]:
-    """Predict the seconds of a hop from a stage of the mesh to another, and its links' level."""
+    """Predict the seconds of a hop between two stages; return also the level of its links."""
     moves = stage_moves(model.scheme, model.grids[source], model.grids[target], model.shape,
                         dict(model.options))
     return seconds_of_moves(machine, *place_moves(
@@ -260,7 +260,7 @@ def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
 
 def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: GridShape,
                    repeats: bool) -> list[Fraction]:
-    """Predict the seconds of F, B, W and sums of so many layers; W may be a part of B."""
+    """Predict the seconds of F, B, W and sums of `layers` layers; W is 0 where B includes it."""
     trace = model.trace(layers, stage=model.grids.index(grid), block=machine.elementwise_block)
     spent = trace_terms(machine, trace)
     phases = HALVES if model.halves else ("forward", "backward")
@@ -271,15 +271,15 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: Gr
 
 
 def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
-    """Return the bytes of the first rank of a stage at the peak of a step, run dry."""
+    """Run a step dry; return the peak bytes of the first rank of a stage."""
     return model.whole_step(0, stage, optimizer=optimizer).peak
 
 
 def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
-    """Return the bytes at the peak of a rank of the stage that needs the most.
+    """Return the peak bytes of a rank of the stage that needs the most.
 
-    Of stages with the same grid and as many layers it is the first one with the most micro-batches
-    in flight.
+    Among stages of the same grid and layers, only the first with the most micro-batches in flight
+    is run.
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
@@ -292,9 +292,9 @@ def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
 
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
         tuple[PipelineModel, PredictedPipeline, float, bool]]:
-    """Predict models; return each with its bytes at the peak and whether they fit, best first.
+    """Predict models; return each with its peak bytes and whether they fit, best first.
 
-    The optimizer's bytes are among them.
+    Peak bytes include the optimizer's.
     """
     found = []
     for model in models:

@@ -21,7 +21,7 @@ from mm3d.tracing.trace import Trace
 TraceOf = Callable[[Plan, int, int], Trace]
 TRACED = 32    # the greatest number of plans that are all traced
 TRACED_OF_MANY = 24    # plans traced where there are more
-FEW_RANKS = 1024    # up to which the best of each scheme is traced too: lines of more take seconds
+FEW_RANKS = 1024    # up to this the best of each scheme is traced too; more would take seconds
 
 
 def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:
@@ -43,8 +43,7 @@ def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str
 
 
 def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
-    """Return the regime of `mm3d.model.cost.lower_bound`: the dimensions of the best grid, 1 to 3.
-    """
+    """Return the regime of `mm3d.model.cost.lower_bound`: 1 to 3, the best grid's dimensions."""
     k, n, m = sorted((M, N, K))
     return 1 if ranks * n <= m else 2 if ranks * k * k <= m * n else 3
 
@@ -53,7 +52,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, stack: Stack,
                trace_of: TraceOf | None = None) -> Plan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
 
-    Which experts tokens choose is assumed: all equally often.
+    Tokens are assumed to choose all experts equally often.
     """
     def alone(plan: Plan, rank: int, block: int) -> Trace:
         return dry_run.extrapolate_step(
@@ -69,11 +68,11 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, stack: Stack,
 def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
                top: int = TRACED_OF_MANY, scheme: str | None = None,
                trace_of: TraceOf | None = None) -> list[Plan]:
-    """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
+    """Rank all candidates by predicted seconds; traced plans first, of these fitting ones first.
 
-    The best plans are traced until `top` fit the memory, but at most 4 `top`; or all if there are
-    at most `TRACED`; of at most `FEW_RANKS` the best of each scheme too: where little divides,
-    closed forms are further off for some.
+    All plans are traced if there are at most `TRACED`, else the best `top`, and more, up to 4
+    `top`, until `top` fit the memory.  On at most `FEW_RANKS` ranks the best plan of each scheme
+    is traced too: where sizes divide badly, closed forms are further off for some schemes.
 
     Parameters
     ----------
@@ -85,7 +84,7 @@ def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
         The scheme of all plans; by default each.
     trace_of : callable, optional
         Traces a rank of a plan, with a block of elementwise work; by default a step of one
-        replica.  Closed forms know no others.
+        replica, which is all that closed forms cover.
     """
     found = sorted((screen_grid(name, grid, machine, stack)
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)

@@ -77,8 +77,8 @@ def find_crossovers(found: Curves) -> list[tuple[int, str]]:
 def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
     """Return the sizes of Table 1, extended beyond its last row by the square root of the ranks.
 
-    The features grow with it.  So does the batch if it grows in the table; otherwise (1-D, for
-    lack of memory) it is divided by it.
+    Features grow by that factor.  So does the batch if it grows in the table; otherwise (1-D, for
+    lack of memory) it is divided by the factor.
     """
     rows = select_rows("weak", scheme)
     for row in rows:

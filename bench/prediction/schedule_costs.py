@@ -16,21 +16,21 @@ from mm3d.training.schedules.messages import message_count
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What schedules are compared for.
+    """The pipeline for which schedules are compared.
 
     Attributes
     ----------
     ranks, microbatches : int
-        Of the pipeline.
+        Ranks and micro-batches of the pipeline.
     times : sequence of Fraction
         F, B and W of all layers of a rank, for one micro-batch.  Each chunk has an equal part.
     hop : Fraction
         The time of a message.
     memory : Fraction or None
-        What `auto` may hold, in activations of one micro-batch in all layers of a rank; as many
-        as there are ranks where there is none.
+        The limit of `auto`, in activations of one micro-batch in all layers of a rank; None for
+        as many as there are ranks.
     kept : Fraction
-        The share of these that W still needs after B.
+        The share of activations that W still needs after B.
     """
 
     ranks: int
@@ -53,7 +53,7 @@ class Pipeline:
 
 
 def timed(name: str, pipeline: Pipeline) -> Timeline:
-    """Build the schedule of a name, check it and time it.
+    """Build the schedule `name`, check it and time it.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
-    """Return a warning where a schedule holds more than the memory that is given; "" without."""
+    """Return a warning where a schedule holds more than the given memory; otherwise ""."""
     if pipeline.memory is None:
         return ""
     schedule = timeline.schedule
@@ -105,7 +105,7 @@ def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
 
 
 def check_requests(names: Sequence[str], pipeline: Pipeline, curves: bool) -> None:
-    """Refuse schedules that there are not, or that take too long, before one is made.
+    """Refuse unknown schedules, and those that take too long, before any is built.
 
     Parameters
     ----------
@@ -140,9 +140,8 @@ def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
     Returns
     -------
     dict
-        By name: the micro-batches that there is such a schedule of; ``"bubble / cost"``, ``"in
-        flight"`` (to the end of W, in activations of all layers of a rank) and ``"messages"``.
-
+        By name, for each possible number of micro-batches: ``"bubble / cost"``, ``"in flight"``
+        (to the end of W, in activations of all layers of a rank) and ``"messages"``.
     """
     found: dict[str, list[tuple[int, Mapping[str, float]]]] = {name: [] for name in names}
     for name, points in found.items():

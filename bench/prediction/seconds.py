@@ -26,7 +26,7 @@ Terms = dict[str, float]    # seconds by term
 SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
 PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
 ROOTED = ("broadcast", "reduce")
-MOST_UNEVEN = 1 << 10    # ranks after which lines and nodes begin together again, to be looked at
+MOST_UNEVEN = 1 << 10    # ranks counted one by one: up to where lines and nodes align again
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
@@ -43,9 +43,9 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
 
 
 def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
-    """Predict the factor by which a product deviates from the figures of the machine.
+    """Predict a product's seconds over those by the machine's figures, from `measured` ratios.
 
-    It is a geometric mean of the `measured` factors, each weighted by the similarity of its shape
+    It is a geometric mean of the `measured` ratios, each weighted by the similarity of its shape
     (a Gaussian in the logarithms of the edges); far from all of them it is 1.
     """
     total, weights = 0.0, PRIOR_WEIGHT
@@ -73,11 +73,11 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     """Predict the seconds of a collective along all parallel lines of the grid at once, by term.
 
     Rings of g ranks move (g-1)/g of the whole through each rank, an all-reduce twice that, and a
-    pipelined broadcast or reduction the whole, and longer in a chain of nodes (`chain_delay`); in
-    shared memory a gather moves nothing.  A line that leaves a node crosses the link of the node
-    once for all of its ranks there, and all lines through the node share the link.  In an
-    all-to-all each rank sends equal blocks to all, those for other nodes through the link of its
-    own.
+    pipelined broadcast or reduction the whole, which takes longer in a chain of nodes
+    (`chain_delay`); in shared memory a gather moves nothing.  A line that leaves a node crosses
+    the link of the node once for all of its ranks there, and all lines through the node share the
+    link.  In an all-to-all each rank sends equal blocks to all, those for other nodes through the
+    link of its own node.
     """
     measured = {line.key: line.curve for line in machine.collectives}
     for pieces in (event.pieces, False):    # columns that were not measured count as rows
@@ -112,13 +112,13 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
 
 
 def chain_delay(event: Collective, per_node: int) -> float:
-    """Return the part of its seconds by which a broadcast or reduction over nodes takes longer.
+    """Return the extra time of a broadcast or reduction over nodes, as a share of its seconds.
 
     Nodes pass on an array in chunks (`mm3d.transport.chain`).  In a product of SUMMA the next
     node begins the next array a chunk later, as it is the second of the chain; at the end the last
-    array travels over all other nodes.  For q arrays, one from each of q nodes, each of the two
-    takes the time of q-1 chunks.  Small arrays go by MPI, which scatters and then gathers their
-    parts: 2 (q-1)/q arrays pass through a link.
+    array travels over all other nodes.  For q arrays, one from each of q nodes, both of these
+    delays take the time of q-1 chunks.  Small arrays go by MPI, which scatters and then gathers
+    their parts: 2 (q-1)/q arrays pass through a link.
     """
     nodes = math.ceil(event.size / max(1, per_node // event.stride))
     if event.kind not in ROOTED or nodes < LEAST_NODES:
@@ -131,7 +131,7 @@ def chain_delay(event: Collective, per_node: int) -> float:
 
 
 def waiting_seconds(machine: Machine, event: Collective) -> float:
-    """Return the seconds that a barrier of the collective's ranks takes longer in a step."""
+    """Return by how many seconds a barrier of a collective's ranks takes longer in a step."""
     level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
     waits = machine.node_waiting if machine.node_waiting and level == "node" else machine.waiting
     return waits.get(event.size, 0.0)
@@ -140,7 +140,7 @@ def waiting_seconds(machine: Machine, event: Collective) -> float:
 def uncopied_collectives(transport: str) -> frozenset[str]:
     """Return the collectives inside a node that copy nothing, for this `Machine.transport`.
 
-    Of several transports, "shared" is that of the ranks of a node.
+    Where it names several, "shared" is the transport inside a node.
     """
     local = "shared" if "shared" in transport.split() else transport
     return in_place_collectives(local) & {"all_gather"}
@@ -148,13 +148,13 @@ def uncopied_collectives(transport: str) -> frozenset[str]:
 
 def link_level(size: int, stride: int, per_node: int, transport: str = "",
                rooted: bool = False) -> tuple[str, float]:
-    """Return the level of the network that a line of `size` ranks uses, and the load of its link.
+    """Return the network level that a line of `size` ranks uses, and the load of its link.
 
-    The load is the traffic through the link of a node over that through a rank of a ring.  A ring
-    passes through a node once for all of its ranks; with the transport "hierarchical" nothing
-    crosses the link that the node has already.  Where nodes do not end where lines do, it is
-    the load of the fullest node.  `rooted` is whether each rank in turn broadcasts or reduces, in
-    place of all at once.
+    The load is the traffic through a node's link over the traffic through a rank of a ring.  A
+    ring passes through a node once for all of its ranks; with the transport "hierarchical" nothing
+    crosses the link that the node has already.  Where lines are cut by the ends of nodes, the
+    fullest node counts.  `rooted` is whether the ranks broadcast or reduce in turn, instead of all
+    at once.
     """
     span, once = size * stride, "hierarchical" in transport.split()
     if per_node % span == 0:
@@ -169,7 +169,7 @@ def link_level(size: int, stride: int, per_node: int, transport: str = "",
 
 @functools.cache
 def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool) -> float:
-    """Return the load of `link_level` where a node holds other numbers of ranks of some lines."""
+    """Compute the load of `link_level` where nodes hold unequal numbers of ranks of a line."""
     ranks = np.arange(math.lcm(size * stride, per_node))
     node, line = ranks // per_node, ranks // (size * stride) * stride + ranks % stride
     members = np.zeros((node[-1] + 1, line.max() + 1), int)
@@ -188,7 +188,7 @@ def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool)
 
 
 def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
-    """Return the trace of the same step with its ranks placed otherwise on the nodes.
+    """Return the trace of a step with its ranks placed in another order on the nodes.
 
     Parameters
     ----------

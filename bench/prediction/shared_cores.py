@@ -1,7 +1,7 @@
-"""Trace what ranks compute that share cores: there the work of all ranks counts, not of one.
+"""Trace the work of ranks that share cores: the work of all ranks counts, not that of one.
 
 `bench.prediction.calibration` measures products and passes while all ranks compute them.  Where
-ranks share cores and only some compute, as those of a face of `mm3d.schemes.faces`, the others
+ranks share cores and only some compute, such as those on a face (`mm3d.schemes.faces`), the others
 leave them the cores.
 """
 
@@ -20,10 +20,10 @@ from mm3d.tracing.trace import Trace
 
 def trace_on_cores(trace_rank: Callable[[int], Trace], scheme: str, grid: GridShape,
                    cores: int) -> Trace:
-    """Return the trace of rank 0, with products and passes in shares of those of all ranks.
+    """Return the trace of rank 0, with products and passes averaged over all ranks.
 
-    An operation that a fraction f of the ranks does is counted f times, but at least as often as
-    it would take if its rank had a core to itself.
+    An operation on a fraction f of the ranks counts f times, but never less than it would if each
+    rank had a core to itself.
 
     Parameters
     ----------
@@ -58,10 +58,10 @@ def computes_on_faces(scheme: str, grid: GridShape) -> bool:
 
 
 def _ranks_of_faces(grid: GridShape) -> list[tuple[int, float]]:
-    """List a rank of each face, edge and so on, with the fraction of ranks that are alike.
+    """List one rank for each group of alike ranks, with their fraction of all.
 
-    Ranks whose coordinates are 0 along the same directions hold blocks of the same kind, which
-    differ by a unit at most: the last one stands for all.
+    Ranks whose coordinates are 0 along the same directions are alike: their block lengths differ
+    by one at most.  The last of them stands for all.
     """
     places = [[(0, 1 / size), (size - 1, 1 - 1 / size)][:size] for size in grid.values()]
     return [(grid.rank({axis: place for axis, (place, _) in zip(grid, chosen)}),

@@ -20,13 +20,13 @@ from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 
-# Of the bytes of a full frame of Ethernet, which a link counts, those that TCP carries.
+# The share of a full Ethernet frame, which a link counts whole, that is data of TCP.
 PAYLOAD = 1448 / 1514
 SHARED_MEMORY = Level(0.0, 1e30)    # inside a node: copies are software
 
 
 def shrink_machine(machine: Machine, factor: float) -> Machine:
-    """Return the machine that takes 1/factor^2 of the time for work whose lengths are divided.
+    """Return a machine that takes 1/factor^2 of the time when lengths are divided by `factor`.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def shrink_machine(machine: Machine, factor: float) -> Machine:
 
 
 def work_scale(machine: Machine, cluster: Cluster) -> float:
-    """Return how many times slower the cluster's links are than those of the machine achieve.
+    """Return the achieved rate of the machine's links over the rate of the cluster's.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, s
     machine : Machine
         The machine.
     scheme, grid, sizes, variant, recompute
-        What is computed, and on which grid.
+        The computation, and its grid.
     order : str
         The directions of the grid from the one that varies slowest over the nodes to the fastest.
     """

@@ -36,8 +36,8 @@ class Work:
     form : str
         The form of a product, such as "ab"; "" for a Transformer.
     order : str
-        The directions from the one that varies slowest from rank to rank, over the nodes, to the
-        fastest; "" for the order of the grid.
+        The directions, from the one that varies slowest over consecutive ranks, which fill the
+        nodes, to the fastest; "" for the order of the grid.
     """
 
     kind: str

@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def verdict(self) -> str:
-        """Return "=" where the printed digits agree, "<" where a searched rate is lower, "!"."""
+        """Return "=" if the printed digits agree, "<" if a searched rate is lower, else "!"."""
         rounded = round(self.computed, DIGITS)
         if rounded == self.published:
             return "="
@@ -103,7 +103,7 @@ class Cell:
 
 @cache
 def load() -> Paper:
-    """Return what the paper prints."""
+    """Read the paper's printed numbers."""
     text = resources.files("bench.prediction").joinpath("zero_bubble.toml").read_bytes()
     return msgspec.toml.decode(text, type=Paper, strict=False)
 
@@ -111,13 +111,13 @@ def load() -> Paper:
 def kept(model: Model, sequence: int) -> Fraction:
     """Return the share of a layer's activations that W still needs (the paper's Table 1).
 
-    In bytes by s b: 32 h of 34 h + 5 a s.
+    It is 32 h of 34 h + 5 a s, in bytes over s b.
     """
     return Fraction(32 * model.hidden, 34 * model.hidden + 5 * model.heads * sequence)
 
 
 def cells(row: Row) -> Iterator[Cell]:
-    """Return all cells of a row of Table 5, computed from the times."""
+    """Compute all cells of a row of Table 5 from the times."""
     for name, rate in row.published.items():
         yield (_searched if name in SEARCHED else _exact)(row, name, exact(rate))
 
@@ -132,9 +132,9 @@ def _exact(row: Row, name: str, published: Fraction) -> Cell:
 def interleaved_rate(row: Row) -> Fraction:
     """Return the rate of interleaved 1F1B as the paper counts it.
 
-    Its bubble is (p - 1) (F + B + W) / v and (2 v - 1) p - 2 times that of a message.  The layers
-    and two more, for the embeddings, are dealt out one to each of the v chunks of a rank.  (With a
-    hop for each message there would be 2 (p v - 1) of them.)
+    Its bubble is (p - 1) (F + B + W) / v plus (2 v - 1) p - 2 hops.  Each of the v chunks of a
+    rank is one layer; two more than the model has stand for the embeddings.  (With a hop for each
+    message there would be 2 (p v - 1).)
     """
     ranks, model = row.ranks, load().models[row.model]
     chunks = (model.layers + 2) // ranks

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Iterator
 
 LOCAL = Path("results", "local")    # measured here: git ignores it, beside committed results
-SHARED = 0o666    # permissions of a file, less the process' umask, which says who goes on with it
+SHARED = 0o666    # permissions of a file, less the process' umask
 
 
 def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
@@ -56,7 +56,7 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
     """
     try:
         final = Path(os.path.realpath(path))
-        if final.is_symlink():    # of a loop of links, whose end is none
+        if final.is_symlink():    # in a loop of links, which has no end
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         # Each writer has a part of its own; the last one to end determines the contents.
         part = final.with_name(f"{final.stem}-{secrets.token_hex(4)}{final.suffix}.part")

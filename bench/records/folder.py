@@ -22,20 +22,20 @@ EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seco
 
 @dataclass(frozen=True)
 class Results:
-    """The rows that a folder holds of one preset and variant; also of one policy or cluster.
+    """The rows that a folder holds of one preset and variant, or also of one policy or cluster.
 
     Attributes
     ----------
     preset : str
-        Its name.
+        The name of the preset.
     variant : Variant
         The variant of all its rows.
     recompute : str
-        The policy of its rows if some row was measured with several; otherwise empty, and the
-        rows may differ in it.
+        The recomputation policy of its rows if some row was measured with several; otherwise
+        empty, and rows may differ in it.
     cluster : str
-        The emulated cluster of its rows if there are others of the same preset, variant and
-        policy; otherwise empty.
+        The emulated cluster of its rows if the same preset, variant and policy was also measured
+        elsewhere; otherwise empty.
     runs : dict
         The latest run of each row, by (table, scheme, ranks).
     equal : dict
@@ -102,7 +102,7 @@ class Results:
     def rows(self, table: str, scheme: str = "all") -> list[Row]:
         """Return the paper's rows of `table`, then those of other schemes that were run.
 
-        Of a variant only rows that were run.
+        For a variant, only rows that were run.
         """
         known = select_rows(table)
         keys = {(row.table, row.scheme, row.gpus) for row in known}
@@ -176,9 +176,8 @@ def read_runs(path: str | Path) -> tuple[list[Measurements], list[str]]:
 def run_identity(run: Measurements) -> tuple:
     """Return the key that runs of one microbenchmark share.
 
-    It holds the emulated cluster, and all settings but those of `EFFORT`.  Another seed makes
-    another training, another warmup of its learning rate does, and a training that was stopped
-    is not one that ended.
+    It holds the emulated cluster, and all settings but those of `EFFORT`.  Trainings also differ
+    by seed, by the warmup of the learning rate, and by what ended them.
     """
     aside = EFFORT - {"seed", "warmup", "ended_by"} if run.kind == "training" else EFFORT
     return run.kind, cluster_of(run), tuple(sorted(
@@ -201,9 +200,9 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
     Returns
     -------
     list of Results
-        In the presets' order.  The policies of a preset and variant are apart only if some row
-        was measured with several.  Emulated clusters are always apart, and named if there are
-        several, or rows that were measured in none.
+        In the presets' order.  Policies of a preset and variant are kept apart only if some row
+        was measured with several.  Emulated clusters are always kept apart, and named only if
+        there are several, or rows without one.
     """
     several = presets_with_several_policies(runs)
     groups: dict[tuple[str, Variant, str], dict[str, list[Run]]] = {}
@@ -236,7 +235,7 @@ def latest_rows(preset: str, variant: Variant, recompute: str, cluster: str,
 
 
 def presets_with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
-    """Return the presets and variants of which some row was measured with several policies."""
+    """Return the presets and variants that have a row measured with several policies."""
     found: dict[tuple, set[str]] = {}
     for run in runs:
         chosen = run.configuration
@@ -281,7 +280,7 @@ def share_cores(run: Run) -> str:
 
 
 def most_oversubscribed(runs: list[Run]) -> Run | None:
-    """Return the run with the most ranks a core, of those whose ranks outnumber cores, or None."""
+    """Return the run with the most ranks per core; None if no run has more ranks than cores."""
     return max((run for run in runs if is_crowded(run)),
                key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)
 

@@ -13,7 +13,7 @@ from bench.records import kinds, schema
 from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
-MOST_BYTES = 2 ** 30    # of a dataset: far more than any run has, and read by any machine
+MOST_BYTES = 2 ** 30    # of a dataset: far more than any run has, yet any machine can read it
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Variable:
     Attributes
     ----------
     values : ndarray
-        The numbers; NaN where there is none.
+        The numbers; NaN where one is missing.
     units : str
         "s", "byte", "s byte-1", "1" for plain numbers, and so on.
     dims : tuple of str
@@ -96,7 +96,7 @@ class Measurements:
     scales : dict of str to sequence
         The labels or numbers along each dimension of the samples.
     raw : dict of str to Variable
-        What was measured, by name.
+        The measured variables, by name.
     checks : list of Check
         The verification; empty if there is nothing to verify.
     created : str
@@ -126,14 +126,14 @@ class Measurements:
 
     @property
     def variables(self) -> dict[str, Variable]:
-        """All variables, raw and derived; earlier files hold the latter too, which are not read.
+        """All variables, raw and derived; derived ones in earlier files are not read.
         """
         return self.raw | self.derived
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place along some dimensions of a record: a row of a table of it.
+    """A place along some dimensions of a record: a row of one of its tables.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class Place:
 
 
 def list_places(record: Measurements, *dims: str) -> list[Place]:
-    """List the places along some dimensions, the last of which varies fastest."""
+    """List the places along some dimensions; the last dimension varies fastest."""
     return [Place(record, dict(zip(dims, place)))
             for place in np.ndindex(*(len(record.scales[dim]) for dim in dims))]
 
@@ -278,7 +278,7 @@ def read_labels(file: h5py.Group, name: str) -> list:
 
 
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
-    """Read an attribute that is of the type of `default`, which it is if it is missing.
+    """Read an attribute of the type of `default`; `default` if it is missing.
 
     Raises
     ------

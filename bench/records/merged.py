@@ -48,7 +48,7 @@ def run_groups(file: h5py.File,
                path: str | os.PathLike) -> Iterator[tuple[str, h5py.Group | None]]:
     """Iterate over the runs of an open file: the name of each in messages, and its group.
 
-    What is there in place of the group of a run is None, which `parse_run` refuses.
+    If something else is there instead of a run's group, the group is None: `parse_run` refuses it.
 
     Raises
     ------

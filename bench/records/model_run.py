@@ -18,7 +18,7 @@ TRAFFIC_DIMS = ("phase", "rank", "axis", "collective")
 def directions_of(shape: GridShape) -> tuple[str, ...]:
     """Return the directions of a record: those of the grid, then those of `AXES` that it lacks.
 
-    Along the latter nothing moves; readers that know only x, y and z find these in all files of
+    Nothing moves along the latter; readers that know only x, y and z then find these in files of
     grids without further directions.
     """
     return (*shape, *(axis for axis in AXES if axis not in shape))
@@ -59,7 +59,7 @@ class Run(Measurements):
         return self._by_collective("expected_words")
 
     def _by_collective(self, name: str) -> np.ndarray:
-        """Return counts of all `COLLECTIVES`: 0 of those that an earlier file does not know."""
+        """Return counts of all `COLLECTIVES`, 0 for those that an earlier file lacks."""
         found = self.groups["traffic"]
         counts, known = found.variables[name].values, list(found.scales["collective"])
         every = np.zeros((*counts.shape[:-1], len(COLLECTIVES)), counts.dtype)
@@ -93,7 +93,7 @@ class Run(Measurements):
 
     @property
     def times(self) -> dict[str, np.ndarray]:
-        """The samples over `dilation`: seconds that runs of other factors compare with."""
+        """The samples over `dilation`, which compare with those of runs dilated otherwise."""
         return {phase: values / self.dilation for phase, values in self.samples.items()}
 
     @property

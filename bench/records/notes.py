@@ -1,4 +1,4 @@
-"""Say what the notes under the tables of several kinds of records say."""
+"""Write notes that tables of several kinds of records share."""
 
 from typing import Iterable, Mapping
 
@@ -13,8 +13,7 @@ CROWDED = "RANKS OUTNUMBER CORES: they take turns, and times say nothing about s
 
 
 def describe_cluster(environment: Mapping[str, Setting]) -> str:
-    """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
-    Mbit/s"; "" if it ran in none."""
+    """Return "emulated cluster, " with the nodes, ranks and link rate of a run; "" for none."""
     text = environment.get("emulated_cluster")
     return Cluster.parse(str(text)).describe() if text else ""
 
@@ -50,15 +49,14 @@ def words_note(names: Iterable[str]) -> str:
 
 def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, float]],
                      busy: float = 1.0) -> list[str]:
-    """Return a note of the rates and the remaining ratios; none for files without the rates.
+    """Compare both sides at equal product rates, in a note; none for files without the rates.
 
     Parameters
     ----------
     record : Measurements
-        Of a comparison with PyTorch.
+        The record of a comparison with PyTorch.
     sides : mapping of str to (float, float)
-        The seconds of a step of each of PyTorch's sides, and of mm3d; those that are NaN were
-        not measured.
+        Seconds of a step of each PyTorch side, and of mm3d; NaN where not measured.
     busy : float
         The share of the time in which PyTorch's processes compute.
     """

@@ -26,7 +26,7 @@ FORMAT = "mm3d run"
 SCHEMA = 3    # the version that is written, and the only one that is read
 SUFFIX = ".h5"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"    # the first bytes of every file that `write_run` writes
-# Raised by h5py, and by what reads with it, where a file holds something else than it should.
+# Errors of h5py, and of its callers, where a file holds something else than it should.
 DAMAGE = (OSError, RuntimeError, MemoryError)
 UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError)
 MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
@@ -64,11 +64,11 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove those of some folders, each in the next, that are empty."""
+    """Remove nested folders that are empty, the innermost first."""
     for folder in folders:
         try:
             folder.rmdir()
-        except OSError:    # something came of it, or somebody else removed it
+        except OSError:    # it holds something, or somebody else removed it
             return
 
 
@@ -157,7 +157,7 @@ def open_file(path: str | os.PathLike) -> Iterator[h5py.File]:
     Raises
     ------
     Unreadable, StoreError
-        As from `read_run`; errors of the caller's block stay what they are.
+        As in `read_run`; errors of the caller's block pass unchanged.
     """
     image = io.BytesIO(_read_bytes(path))
     try:

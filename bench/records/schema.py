@@ -16,12 +16,11 @@ import numpy as np
 
 from bench.records import kinds
 
-MOST = 10 ** 12    # of whole numbers: what is counted from sizes stays a float's exact integer
-MOST_LAYERS = 10 ** 4    # each of which is looked at alone
-UNKNOWN = "unknown"    # the commit of a source of which git cannot tell
-# What no number is but these: losses that have diverged.
+MOST = 10 ** 12    # of whole numbers: counts made from sizes stay exact in a float
+MOST_LAYERS = 10 ** 4    # readers look at each layer alone
+UNKNOWN = "unknown"    # the commit where git cannot tell it
 POLICY = re.compile(r"none|selective|(full|uniform:[1-9][0-9]{0,9})([+]selective)?")
-INFINITE = re.compile(r"(\w+_)?loss|\w*difference")
+INFINITE = re.compile(r"(\w+_)?loss|\w*difference")    # may be infinite: losses that diverged
 
 
 def _whole(least: int, value: Any) -> bool:
@@ -32,7 +31,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-# What a setting has to be, by the names of the lists in settings.toml, and whether a value is it.
+# Types of settings, named as the lists in settings.toml: a description, and a test of a value.
 SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "count": (f"a whole number of 1 to {MOST:.0e}", functools.partial(_whole, 1)),
     "whole": (f"a whole number of 0 to {MOST:.0e}", functools.partial(_whole, 0)),
@@ -50,7 +49,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """Read what all kinds have in common."""
+    """Read the settings and groups that all kinds have in common."""
     return tomllib.loads(Path(__file__).with_name("settings.toml").read_text(encoding="utf-8"))
 
 
@@ -92,19 +91,19 @@ def main_group(kind: str) -> str:
 
 
 def further_groups(kind: str, found: Container[str]) -> list[str]:
-    """List the further groups of this kind: those that are `found`, and all that must be there."""
+    """List the further groups of this kind: those in `found`, and all that are required."""
     names = {name.partition(".")[2]: about for name, about in kinds.schemas_of(kind).items()
              if name.startswith(f"{kind}.")}
     return [name for name, about in names.items() if name in found or about.get("required")]
 
 
 def required(kind: str, group: str) -> list[str]:
-    """Return what readers of this kind need of a group: its "settings", or "environment"."""
+    """Return the "settings" or "environment" values, by `group`, that readers of a kind need."""
     return of_kind(kind).get(group, "").split()
 
 
 def is_verified(kind: str) -> bool:
-    """Return whether every record of this kind holds what was verified."""
+    """Return whether every record of this kind holds its verification."""
     return of_kind(kind).get("verified", False)
 
 
@@ -114,7 +113,7 @@ def derived(kind: str) -> dict[str, str]:
 
 
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
-    """Check that a record of this kind has what its readers need because it has something else.
+    """Check that a record also has what its variables and settings require.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ END_REASONS = {"width": "the intervals are narrow enough",
 
 
 def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """Make the table of the intervals of both medians of each measured row.
+    """Make the table of confidence intervals of forward and backward of each measured row.
 
     It also states the limit that ended the repetitions, and how the model was verified.
     """
@@ -48,8 +48,7 @@ def verified_by(run: Run) -> str:
 
 
 def interval_cells(interval: Interval) -> list[Number]:
-    """Make cells of both bounds and of the width in per cent; "+" marks less than 95 % confidence.
-    """
+    """Make cells of both bounds and the width in per cent; "+" marks less than 95 % confidence."""
     few = "" if interval.confidence >= CONFIDENCE else "+"
     bounds = [number_cell(bound, "#.3g") for bound in interval[1:3]]
     return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]

@@ -30,7 +30,7 @@ SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one case.
+    """The comparison of one case.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[Verdict]
 
 
 def verdict_table(verdicts: list[Verdict]) -> Table:
-    """Make the table of verdicts; of medians and their ratios only if no case was tested."""
+    """Make the table of verdicts; without tested cases, of medians and their ratios alone."""
     tested = any(one.difference for one in verdicts)
     rows = []
     for one in verdicts:
@@ -188,7 +188,7 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
 
 
 def mixed_setting_warnings(side: str, cases: Sequence[list]) -> list[str]:
-    """Return a warning for each setting in which the runs of one side differ among themselves."""
+    """Return a warning for each setting that differs among the runs of one side."""
     found: dict[str, None] = {}
     for word in SIDE_SETTINGS:
         for runs in cases:

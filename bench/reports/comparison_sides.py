@@ -1,6 +1,6 @@
 """Collect the two sides of a comparison: the runs of each case, and the common cases.
 
-A case is a row of the tables or a point of a microbenchmark.  Of each run one number counts, the
+A case is a row of the tables or a point of a microbenchmark.  Each run counts with one number, the
 median of its repetitions.
 """
 
@@ -19,7 +19,7 @@ from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 
-# Settings of the work of a run, the same in all runs of a case. Differences in others are noted.
+# Settings of a run's work, the same in all runs of a case. Differences in others become notes.
 WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",
                  "tf32", "grid", "grid_axes", "waited_machine", "waited_scale", "waited_shrink")
 # Settings of a microbenchmark that say how it was measured, and name no case.
@@ -79,7 +79,7 @@ def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
 
 
 def name_cases(*sides: ByTransport) -> list[Cases]:
-    """Name the cases of each side, with the transport if a side has a case with several."""
+    """Name the cases of each side, with the transport if a case on a side has several."""
     several = {name for found in sides
                for name, count in Counter(name for name, _ in found).items() if count > 1}
     return [{f"{name}, transport {transport}" if name in several else name: timed

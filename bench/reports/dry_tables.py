@@ -10,7 +10,7 @@ from mm3d.tracing.events import Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
-NOT_HIDDEN = "products hide no collective; "    # of the seconds of a step with overlap
+NOT_HIDDEN = "products hide no collective; "    # in the title of seconds of a step with overlap
 
 
 def tables(trace: Trace, useful: dict[str, int],
@@ -124,10 +124,10 @@ def state_table(stored: int, data: int, dtype: str, divided: int = 0,
         Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
         type.
     divided : int
-        Of the bytes stored, those of experts that replicas divide in every stage.
+        The part of `stored` for experts that replicas divide in every stage.
     groups : int
-        Number of groups of replicas that have all of these experts; ZeRO divides them further
-        among the groups.
+        Number of groups of replicas that together hold all of these experts; ZeRO divides them
+        further among the groups.
     """
     size = {"float64": 8, "float32": 4}.get(dtype, 2)
     narrow, rows = size == 2, []

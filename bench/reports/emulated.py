@@ -38,11 +38,10 @@ def waited_rows(results: Results) -> list[tuple[Row, Run]]:
 
 
 def state_conditions(runs: Sequence[Run | None]) -> str:
-    """Return what a heading says of its figures in brackets; "" where there is nothing to say.
+    """Return the conditions of figures in brackets, for their heading; "" for plain conditions.
 
-    It names emulated clusters, and warns of work that was waited for instead of done, and of
-    ranks that outnumber cores: without links that take their time such figures are no scaling
-    results.
+    They name emulated clusters, and warn of ranks that waited instead of computing and of ranks
+    that outnumber cores: without links that take time, such figures are no scaling results.
     """
     clusters, emulated = describe_clusters(runs), emulated_runs(runs)
     others = most_oversubscribed(other_runs(runs))
@@ -58,7 +57,7 @@ def state_conditions(runs: Sequence[Run | None]) -> str:
 
 
 def emulation_notes(runs: Sequence[Run]) -> list[str]:
-    """State what figures from emulated clusters show, and what not."""
+    """State what figures from emulated clusters show, and what they do not."""
     found = emulated_runs(runs)
     if not found:
         return []

@@ -22,7 +22,7 @@ from mm3d.console import complain, say
 def write_tables_and_figures(out: Path, figures: bool = True) -> None:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
-    All tables are in ``tables.txt``, of which the summary is a part.
+    ``tables.txt`` has all tables, those of the summary included.
 
     Parameters
     ----------
@@ -50,10 +50,10 @@ def write_tables_and_figures(out: Path, figures: bool = True) -> None:
 
 
 def draw_and_describe(out: Path) -> list[str]:
-    """Draw the figures and write the page; return what names these files.
+    """Draw the figures and write the page; return lines that name these files.
 
-    An error of the program ends nothing here, and nothing hides it: all runs and tables are on
-    the disk, and a picture decides nothing about the run that has measured them.
+    An error of the program is printed and ends nothing: all runs and tables are on the disk, and
+    no picture decides whether a run succeeded.
     """
     try:
         drawn, left_out = draw_figures(out)
@@ -66,10 +66,10 @@ def draw_and_describe(out: Path) -> list[str]:
 
 
 def summary_parts(found: FolderContents) -> list[Part]:
-    """Make what is printed of a folder: the rows of its latest preset and variant.
+    """Make the printed summary of a folder: the rows of its latest preset and variant.
 
-    They are the paper's tables, published beside measured, the speed-ups of 3-D, and five lines
-    on what these figures show.
+    It has the paper's tables, published beside measured, the speed-ups of 3-D, and five lines on
+    what these figures show.
     """
     parts: list[Part] = []
     shown = [results for results in found.results if results.shown_runs()]
@@ -86,7 +86,7 @@ def summary_parts(found: FolderContents) -> list[Part]:
 
 
 def row_parts(results: Results) -> list[Part]:
-    """Make the paper's tables of which a row was measured, published beside measured."""
+    """Make the paper's tables that have a measured row, published beside measured."""
     return [paper_tables.paper_table(paper_tables.heading(results, name), rows, runs)
             for name in HEADINGS
             for rows in [results.rows(name)] for runs in [[results.get(row) for row in rows]]
@@ -111,7 +111,7 @@ def is_compared(results: Results, table: str) -> bool:
 
 
 def state_limits(results: Results, groups: list[list[Emulated]]) -> list[str]:
-    """State in five lines what the figures show and what not, and warn of what is not verified."""
+    """State in five lines what the figures show and what not; warn of unverified results."""
     runs = results.shown_runs()
     verified = paper_tables.verified_notes(runs)
     lines = (state_emulated(runs, [one for group in groups for one in group]) if groups
@@ -121,7 +121,7 @@ def state_limits(results: Results, groups: list[list[Emulated]]) -> list[str]:
 
 
 def state_emulated(runs: list[Run], rows: list[Emulated]) -> list[str]:
-    """State what rows of an emulated cluster show whose ranks wait for their work."""
+    """State what rows show whose ranks wait for their work on an emulated cluster."""
     machines = " and ".join(sorted({one.machine.name for one in rows}))
     crowded = most_oversubscribed(runs)
     cores = f" on {crowded.environment['cores']} cores" if crowded else ""

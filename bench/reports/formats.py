@@ -153,7 +153,7 @@ def _latex_escaped(words: str) -> str:
 def format_csv(parts: list[Part]) -> str:
     """Format all tables as one CSV, with numbers in full and no notes.
 
-    The first column is the table's title; a row leaves empty what its table does not have.
+    The first column is the table's title; cells of columns that a table lacks are empty.
     """
     tables = [part for part in parts if isinstance(part, Table)]
     names = ["table", *dict.fromkeys(column.full for table in tables for column in table.columns)]

@@ -22,7 +22,7 @@ class Pair:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Return the phases that were measured, also in one."""
+        """Return the measured phases, which may be one whole "step"."""
         took = self.measured.seconds
         return PHASES if "step" in took else tuple(took)
 
@@ -42,7 +42,7 @@ class Pair:
 def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Part]:
     """Make the document of predictions beside measurements, with errors and the planner's choices.
 
-    Measurements for which the machine is no model are left out.
+    Measurements on other ranks or transports than the machine's are left out.
     """
     known = [one for one in found if one.dtype in machine.gemm_rate]
     own = [one for one in known if one.matches(machine)]
@@ -105,9 +105,9 @@ def describe_errors(pairs: Sequence[Pair]) -> Iterator[str]:
 def choice_table(pairs: Sequence[Pair]) -> Table:
     """Make the table of the planner's grid, with the least predicted seconds, beside the fastest.
 
-    There is a line for each size measured on several grids: of all schemes, and of each scheme
-    with several.  Of a plan that was measured in several runs the median of them counts: the
-    fastest run of one would be compared with the slowest of another.
+    Each size measured on several grids has a line for all schemes, and one for each scheme with
+    several grids.  A plan measured in several runs counts with their median: otherwise the fastest
+    run of one would be compared with the slowest of another.
     """
     runs: dict[tuple, list[tuple[float, float]]] = {}
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""Compute figures of merit of a run, each beside its closed form where there is one."""
+"""Compute figures of merit of a run, each beside its closed form if it has one."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from mm3d.tracing.events import PHASES
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its unit and its closed form, each NaN if there is none."""
+    """A number with its unit and its closed form; NaN where missing."""
 
     name: str
     value: float
@@ -28,7 +28,7 @@ class Figure:
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """Return useful operations over those at the peak rate (MFU).
+    """Compute the model flops utilization (MFU): useful operations over those at the peak rate.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def recomputation_figures(run: Run) -> list[Figure]:
 def traffic_figures(run: Run) -> list[Figure]:
     """Compute words, bytes and bandwidth of a step by direction, the mean over the ranks.
 
-    Words are those counted, and those that the transport states to have moved.
+    Words are those counted, and those that the transport moved by its own count.
     """
     words, moved = (run.traffic[name].sum(axis=(0, 3)).mean(axis=0) for name in ("words", "bytes"))
     expected = run.expected_words.sum(axis=(0, 2)) / run.ranks
@@ -105,7 +105,7 @@ def traffic_figures(run: Run) -> list[Figure]:
 
 
 def wire_figures(run: Run) -> list[Figure]:
-    """Return the bytes that all nodes received in each phase, beside those that have to cross."""
+    """Return the bytes that all nodes received in each phase, beside the least possible."""
     if "wire" not in run.groups:
         return []
     received, least = (run.groups["wire"].variables[name].values.sum(axis=1)
@@ -115,9 +115,9 @@ def wire_figures(run: Run) -> list[Figure]:
 
 
 def moved_words(run: Run) -> np.ndarray:
-    """Return the words of a step that the transport states to have moved, by direction.
+    """Return the words that the transport moved in a step, by its own count, by direction.
 
-    They are the mean over the ranks; NaN where the transport states none.
+    They are means over the ranks; NaN where the transport does not count.
     """
     stated = run.traffic.get("moved", np.full(run.traffic["words"].shape, math.nan))
     return stated.sum(axis=(0, 3)).mean(axis=0)
@@ -129,7 +129,7 @@ def transport_name(run: Run) -> str:
 
 
 def intensity_figures(run: Run, flops: int) -> list[Figure]:
-    """Compute useful operations for each byte counted, and for each byte of the operands."""
+    """Compute arithmetic intensities: useful operations per byte counted, and per operand byte."""
     moved = run.traffic["bytes"].sum()
     found = [Figure("arithmetic intensity, a byte counted", flops / moved if moved else math.nan,
                     "flop/byte")]

@@ -81,5 +81,5 @@ def most_bytes(run: Run, name: str) -> float:
 
 
 def _rounded(value: float) -> Number:
-    """Make a cell of a number with three digits, or all of those before the point."""
+    """Make a cell with three significant digits, integers in full."""
     return number_cell(value, ".0f" if abs(value) >= 1000 else "#.3g")

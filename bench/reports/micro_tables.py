@@ -1,4 +1,4 @@
-"""Print records of any kind: by the tables that a kind declares, or else by dimensions."""
+"""Make tables of records of any kind: those that the kind declares, or else by dimensions."""
 
 from typing import Sequence
 
@@ -8,7 +8,7 @@ from bench.records.measurements import Measurements, list_places
 from bench.records.notes import describe_machine
 from bench.reports.formats import render
 
-# Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
+# Dimensions of samples and bounds, which have no columns in the tables of an unknown kind.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
 
 

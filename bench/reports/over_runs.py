@@ -1,7 +1,7 @@
 """Compute speed-ups, and their intervals, over several runs of two rows.
 
-Repetitions of one run share its placement, its neighbours and its minutes: how much a speed-up
-changes from run to run, only runs tell.
+Repetitions of one run share its placement, its neighbours and its minutes: only several runs tell
+how much a speed-up changes from run to run.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from bench.records.folder import EFFORT, Results
 from bench.records.model_run import Run
 from bench.statistics import geometric_mean_interval
 
-MIN_RUNS = 3    # that an interval of confidence needs
-# What runs of the same code on the same machine have in common.
+MIN_RUNS = 3    # least pairs of runs for a confidence interval
+# The environment that runs of the same code on the same machine share.
 SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
         "emulated_cluster")
 NOTE = ("Speed-ups of several runs of both rows (repeat the command with the same --out) are "
@@ -50,7 +50,7 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp:
     ----------
     slow, fast : sequence of float
         Seconds of the runs of both rows, oldest first.  The latest of both are a pair, the runs
-        before them another, and so on: what changes from hour to hour is in both of a pair.
+        before them another, and so on: changes from hour to hour affect both of a pair alike.
 
     Returns
     -------
@@ -76,8 +76,8 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp:
 def repeated_runs(results: Results, row: Row) -> list[Run]:
     """List the runs of a row that repeat its latest, which comes last; empty without any.
 
-    They have its settings, but for those of how long it was measured, its commit, and its machine
-    and libraries.
+    They share its commit, machine, libraries and settings, but for those of how long it was
+    measured.
     """
     runs = results.history.get((row.key, row.like), [])
     return [run for run in runs if _identity(run) == _identity(runs[-1])]

@@ -65,7 +65,7 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(title_of_all, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
-    if emulated.waited_rows(results):    # whose predictions need much that other tables do not
+    if emulated.waited_rows(results):    # their predictions need imports that other tables do not
         parts += import_module("bench.reports.emulation.tables").row_parts(results)
     parts += wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
@@ -75,7 +75,7 @@ def preset_parts(results: Results) -> list[Part]:
 
 
 def heading(results: Results, table: str) -> str:
-    """Return the heading of the tables of a preset's rows of one of the paper's tables."""
+    """Return the heading of one of the paper's tables for a preset."""
     runs = [results.get(row) for row in results.rows(table)]
     return f"{HEADINGS[table]}, preset {results.title}{emulated.state_conditions(runs)}"
 
@@ -238,7 +238,7 @@ def machine_notes(results: Results) -> list[str]:
 
 
 def _together(keys: list[Key], results: Results) -> str:
-    """Join the names of rows; a table with all of its measured rows is named alone."""
+    """Join the names of rows; all measured rows of a table get one name."""
     names = []
     for table in sorted({key[0] for key in keys}):
         mine = [key for key in keys if key[0] == table]

@@ -1,4 +1,4 @@
-"""Make the tables of a pipeline that is predicted, of one rank and of plans."""
+"""Make tables of predicted pipelines: of one rank, of a step, of the paper's rows, of plans."""
 
 from typing import Sequence
 
@@ -13,7 +13,7 @@ from mm3d.training.schedules import Schedule
 
 
 def rank_parts(model: PipelineModel, replica: int, stage: int, place: int) -> list[Part]:
-    """Make the tables of what a rank does in a step, run dry, without a machine.
+    """Make the tables of a rank's work in a step, by a dry run, without a machine.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def seconds_cells(model: PipelineModel, found: PredictedPipeline) -> list:
 
 
 def seconds_columns(data: int) -> list[Column]:
-    """Return the columns of `seconds_cells` for so many replicas."""
+    """Return the columns of `seconds_cells` for `data` replicas."""
     names = ("step s", "without hops", "F ms", "B ms", "W ms", "hop us", "hop us",
              *["sums ms"] * (data > 1), "bubble %")
     groups = {5: "in a node", 6: "between nodes"}
@@ -72,7 +72,7 @@ def seconds_parts(name: str, model: PipelineModel, found: PredictedPipeline,
 
 
 def seconds_notes(data: int) -> Notes:
-    """Say what the columns of seconds mean for so many replicas."""
+    """Explain the columns of seconds for `data` replicas."""
     return Notes("About this prediction:", [
         "F, B and W: of the layers of a rank for one micro-batch, a mean over the stages; W is "
         "part of B where the schedule takes both at once. Hop: of a block of each rank to the "
@@ -87,7 +87,7 @@ def seconds_notes(data: int) -> Notes:
 
 def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[RowPipeline],
               missing: Sequence[str]) -> list[Part]:
-    """Make the tables of the paper's rows as pipelines, with the rows that cannot be such."""
+    """Make the tables of the paper's rows as pipelines; name the rows that cannot be pipelines."""
     stages, parts = schedule.ranks, []
     several = found[0].model.data if found else 1
     of = f"{several} replicas of " * (several > 1)
@@ -117,7 +117,7 @@ def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[R
 
 def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, float, bool]],
                screened: int) -> list[Part]:
-    """Make the table of plans: model, prediction, bytes at the peak of a rank, and if it fits."""
+    """Make the table of plans: model, prediction, peak bytes of a rank, and whether it fits."""
     rows = [[model.scheme, model.grid_name, *seconds_cells(model, found),
              number_cell(peak / 2 ** 30, ".2f"), "yes" if fits else "NO"]
             for model, found, peak, fits in model_found]

@@ -44,7 +44,7 @@ def cost_notes() -> Notes:
 
 
 def chains(timelines: Mapping[str, Timeline]) -> Notes:
-    """Say of each schedule which chain of actions its last end waits for."""
+    """Name for each schedule its critical path: the actions that its last end waits for."""
     lines = []
     for name, timeline in timelines.items():
         path = timeline.critical_path()

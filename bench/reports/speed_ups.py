@@ -37,7 +37,7 @@ def speed_up_table(heading: str, name: str, results: Results) -> Table:
 
 
 def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
-    """Make the line of a pair of rows; only rows with their own batches have published figures."""
+    """Make the line of a pair of rows; rows with another's batch have no published figures."""
     cells: list[Cell] = [name, cube.gpus]
     if other.like or cube.like:
         cells += [""] * 4

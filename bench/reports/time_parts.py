@@ -33,9 +33,9 @@ def part_title(part: str) -> str:
 def mean_parts(run: Run) -> dict[str, dict[str, float]] | None:
     """Compute the mean seconds of each of the `part_names` in a step, by phase.
 
-    Means are over traced repetitions and ranks.  The time that a rank waits for the slowest at the
-    end of a phase is "waiting", so the parts of a phase add up to the mean time of traced
-    repetitions; `tracing_overhead` compares it with that of the others.
+    Means are over traced repetitions and ranks.  A rank's wait for the slowest at the end of a
+    phase is "waiting", so the parts of a phase add up to the mean time of traced repetitions;
+    `tracing_overhead` compares traced repetitions with the others.
 
     Parameters
     ----------
@@ -115,8 +115,8 @@ def recorded_number(run: Run, group: str, name: str) -> float:
 def machine_rate(run: Run, name: str) -> float:
     """Return a rate of the group ``machine``; NaN if it was not recorded.
 
-    A rate of memory may be that of the caches, and is NaN, if the arrays were less than twice as
-    large as the caches, or their size was not recorded (older files).
+    A rate of memory is NaN, as it may be that of the caches, where the arrays were less than twice
+    as large as these, or the arrays' size was not recorded (older files).
     """
     if name.startswith("memory"):
         arrays, caches = (recorded_number(run, "machine", which)

@@ -1,4 +1,4 @@
-"""Make the table of the bytes that rows sent between nodes, beside those that have to cross."""
+"""Make the table of the bytes that rows sent between nodes, beside the fewest possible."""
 
 from typing import Sequence
 

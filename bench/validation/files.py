@@ -39,12 +39,12 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
     Returns
     -------
     list of str, list of str
-        Its violations of the rules, and warnings.
+        The file's violations of the rules, and its warnings.
 
     Raises
     ------
     Unreadable
-        When it cannot be read: whether it is valid nobody can tell.
+        When it cannot be read, so that nobody knows whether it is valid.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -114,7 +114,7 @@ def check_oversubscription(run: Measurements) -> Iterator[str]:
 
 
 def checked(rule: Callable[[Any], Iterator[str]], what: Any) -> list[str]:
-    """Return the violations of a rule; one that says so where its values cannot be judged."""
+    """Return the violations of a rule; if values cannot be judged, one violation that says so."""
     try:
         return list(rule(what))
     except (*DAMAGE, *UNLIKE, ArithmeticError) as error:
@@ -173,6 +173,6 @@ def list_warnings(run: Measurements) -> Iterator[str]:
 def count_repetitions(run: Measurements) -> float:
     """Return the number of repetitions; infinite where a microbenchmark has no such dimension.
 
-    Where its cases have different numbers it is that of the case with the most.
+    If cases have different numbers, the largest counts.
     """
     return len(run.scales["repetition"]) if "repetition" in run.scales else math.inf

@@ -12,7 +12,7 @@ PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustr
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 NAMED = ("host", "hostname", "user", "username")    # attributes that no file may have
 # Attributes whose text comes from outside, from options and variables. The program writes all
-# others itself; what it writes is no name of anybody, whatever this host and user are called.
+# others itself: they name nobody, even where they have a word that is this host's or user's name.
 OUTSIDE = ("command", "tuning_variables", "slurm", "waited_machine", "text")
 SYSTEM = ("cpu_model", "gpu")    # as the system calls them, as in "i7@2.2GHz"
 OWN_WORDS = "python -m bench mm3d results .h5 .toml .json localhost root"
@@ -46,14 +46,14 @@ def _words_written(found: list[tuple[str, str, Any]]) -> Iterator[str]:
     for place, key, value in found:
         yield from (place, key)
         if isinstance(value, str):
-            # Of a command the program writes the verb, as in "python -m bench VERB".
+            # Of a command only the verb is the program's text: "python -m bench VERB".
             yield value if key not in OUTSIDE else " ".join(value.split()[:4] * (key == "command"))
 
 
 def _own_names(written: str) -> re.Pattern[str]:
-    """Return the pattern of the names of this user and host that text from outside may not have.
+    """Return the pattern of names of this user and host, which text from outside may not have.
 
-    A name that the program has written itself cannot be told from its own words.
+    Names that are also the program's own words are left out.
     """
     host = socket.gethostname()
     names = {os.environ.get(name, "") for name in ("LOGNAME", "USER", "LNAME", "USERNAME")}

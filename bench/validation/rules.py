@@ -124,7 +124,7 @@ def check_ranks(run: Run) -> Iterator[str]:
 
 
 def counted_along_grid(run: Run) -> bool:
-    """Check that traffic was counted along every direction of the grid."""
+    """Return whether traffic was counted along every direction of the grid."""
     return set(run.grid) <= set(run.directions)
 
 

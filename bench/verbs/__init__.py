@@ -5,7 +5,7 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 - a docstring whose first line is its help,
 - ``GROUP``, the heading under which ``--help`` lists it,
 - ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone), or a function
-  that says so of its options,
+  that returns this for its options,
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
 - ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.
 
@@ -27,13 +27,13 @@ from typing import NoReturn, Sequence
 from bench.command_line.parser import Parser
 from bench.errors import UsageError
 
-# As a person needs them; what is not here comes last.
+# The order in which a user needs them; verbs that are not here come last.
 ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "dry",
          "plan", "predict", "calibrate", "schedule", "cube", "cluster", "doctor",
          # kinds of measure
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
          "gpu", "start")
-# What verbs of old names are called.
+# Former names, with the present ones.
 RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
            "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
            **{name: f"measure {name}" for name in ORDER[16:] if name != "matmul"},
@@ -50,7 +50,7 @@ class Entry:
 
 
 def names(verb: str = "") -> list[str]:
-    """List the verbs, or the kinds of `verb`, in the order in which a person needs them."""
+    """List the verbs, or the kinds of `verb`, in the order in which a user needs them."""
     folder = Path(__path__[0]) / verb
     found = {module.name for module in pkgutil.iter_modules([str(folder)])}
     return [*(name for name in ORDER if name in found), *sorted(found - {*ORDER})]

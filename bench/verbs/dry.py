@@ -142,9 +142,9 @@ def _trace_with_experts(arguments: argparse.Namespace, stack: Stack) -> TraceOf 
 
 def _judge_training(trace: Trace, arguments: argparse.Namespace,
                     limit: int) -> tuple[bool, str]:
-    """Return whether training by AdamW fits `limit` bytes in a stage of ZeRO, and say in which.
+    """Return whether AdamW training fits `limit` bytes with ZeRO 1, and a line on stages 0 and 1.
 
-    Gradients and parameters that stages 2 and 3 divide are counted whole.
+    ZeRO 2 and 3 are not considered: gradients and parameters are counted whole.
     """
     groups = arguments.data // arguments.expert_parallel
     found = [trace.peak + sum(memory_fit.optimizer_bytes(part, arguments.dtype, zero, shards)
@@ -159,7 +159,7 @@ def _judge_training(trace: Trace, arguments: argparse.Namespace,
 
 
 def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
-    """Return the grid that was given, or with stages that of each; UsageError for several else."""
+    """Split ``--grid`` into one grid, or one per stage; UsageError for several without stages."""
     texts = (arguments.grid or "").split(",")
     if len(texts) > 1 and not arguments.stages:
         raise UsageError(f"--grid {arguments.grid}: give --stages too, or one grid")

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plans; 0.
+    """Print the plans; return 0.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
                    sizes: ModelSizes) -> None:
-    """Raise UsageError for what cannot be planned with experts."""
+    """Raise UsageError for options that cannot be planned with experts."""
     for name in ("pictures", "costs", "data"):
         if getattr(arguments, name):
             raise UsageError(f"--experts {experts.count} --{name}: what is planned with experts "

@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measured(parser: argparse._ArgumentGroup) -> None:
-    """Add the options of what is measured."""
+    """Add the options of measurements."""
     parser.add_argument("--matmul", type=options.shape, action="append", metavar="M,N,K",
                         help="a product: C is M x K, the sum has N terms; may be repeated")
     parser.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
 
 
 def _pipelines(arguments: argparse.Namespace) -> int:
-    """Print predictions of the paper's rows whose layers are divided among stages; 0."""
+    """Print predictions of the paper's rows, layers divided among pipeline stages; return 0."""
     from bench.prediction.paper_fit import predict_tables
     from bench.prediction.paper_pipelines import predict_rows
     from bench.reports.predicted_pipelines import row_parts
@@ -136,7 +136,7 @@ def _refuse(arguments: argparse.Namespace, names: list[str], remedy: str) -> Non
 
 
 def _as_given(value: object) -> str:
-    """Return the value of an option as it is written."""
+    """Format the value of an option as on the command line."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
     return ",".join(map(_as_given, value)) if isinstance(value, list) else str(value)
@@ -166,7 +166,7 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     Raises
     ------
     UsageError
-        When a scheme has no grid of so many ranks, or the machine is a model for other ranks,
+        When a scheme has no grid of this many ranks, or the machine is a model for other ranks,
         another transport or other dtypes.
     """
     from bench.agreement import broadcast_from_rank_0

@@ -58,15 +58,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure every selected row, then print a summary, and write tables, figures and a page.
 
-    Without a preset it is the best that this machine can.  Rows that an earlier reproduction,
-    which was stopped or killed, has finished with the same settings are not measured again.
+    The default preset is the best that this machine can run.  Rows that an earlier reproduction,
+    stopped or killed, has finished with the same settings are not measured again.
 
     Returns
     -------
     int
         0 when all rows were measured, but for rows of ``--equal-tokens`` left out for lack of
-        memory; 1 when others were not; 128 and its number after a signal.  With
-        ``--paper`` 1 when a cell differs.
+        memory; 1 when others were not; 128 plus the number of a signal.  With ``--paper`` 1 when
+        a cell differs.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure_round(arguments: argparse.Namespace, cases: list[Case], wanted: dict[str, Any],
                   log: Journal) -> int:
-    """Measure the rows of one reproduction that are not finished, and report it; its status."""
+    """Measure the unfinished rows of one reproduction, report its end, and return the status."""
     reproduction, finished = resume.begin_or_resume(
         log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, say)
     progress = RowProgress(len(cases), len(finished))
@@ -142,7 +142,7 @@ def most_ranks(cases: list[Case]) -> list[Case]:
 
 
 def choose(arguments: argparse.Namespace) -> None:
-    """Set the preset that nobody has named, in the words of the command too; say which and why."""
+    """Choose the preset, add it to the words of the command, and say which and why."""
     arguments.preset, why = choose_preset(arguments)
     preset = load_tables().presets[arguments.preset]
     chosen = [f"--preset={arguments.preset}"]
@@ -189,13 +189,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the seconds that ranks wait; none where they compute.
-
-    Raises
-    ------
-    UsageError
-        When they are not valid.
-    """
+    """Return the settings of the seconds that ranks wait, {} if they compute; or UsageError."""
     found = row_options.waited_machine(arguments)
     if found is None and arguments.machine:
         raise UsageError(f"--machine {arguments.machine}: only --work wait waits for the seconds "
@@ -204,13 +198,7 @@ def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_cases(arguments: argparse.Namespace) -> list[Case]:
-    """Make the cases of the rows that are asked for.
-
-    Raises
-    ------
-    UsageError
-        When there are none, or they cannot have the variant.
-    """
+    """Make the cases of the selected rows; UsageError if they cannot have the variant."""
     rows = rows_of_options(arguments)
     library = backends.get(arguments.backend)
     variant = row_options.variant(arguments, library)
@@ -219,13 +207,7 @@ def make_cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
-    """List the rows that the options select.
-
-    Raises
-    ------
-    UsageError
-        When there are none.
-    """
+    """List the rows that the options select; UsageError for none."""
     wanted = arguments.ranks or load_tables().presets[arguments.preset].ranks
     if not wanted:
         found = select_rows(arguments.table, arguments.scheme)
@@ -240,13 +222,7 @@ def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
 
 
 def check_cluster(cases: list[Case]) -> None:
-    """Refuse rows of more ranks than the emulated cluster has, in which this process runs.
-
-    Raises
-    ------
-    UsageError
-        When there are any.
-    """
+    """Raise UsageError for rows of more ranks than the emulated cluster of this process has."""
     cluster, most = Cluster.from_environment(), max(one.row.gpus for one in cases)
     if cluster and most > cluster.size:
         raise UsageError(f"rows of {most} ranks do not fit into the emulated cluster {cluster} of "
@@ -283,7 +259,7 @@ def announce_start(progress: RowProgress, preset: str, out: Path,
 
 
 def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
-    """Print what is predicted of rows on an emulated cluster whose ranks wait for their work."""
+    """Print the predictions of rows on an emulated cluster whose ranks wait for their work."""
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:
         return
@@ -320,7 +296,7 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     spared = {name for title, name in spare.items()
               if any(line.startswith(f"left out: {title}:") for line in progress.left_out)}
     lacking = len(progress.failures) + len(progress.left_out) - len(spared)
-    # It may have been begun with more rows than were asked for now: they are still to do.
+    # It may have begun with more rows than this command asks for: they are still to do.
     missing = set(resume.missing_rows(reproduction, log.folder)) - spared
     outcome = "stopped" if stopped else "incomplete" if lacking or missing else "complete"
     log.write("end", outcome=outcome, measured=progress.measured, of=progress.total)

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     for one in shuffle_cases(cases, settings.order):
         file = trace and chrome_trace.trace_file(trace, one.name, len(cases))
         status, line = measure_and_write(one, settings, peaks, comm, out, file)
-        if settings.dilation:    # as they were, for whatever follows in this cluster
+        if settings.dilation:    # restored for later commands in this cluster
             set_links(settings.dilation.link, comm, settings.dilation.change)
         warn_of_slow_nodes(comm)
         # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.

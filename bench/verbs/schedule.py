@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a schedule and what it costs, and draw it; UsageError when that cannot be."""
+    """Print a schedule and its costs, and draw it; UsageError when that is not possible."""
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
-    """Return the sizes and times that are asked for; those of a file are the file's."""
+    """Return sizes and times from the options; a schedule file gives its own sizes."""
     sizes = []
     for option, own in (("stages", "ranks"), ("microbatches", "microbatches")):
         value = getattr(arguments, option)

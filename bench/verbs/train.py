@@ -99,7 +99,7 @@ def option_of(name: str) -> str:
 
 
 def default_of(name: str) -> str:
-    """Say what an option is by default, and with ``--compare``."""
+    """State the default of an option, and its default with ``--compare``."""
     first, second = (getattr(plan, name) for plan in (TRAINED, COMPARED))
     return f"default {first}" + (f"; {second} with --compare" if second != first else "")
 
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """Return what is trained: the options that were given, and defaults for the others."""
+    """Make the plan of a training from the given options, and defaults for the others."""
     start = COMPARED if arguments.compare else TRAINED
     given = {name: value for name in start.settings()
              if (value := getattr(arguments, OPTIONS.get(name, name), None)) is not None}
@@ -225,7 +225,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
 
 def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
              outcome: Outcome) -> Any:
-    """Train the same by PyTorch on rank 0, while the others sleep; None on these."""
+    """Train the same by PyTorch on rank 0, while the others sleep and return None."""
     plan, comm = training.plan, training.comm
     batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)
     products = observe_products(lambda: training.model.step(*batch), training.mesh.scheme.grid)

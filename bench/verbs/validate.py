@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns
     -------
     int
-        1 when a file is not valid; otherwise 2 when one cannot be read, of which nobody can tell;
-        otherwise 0.
+        1 when a file is not valid; otherwise 2 when one cannot be read, so nobody knows whether it
+        is valid; otherwise 0.
 
     Raises
     ------

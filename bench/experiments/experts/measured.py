@@ -1,8 +1,8 @@
 """Measure a layer of experts by parts, beside PyTorch on one process.
 
-In every repetition the layer is measured with each routing of the tokens, and beside it its first
-product alone, grouped by experts and as one product of the same rows, and PyTorch's ways, all in
-random order.  Ratios are medians of ratios of the same repetition.
+Every repetition measures, with each routing of the tokens, the layer; its first product alone,
+grouped by experts and as one product of the same rows; and PyTorch's ways, all in random order.
+Ratios are medians of ratios within repetitions.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -153,7 +153,7 @@ class Sampler:
         self.products = {routing: self._products(routing) for routing in ROUTINGS}
 
     def _products(self, routing: str) -> Products:
-        """Make operands like those of the first product with this routing."""
+        """Make operands of the sizes of the first product with this routing."""
         subject = self.subject
         subject.set_routing(routing)
         with subject.layer.routings.recording() as routings:
@@ -166,7 +166,7 @@ class Sampler:
         return Products(rows, weights, segments)
 
     def first_products(self) -> list[Product]:
-        """Return the products by experts of this rank's first product, of equal shares."""
+        """Return the products of this rank's experts in the first product, with equal shares."""
         first = self.products[ROUTINGS[0]]
         _, n, columns = first.weights.shape
         return count_products((one.stop - one.start, n, columns, False, False)

@@ -6,7 +6,7 @@ from typing import Any, Callable
 from mm3d.model.experts.layer import ExpertsLayer
 
 PARTS = ("router", "dispatch", "experts", "combine")
-# The parts of a phase in their order, each with the mark that ends it, but for the last.
+# The parts of a phase in their order, each with the mark that ends it; the last ends the phase.
 ORDER = {"forward": (("router", "routed"), ("dispatch", "arrived"), ("experts", "leaving"),
                      ("combine", "")),
          "backward": (("combine", "arrived"), ("experts", "leaving"), ("dispatch", "routing"),
@@ -14,11 +14,11 @@ ORDER = {"forward": (("router", "routed"), ("dispatch", "arrived"), ("experts", 
 
 
 class PartClock:
-    """Note when a layer's steps pass from one part to the next.
+    """Time the parts of a layer's steps.
 
-    Router: logits, choice, the gather of all ranks' counts, and the plan of what goes where.
+    Router: logits, choice, the gather of all ranks' counts, and the plan of where rows go.
     Dispatch: rows to their experts.  Experts: products, biases and GELU.  Combine: rows back to
-    their tokens, and the sums with the gates.  In backward each has the gradients of the same.
+    their tokens, and the sums with the gates.  In backward each part computes their gradients.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class PartClock:
         setattr(owner, name, marked)
 
     def _mark(self, name: str) -> None:
-        """Note the time of the mark of this name in a phase."""
+        """Note the time of a mark."""
         self.synchronize()
         self._marks[name] = time.perf_counter()
 

@@ -1,6 +1,6 @@
 """Compute a layer of experts in NumPy, token by token and expert by expert, in float64.
 
-Nothing here is shared with `mm3d.model.experts`: results are verified with it.
+It shares no computation with `mm3d.model.experts`, whose results it verifies.
 """
 
 import math
@@ -65,7 +65,7 @@ class PlainExperts:
     def choice_error(self) -> float:
         """Return by how much a logit that was passed over exceeds one that was chosen.
 
-        It is relative to the largest logit, with sigmoids to 1; 0 where the choice is exact.
+        It is relative to the largest logit, or with "sigmoid-bias" score; 0 for exact choices.
         """
         sought = self.scores if self.experts.gate == "sigmoid-bias" else self.logits
         picked = np.take_along_axis(sought, self.chosen, 1)
@@ -75,7 +75,7 @@ class PlainExperts:
         return float(max(0.0, max(gap.max() for gap in gaps)) / np.abs(sought).max())
 
     def _keep(self) -> np.ndarray:
-        """Let experts take tokens one after the other until they are full."""
+        """Return which pairs experts take, one after the other, until they are full."""
         experts, (tokens, top) = self.experts, self.chosen.shape
         kept = np.ones((tokens, top), bool)
         if experts.capacity is None:
@@ -108,7 +108,7 @@ class PlainExperts:
         return tokens, gate, choice, (slope, g, g @ a["down.weight"][e] + a["down.bias"][e])
 
     def gradients(self, dy: np.ndarray) -> dict[str, np.ndarray]:
-        """Compute from the output's gradient that of x, "input", and those of all parameters."""
+        """Compute the gradients of x, as "input", and of all parameters from the output's."""
         a, dx, dgates = self.a, np.zeros_like(self.x), np.zeros(self.chosen.shape)
         found = {name: np.zeros_like(a[name]) for name in WEIGHTS}
         for e in range(self.experts.count):
@@ -124,7 +124,7 @@ class PlainExperts:
         return {**found, "input": dx, "router.weight": dlogits.T @ self.x}
 
     def _logits_gradient(self, dgates: np.ndarray) -> np.ndarray:
-        """Compute the gradient of the logits: by the gates, the balance loss and the z-loss."""
+        """Compute the gradient of the logits, through the gates, balance loss and z-loss."""
         experts, tokens, p = self.experts, len(self.x), self.probabilities
         wide = np.zeros_like(p)
         np.put_along_axis(wide, self.chosen, dgates, 1)
@@ -143,7 +143,7 @@ class PlainExperts:
         return dz + 2 * experts.z / tokens * lse * terms / terms.sum(1, keepdims=True)
 
     def _share(self) -> np.ndarray:
-        """Return the share of the tokens of each expert, (E,), that the balance loss has."""
+        """Return each expert's share of the tokens, (E,), as the balance loss counts it."""
         pairs, every = self.counts.sum(0), self.chosen.size
         whose = self.experts.convention
         if whose == "huggingface":

@@ -83,9 +83,9 @@ class ExpertsCase:
     def router_weight(self, routing: str) -> np.ndarray:
         """Return the router's weight (E, h) that routes as one of `ROUTINGS` says.
 
-        The first feature of every token is 1, so the first column is added to all logits:
-        nothing for "uniform", minus the logarithm of the expert's number for "skewed", so that
-        shares fall about as 1 / n, and much for the first k experts for "collapsed".
+        The first feature of every token is 1, so the first column adds to the logits: nothing for
+        "uniform"; minus the logarithm of the expert's number n for "skewed", so that shares fall
+        about as 1 / n; and much for the first k experts for "collapsed".
         """
         count, top = self.experts.count, self.experts.top
         weight = self.draw("router.weight", (count, self.hidden)) / math.sqrt(self.hidden)
@@ -104,7 +104,7 @@ class ExpertsCase:
 
 
 def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> dict[str, Any]:
-    """Return what PyTorch's layers need to know of a router, without the conventions' names.
+    """Return a router's settings for PyTorch's layers, without the names of conventions.
 
     The share of an expert in the balance loss is the number of tokens that have it among their
     first "counted choices", over "share divisor" times the number of tokens.  The capacity is a
@@ -211,7 +211,7 @@ class Subject:
         return y, self.backward(saved)
 
     def forward(self) -> tuple[Array, Any]:
-        """Compute the output, and what backward needs."""
+        """Compute the output; return it and the data that backward needs."""
         self.layer.routings.totals.clear()
         return self.layer.forward(self.x)
 

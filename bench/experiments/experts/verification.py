@@ -20,7 +20,7 @@ CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}
 
 @dataclass(frozen=True)
 class Verified:
-    """What the verification of one routing has found.
+    """The verification of one routing; ranks other than 0 have only the checks.
 
     Attributes
     ----------
@@ -37,8 +37,6 @@ class Verified:
         inside replicas, counted.
     gathered : bool
         Whether tokens are gathered from the other replicas, and not exchanged.
-
-    All but the checks are there on rank 0 alone.
     """
 
     checks: list[Check]
@@ -60,7 +58,7 @@ def verify_step(subject: Subject, routing: str,
     subject : Subject
         The layer, with the router's weight of this routing.
     routing : str
-        Of `ROUTINGS`.
+        One of `ROUTINGS`.
     torch : dict of str to dict
         PyTorch's results by way and quantity, which are compared too; used on rank 0.
     """
@@ -130,7 +128,7 @@ def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, 
 
 def _plain_results(subject: Subject, routing: str,
                    chosen: np.ndarray) -> tuple[PlainExperts, dict[str, np.ndarray]]:
-    """Compute the layer with these experts chosen, and all that a step gives, by quantity."""
+    """Compute the layer for the experts `chosen`; return it, and a step's results by quantity."""
     case = subject.case
     arrays, shape = case.activations(), (case.batch, case.seq, case.hidden)
     x, dy = (arrays[name].reshape(case.tokens, -1) for name in ("input", "output gradient"))
@@ -152,11 +150,11 @@ def _closed_forms(subject: Subject, plain: PlainExperts,
                   blocks: list[Any]) -> dict[str, np.ndarray]:
     """Count the words that each rank sends to other replicas in a step, by way.
 
-    In an exchange a rank sends the row of each of its tokens to the replica of its group that has
-    an expert that takes it, and the expert's row back; in backward the gradients of both go the
-    same ways.  In a gather it gets each token of the other replicas of its group with the experts
-    chosen and their gates, and sends terms of its sum; in backward gradients of the sum, of token
-    and gates go so.
+    In an exchange a rank sends the row of each of its tokens to the replica of its group with the
+    expert that takes it, which sends its result back; in backward the gradients of both go the
+    same ways.  In a gather a rank gets each token of the other replicas of its group, the experts
+    it chose and their gates, and sends back terms of its sum; in backward the gradients of sum,
+    token and gates travel likewise.
     """
     case, parts = subject.case, subject.expert_parallel
     shape = (case.batch, case.seq, case.experts.top)
@@ -180,7 +178,7 @@ def _closed_forms(subject: Subject, plain: PlainExperts,
 def _counts_words(subject: Subject, blocks: list[Any]) -> np.ndarray:
     """Count the integers that each rank gets from other replicas: k E for each run of tokens.
 
-    A run is a part of the batch's tokens that follow each other on one rank.
+    A run is a part of the batch whose tokens are consecutive on one rank.
     """
     case, group = subject.case, len(blocks) // subject.mesh.shape["d"]
     runs = np.zeros(len(blocks), np.int64)

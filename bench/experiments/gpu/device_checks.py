@@ -72,7 +72,7 @@ def check_kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
 def check_model(mode: Mode) -> Check:
     """Compute the worst relative error of `run_model_step` in `mode`, with its tolerance.
 
-    float64 and float32 are compared with float64, dtypes with fewer digits with themselves.
+    The reference is in float64 for float64 and float32, else in NumPy rounded as `mode` rounds.
     """
     few = str(mode) in against_serial.EPS
     with rounding_backend(mode.tf32) as library:

@@ -225,7 +225,7 @@ PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
 
 
 def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:
-    """Verify and measure one of `PARTS`; a record of kind "gpu-" and its name.
+    """Verify and measure one of `PARTS`; return a record of kind "gpu-" plus its name.
 
     Raises
     ------

@@ -110,8 +110,8 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
         An interpreter that has PyTorch: the layer is verified with it and measured beside it.
         Without one the layer is verified with the serial scheme and measured alone.
     overlap : int
-        Measure it also with communication that goes on while ranks multiply, in so many panels of
-        rows; 0 for without.
+        Measure the layer also with communication that overlaps with products, in this many panels
+        of rows; 0 for no overlap.
     limits : Limits
         When to stop repeating.
 
@@ -160,7 +160,7 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
 
 
 def failure_message(checks: list[Check], torch: str | None) -> str | None:
-    """Return what `against_serial.failure_message` says, by the name of the reference."""
+    """Describe failed checks as `against_serial.failure_message`, naming the reference."""
     return against_serial.failure_message(checks, "PyTorch" if torch else "the serial scheme")
 
 

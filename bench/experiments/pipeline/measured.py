@@ -1,4 +1,4 @@
-"""Measure how long a pipeline takes, and how much of that is bubble, beside the clock."""
+"""Measure the time and the bubble of a pipeline, beside those by the clock."""
 
 import time
 from dataclasses import asdict
@@ -34,7 +34,7 @@ from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Event
 
 LIMITS = Limits(5, 30, 30.0)    # by default
-ROUNDS = 40    # there and back, to measure a hop
+ROUNDS = 40    # round trips to measure a hop
 
 
 def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
@@ -46,7 +46,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     mesh : Mesh
         The ranks; each calls this.
     case : PipelineCase
-        What is measured.
+        The pipeline to measure.
     limits : Limits
         When to stop repeating.
     torch : str, optional
@@ -153,7 +153,7 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
 
 
 def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
-    """Return the bytes of this rank at the peak by a dry run; NaN without layers."""
+    """Return this rank's peak bytes by a dry run; NaN without layers."""
     if case.waits is not None:
         return np.nan
     return dry_run.trace(lambda comm, backend: mm3d.Pipeline(
@@ -163,13 +163,12 @@ def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
 
 
 def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
-    """Measure the seconds of a block from a stage to the next, from there and back, idle.
+    """Measure the seconds of a hop of one block between the first two stages, otherwise idle.
 
     Returns
     -------
     ndarray
-        Half of each round trip of the ranks of the first stage, the slowest of them; 0 where
-        there is one stage.
+        Half of each round trip, on the slowest rank of the first stage; 0 for one stage.
     """
     mesh, hops = subject.mesh, subject.hops
     other = 1 - mesh.stage

@@ -20,14 +20,14 @@ STEPS = ("F", "B", "W")
 
 @dataclass(frozen=True)
 class Spent:
-    """What a rank spent in a step.
+    """The processor time and the sleep of a rank in a step.
 
     Attributes
     ----------
     processor : float
-        Seconds of the processor that it has used.
+        Seconds of processor time.
     slept : ndarray
-        Mean seconds of its waits for F, B and W; NaN with layers.
+        Mean seconds that it waited for F, B and W; NaN with layers.
     """
 
     processor: float
@@ -35,10 +35,10 @@ class Spent:
 
 
 def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: Spent) -> Sample:
-    """Make the sample of a step, of all ranks, from what this rank did.
+    """Gather the times and `Spent` of all ranks into the sample of a step.
 
-    Its times, (ranks, actions, begin and end), begin with the first action of all; NaN beyond the
-    actions of a rank.
+    Times, (ranks, actions, begin and end), count from the begin of the first action; NaN beyond
+    the actions of a rank.
     """
     own = np.full((max(map(len, case.schedule.rows)), 2), np.nan)
     own[:len(times)] = times
@@ -48,7 +48,7 @@ def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: Spen
 
 
 def refuse_case(mesh: Mesh, case: PipelineCase) -> None:
-    """Raise UsageError, on all ranks alike, for what PyTorch's schedules cannot execute beside."""
+    """Raise UsageError, on all ranks alike, for cases that PyTorch's schedules cannot execute."""
     kind = case.name.partition(":")[0]
     problem = None
     if kind not in SCHEDULES:
@@ -80,7 +80,7 @@ class TorchPipeline:
     mesh : Mesh
         The ranks; each makes it, and starts one of PyTorch's.
     case : PipelineCase
-        What is measured.
+        The pipeline to measure.
     subject : LayersSubject or WaitingSubject
         The pipeline whose parameters, inputs and gradients it uses.
 

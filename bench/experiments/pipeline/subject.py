@@ -25,7 +25,7 @@ ABOUT_WORK = {
 
 @dataclass(frozen=True)
 class PipelineCase:
-    """What is measured: a schedule and the sizes of the model.
+    """A pipeline to measure: a schedule and the sizes of the model.
 
     Attributes
     ----------
@@ -42,8 +42,8 @@ class PipelineCase:
     recompute : str
         Policy of recomputation.
     waits : tuple of Fraction or None
-        Seconds of F, B and W of all layers of a stage of the mesh, for one micro-batch, where
-        waiting takes the place of layers; None with layers.
+        Seconds that replace F, B and W of all layers of a mesh stage, for one micro-batch, where
+        actions only wait; None with layers.
     """
 
     name: str
@@ -75,8 +75,8 @@ def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
               waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
     """Build the schedule of a name, and make sure that the model can be divided.
 
-    `sizes` has the sequences of one micro-batch.  A schedule that is searched for is that for
-    `waits`, or for equal times where these are not given.
+    `sizes` has the sequences of one micro-batch.  A searched schedule is found for the times
+    `waits`, or for equal times by default.
 
     Raises
     ------
@@ -119,7 +119,7 @@ class LayersSubject:
     mesh : Mesh
         The ranks; each makes it.
     case : PipelineCase
-        What is measured.
+        The pipeline to measure.
     actions : ActionTimes
         Records the actions.
     asleep : bool
@@ -147,7 +147,7 @@ class LayersSubject:
         return self._drawn[name] if name in self._drawn else self.pipeline.chunks[0].random(name)
 
     def draw_ahead(self) -> None:
-        """Draw what steps begin with, and keep it, so that drawing takes none of their time."""
+        """Draw inputs and output gradients before steps, whose time then excludes drawing."""
         own, last = self.case.schedule.stages[self.mesh.stage], len(self.case.parts) - 1
         for stage, name in ((0, "input"), (last, "output gradient")):
             self._drawn |= {f"{name} {micro}": self._draw(f"{name} {micro}")
@@ -156,7 +156,7 @@ class LayersSubject:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return parameters by name, "inputs" in the first stage, "output gradients" in the last.
 
-        For stages of one rank, whose blocks are whole.
+        Stages have one rank, so that blocks are whole.
         """
         to_host = self.mesh.scheme.grid.backend.to_host
         micros = range(self.case.schedule.microbatches)
@@ -169,8 +169,8 @@ class LayersSubject:
     def check(self) -> list[Check]:
         """Compare the gradients of a step with those of the whole model in one stage.
 
-        Each stage computes it on its own ranks, micro-batch by micro-batch.  Where all stages have
-        the same grid, gradients are equal to the bit: the tolerance is 0.
+        Each stage computes that model on its own ranks, micro-batch by micro-batch.  Where all
+        stages have the same grid, gradients are equal to the bit: the tolerance is 0.
         """
         microbatches = self.case.schedule.microbatches
         sizes = ModelSizes(**{**self.case.sizes, "batch": self.case.sizes.batch // microbatches})
@@ -196,6 +196,6 @@ class LayersSubject:
 
 
 def squared_error(found: Any, expected: Any) -> np.ndarray:
-    """Return the squares of the norms of the error of an array and of what is expected."""
+    """Return the squared norms of the error `found` - `expected` and of `expected`."""
     a, b = np.asarray(found, float), np.asarray(expected, float)
     return np.array([np.sum((a - b) ** 2), np.sum(b ** 2)])

@@ -1,4 +1,4 @@
-"""Set up a pipeline whose actions only wait for their time, in place of layers."""
+"""Set up a pipeline whose actions wait for their time instead of computing layers."""
 
 import time
 from typing import Any
@@ -12,11 +12,11 @@ from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.worker import Worker
 
-STEP = 1024    # of the numbers of micro-batches; more than there are stages
+STEP = 1024    # between the numbers of successive micro-batches; more than there are stages
 
 
 class WaitingChunk:
-    """Wait in place of the layers of a chunk: a stand-in whose messages are checked.
+    """A chunk of layers that only waits, and checks its messages.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class WaitingChunk:
     Attributes
     ----------
     wrong, arrived : int
-        The results that were wrong, of all that have arrived.
+        How many of the blocks that arrived were wrong, and how many arrived.
     slept : tuple of list of float
         Seconds that each F, B and W has taken.
     """
@@ -41,7 +41,7 @@ class WaitingChunk:
         self.slept: tuple[list[float], ...] = ([], [], [])
 
     def _result(self, arrived: Array, number: float, step: int) -> Array:
-        """Wait; return a block of 1 more than `number`, which should have arrived."""
+        """Wait; check that `arrived` holds `number`, and return a block of `number` + 1."""
         begin = time.perf_counter()
         self.arrived += 1
         self.wrong += not (arrived == number).all()
@@ -78,7 +78,7 @@ class WaitingChunk:
 
 
 class WaitingSubject:
-    """A pipeline in which waiting takes the place of layers; parameters as `LayersSubject`."""
+    """A pipeline of `WaitingChunk` instead of layers; parameters as in `LayersSubject`."""
 
     def __init__(self, mesh: Mesh, case: PipelineCase, actions: ActionTimes,
                  asleep: bool) -> None:
@@ -95,7 +95,7 @@ class WaitingSubject:
         self.worker = Worker(self.hops, self.stages, actions.around)
 
     def step(self) -> None:
-        """Execute the schedule once, with numbers by which each result is known."""
+        """Execute the schedule once, with blocks whose numbers identify them."""
         for chunk in self.stages:
             for each in chunk.slept:
                 each.clear()
@@ -105,7 +105,7 @@ class WaitingSubject:
 
     @property
     def _begins(self) -> dict[str, float]:
-        """Return the numbers that micro-batch 0 begins with, in forward and in backward."""
+        """Return the first numbers of micro-batch 0 in forward and in backward."""
         return {"input": 0, "output gradient": -self.case.schedule.stage_count}
 
     def _filled(self, value: float) -> Array:
@@ -118,7 +118,7 @@ class WaitingSubject:
         """Do nothing: what steps begin with costs little."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return "inputs" in the first stage, "output gradients" in the last, of whole blocks."""
+        """Return whole "inputs" in the first stage, and "output gradients" in the last."""
         own, last = self.case.schedule.stages[self.mesh.stage], self.case.schedule.stage_count - 1
         rows, micros = self.block[0], np.arange(self.case.schedule.microbatches)
         shape = (len(micros) * rows, *self.block[1:])

@@ -21,7 +21,7 @@ from mm3d.grid.shape import DIRECTIONS, GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 
-TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in use at one time
+TERMS = 4    # buffers of a reduce-scatter to fill with zeros: more than are in use at one time
 LIMITS = Limits(7, 30, 1.0)    # by default
 
 Step = operands.CollectiveCall
@@ -37,7 +37,7 @@ class Sampled:
     seconds : sequence of float
         Samples of the makespan, in seconds.
     ended_by : str
-        The limit that ended them, and those of MPI's own call.
+        The limit that ended both series of samples.
     moved : int
         Bytes counted on the busiest rank.
     check : Check
@@ -111,7 +111,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
 
     All lines of a direction communicate at the same time, as they do in the algorithms.  Each
     result is first compared with the exact one.  The collective and MPI's own call take turns, so
-    that what else the machine does slows both.
+    that a disturbance of the machine slows both.
 
     Parameters
     ----------
@@ -126,15 +126,15 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     seed : int
         The seed of the order of the measurements.
     progress : callable, optional
-        Is given a line on what was done, on every rank.
+        Gets a line for what is done, on every rank.
 
     Returns
     -------
     Measurements or None
         A record of kind "collectives", by direction, collective and size: seconds, bytes
-        counted, bus bandwidth, the fit alpha + beta n, and the seconds of MPI's own call for the
-        same; on rank 0, None on the others.  In an emulated cluster also the bytes between nodes
-        of the largest array, see `wire_bytes`.
+        counted, bus bandwidth, the fit alpha + beta n, and the seconds of MPI's own call; on rank
+        0, None on the others.  In an emulated cluster also the bytes between nodes for the largest
+        array, see `wire_bytes`.
 
     Raises
     ------

@@ -35,8 +35,8 @@ class Gemm:
     Raises
     ------
     OtherBlas
-        When ScaLAPACK's calls are bound to another library, the first of all loaded ones that
-        has a function of that name.
+        When ScaLAPACK's calls bind to another library: the first loaded one with a function of
+        that name.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
@@ -65,8 +65,8 @@ class Gemm:
 
 
 def _stored(a: np.ndarray) -> tuple[bytes, object]:
-    """Return the transposition flag and the leading dimension of a matrix for Fortran, which sees
-    its transpose."""
+    """Return transposition flag and leading dimension of a matrix, which Fortran sees transposed.
+    """
     rows, columns = (max(1, stride // a.itemsize) for stride in a.strides)
     if columns == 1 or a.shape[1] == 1:
         return b"N", ctypes.byref(ctypes.c_int(max(rows, a.shape[1], 1)))

@@ -56,8 +56,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
         The seed of the checks' random vectors, of the matrices of the one process and of the
         order of measurements in a repetition.
     watched : callable
-        The context in which the repetitions run, of the grid; see
-        `mm3d.tracing.watchdog`.
+        Makes from the grid the context in which repetitions run; see `mm3d.tracing.watchdog`.
 
     Returns
     -------
@@ -208,8 +207,7 @@ class Sampler:
 
 def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
                  seed: int) -> Times:
-    """Measure the product, its local products and the one process until the limits are
-    reached."""
+    """Measure the product, its local products and the one process until limits are reached."""
     comm, sampler = problem.grid.comm, Sampler(problem, replays, seed)
     # All three once, to warm up.
     trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in KINDS][2].seconds

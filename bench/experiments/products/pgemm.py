@@ -31,7 +31,7 @@ def load_scalapack() -> ctypes.CDLL:
                         os.fsdecode(Path("/proc/self/maps").read_bytes()))
     if not loaded:
         raise MissingScalapack(f"the MPI library in use was not found; {INSTALL}")
-    # A library loaded for all comes before ScaLAPACK's own MPI library.
+    # A globally loaded library takes precedence over ScaLAPACK's own MPI library.
     mpi = ctypes.CDLL(loaded[0], ctypes.RTLD_GLOBAL)
     text = ctypes.create_string_buffer(8192)
     mpi.MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))

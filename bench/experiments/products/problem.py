@@ -90,7 +90,7 @@ class Problem:
             for name, direction in self.product.directions.items()}
 
     def copied_along(self, name: str) -> str:
-        """Return the directions along which all ranks store the same of A, B or C."""
+        """Return the directions along which all ranks store the same block of A, B or C."""
         return self.product.copied_along(self.grid.shape, self.form, name)
 
     def _first_copy(self, name: str) -> dict[str, int]:
@@ -114,7 +114,7 @@ class Problem:
     def distributed(self, name: str, block: Array | None = None) -> DistributedMatrix:
         """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result.
 
-        Of a matrix with copies it is the first one, with empty blocks on the other ranks.
+        Of copies only the first counts: other ranks have empty blocks.
         """
         host = self.grid.backend.to_host(self.blocks[name] if block is None else block)
         place = self.layouts[name].slices(self.grid, self.shapes[name])
@@ -123,7 +123,7 @@ class Problem:
         return DistributedMatrix(host, place, self.shapes[name], self.grid.comm)
 
     def copies_differ(self, name: str, block: Array) -> float:
-        """Return how much the copies of a matrix differ, over its largest element; all ranks call.
+        """Compute the largest difference of copies over the largest element; every rank calls it.
         """
         host = np.ascontiguousarray(self.grid.backend.to_host(block))
         worst = 0.0
@@ -178,8 +178,7 @@ class WholeProduct:
 
 
 class OperandShapes(ArrayObserver):
-    """Collect the operands of products of two matrices: shapes, and whether columns lie together.
-    """
+    """Collect the operands of products of two matrices: shapes, and which are transposed."""
 
     kinds = (Gemm,)
 
@@ -193,7 +192,7 @@ class OperandShapes(ArrayObserver):
 
 
 class Replay:
-    """The local matrix products of a step on `grid`, and nothing else: its ceiling.
+    """The local matrix products of a step on `grid` alone, which bound its speed.
 
     They are observed while `step` runs; operands of equal shape and order share memory.
     """

@@ -2,10 +2,9 @@
 
 ScaLAPACK is called through ctypes, on the same ranks, with its matrices divided
 block-cyclically over its own grid.  It moves them by MPI; the 3-D product is measured by MPI, too,
-and in shared memory.  Local products of all of them are made by one function, that of the BLAS
-which ScaLAPACK calls (`bench.experiments.products.fortran_blas`).  All are verified.  In every
-repetition all are measured in random order, and the figures are medians of the ratios within
-repetitions.
+and in shared memory.  Both sides multiply locally with one function, from the BLAS that ScaLAPACK
+calls (`bench.experiments.products.fortran_blas`).  All are verified.  Every repetition measures
+all of them in random order; figures are medians of ratios within repetitions.
 """
 
 import contextlib
@@ -93,8 +92,7 @@ class Comparison:
     loaded: dict[str, str]
 
     def speed_ups(self) -> list[np.ndarray]:
-        """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports:
-        (repetitions, block sizes) for each."""
+        """Return `speed_ups` for each transport of the 3-D product."""
         return speed_ups(self.seconds, len(self.transports), len(self.blocks))
 
 
@@ -164,8 +162,7 @@ class Products:
         return None
 
     def subjects(self) -> list[Subject]:
-        """List the 3-D product by each transport, ScaLAPACK's in blocks of each size, and the
-        local products of the first alone, by the BLAS of all these and by NumPy's own."""
+        """List all subjects: 3-D by transport, ScaLAPACK by block size, local products by BLAS."""
         first = next(iter(self.ours.values()))
         local = Replay(first.forward, first.grid, first.dtype)
         grid = first.grid.shape
@@ -211,7 +208,7 @@ def compare_products(products: Products, calls: int = 5,
     Parameters
     ----------
     products : Products
-        Of both sides; every rank of the job calls this.
+        The products of both sides; every rank of the job calls this.
     calls : int
         Calls of a sample.
     limits : Limits
@@ -261,9 +258,9 @@ def _measure_seconds(products: Products, subjects: list[Subject], calls: int,
 
 
 def speed_ups(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
-    """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports.
+    """Divide ScaLAPACK's seconds by those of the 3-D product with each of its transports.
 
-    `seconds` are of (repetitions, subjects), of which `ours` come first and then `theirs`; the
-    ratios are of (repetitions, block sizes).
+    The subjects in `seconds`, (repetitions, subjects), are `ours` transports, then `theirs` block
+    sizes; each ratio is (repetitions, block sizes).
     """
     return [seconds[:, ours:ours + theirs] / seconds[:, [k]] for k in range(ours)]

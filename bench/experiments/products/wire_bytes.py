@@ -99,7 +99,7 @@ def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
 
 
 def add_wire(record: Measurements, wire: WireMeasurement | None) -> Measurements:
-    """Return the record of ``collectives`` with what was on the wire, if that was measured."""
+    """Return the record of ``collectives`` with the bytes on the wire, if measured."""
     if wire is None:
         return record
     return replace(record, configuration=record.configuration | wire.settings,

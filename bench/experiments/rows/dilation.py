@@ -1,9 +1,9 @@
 """Slow the links of a row and its waits together, until software is a small share of a step.
 
-On an emulated cluster many ranks share few cores for all that is not waited for: Python, copies,
-sums, TCP.  That takes as long as it takes, however slow the links are.  With links slower by a
-factor, and waits longer by it, a step takes that factor longer and so much less of it is
-software.  Times are divided by the factor again when they are printed, so rows compare.
+On an emulated cluster many ranks share few cores for software, which is not waited for: Python,
+copies, sums, TCP.  It takes equally long however slow the links are.  With links slower and waits
+longer by a factor, a step takes that factor longer, and software a smaller share of it.  Printed
+times are divided by the factor again, so that rows compare.
 """
 
 import math
@@ -40,8 +40,8 @@ class Dilation:
     link : float or None
         The rate of the links that are not slowed, in bit/s; None for no limit.
     predict : callable
-        Predicts, on rank 0, a step of a case on a grid whose directions lie on the nodes in an
-        order, with links of a rate and no software.
+        Predicts, on rank 0, a step without software: from a case, its grid, the order of the
+        directions over the nodes, and the rate of links.
     change : callable
         Sets the rate of all links in bit/s, None for no limit; called on rank 0.
     """
@@ -59,7 +59,7 @@ class Dilated:
     Attributes
     ----------
     factor : float
-        By how much, 1 for not at all.
+        How many times slower; 1 for not slowed.
     samples : ndarray
         Seconds of steps without links and waits, (phases, repetitions).
     predicted : dict
@@ -81,7 +81,7 @@ class Dilated:
 
 
 def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilation) -> Dilated:
-    """Time a step without links and waits, and slow both by what follows from it.
+    """Time a step without links and waits, and slow both by the `dilation_factor` for it.
 
     Every rank calls this.
 
@@ -122,12 +122,12 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
 
 def dilation_factor(software: float, predicted: float, share: float,
                     link: float | None) -> float:
-    """Return the factor, of two digits, from which on software takes its share of a step.
+    """Return the least factor, of two digits, at which software takes at most its share of a step.
 
     Parameters
     ----------
     software, predicted : float
-        Seconds of a step: without links and waits, and of these alone.
+        Seconds of a step: without links and waits, and for links and waits alone.
     share : float
         The share that software may take; 0 for any.
     link : float or None

@@ -28,7 +28,7 @@ KIND = "sweep"
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A scheme on a grid, with a batch.
+    """A scheme on a grid with a batch, to measure in a sweep.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """A plan that is verified, and whose ranks wait for their work.
+    """A verified plan whose ranks wait for their work.
 
     Attributes
     ----------
@@ -72,8 +72,7 @@ class ReadyPlan:
 
     @property
     def label(self) -> str:
-        """Scheme, grid, placement and batch, such as ``3d 4x4x4 xyz 384``, and with overlap its
-        panels, such as ``3d 4x4x4 xyz 384 overlap=4``."""
+        """Scheme, grid, placement, batch and any overlap: ``3d 4x4x4 xyz 384 overlap=4``."""
         one = self.plan.case
         return (f"{one.row.scheme} {self.grid.compact} {self.order} {one.sizes.batch}"
                 + f" overlap={one.variant.overlap}" * bool(one.variant.overlap))
@@ -84,8 +83,8 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
                   say: Callable[[str], None]) -> Measurements | None:
     """Verify all plans, and time a step of each at every rate of the links, in rounds.
 
-    A round takes the rates in random order, and at each of them the plans in random order; and
-    each plan without links and waits, which is the software.
+    A round takes the rates in random order, and at each rate the plans in random order.  It also
+    times each plan without links and waits, which is the software.
 
     Parameters
     ----------
@@ -116,7 +115,7 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
     """
     draw = random.Random(settings.order)
     found = np.full((len(plans), len(links) + 1, len(PHASES), rounds), np.nan)
-    set_links(None, world, dilation.change)    # what is not timed need not wait for links
+    set_links(None, world, dilation.change)    # untimed work need not wait for links
     with ExitStack() as stack:
         ready = [stack.enter_context(prepare_plan(plan, settings, world)) for plan in plans]
         predicted = [[dilation.predict(one.plan.case, one.grid, one.order, link)

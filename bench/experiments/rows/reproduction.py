@@ -113,7 +113,7 @@ def job_lines(child: subprocess.Popen) -> Iterator[str]:
 
     Its standard output may stay open: Open MPI leaves its daemon on a node that is lost.
     """
-    # Whoever closes a file waits for whoever reads it: the thread does both.
+    # Closing a file waits for a read of it in another thread: one thread does both.
     output, child.stdout = child.stdout, None
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -138,10 +138,10 @@ def job_lines(child: subprocess.Popen) -> Iterator[str]:
 
 
 class JobErrors:
-    """Pass on what a job writes to standard error; end it when its watchdog could not.
+    """Pass on a job's standard error, and end the job when its watchdog could not.
 
-    An mpirun goes on waiting for ranks of a node that it does not reach.  After the block that it
-    is the context of, no signal is sent any more; standard error is closed at its end.
+    An mpirun waits for ever for ranks of a node that it cannot reach.  Use it as a context: after
+    the block no signal is sent.  Standard error is closed at its end.
 
     Parameters
     ----------

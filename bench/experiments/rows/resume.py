@@ -23,7 +23,7 @@ ROUND = "round"    # the setting that numbers the reproductions of one command
 def describe_machine(library: str) -> dict[str, Any]:
     """Describe the source, the machine, its libraries and the variables that tune them.
 
-    Rows belong to one reproduction only where all of it is the same.
+    Rows belong to one reproduction only where all of these are the same.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
 
 
 def next_round(entries: list[dict], wanted: dict[str, Any], rounds: int) -> int:
-    """Return the number of the round with which a reproduction in several rounds goes on.
+    """Return the number of the round in which a reproduction of several rounds goes on.
 
     Parameters
     ----------

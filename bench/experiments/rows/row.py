@@ -74,7 +74,7 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
     shape, order = fail_on_value_error(lambda: choose_grid(one, settings, world))
     settings.fits(one, shape.sizes, world)
     if settings.dilation:
-        set_links(None, world, settings.dilation.change)    # what is not timed need not wait
+        set_links(None, world, settings.dilation.change)    # untimed work need not wait
     comm = placement.reorder_ranks(world, shape, order)
     with free_at_end(comm.Free):
         scheme = fail_on_value_error(lambda: mm3d.scheme(
@@ -96,8 +96,8 @@ def fail_on_value_error(make: Callable[[], Any]) -> Any:
 def free_at_end(free: Callable[[], None]) -> Iterator[None]:
     """Call `free` on all ranks at the end of the block, also when all ranks raise Failed.
 
-    Not after another exception: it may be that of one rank alone, which would wait for the
-    others.
+    After any other exception it is not called: one rank alone may have raised it, and would wait
+    for the others.
     """
     try:
         yield
@@ -169,8 +169,7 @@ def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
 
 
 def wire_of_step(step: timing.Step, model, settings: Settings) -> Group | None:
-    """Return the group ``wire`` of a run, on rank 0; None on the others, outside of an emulated
-    cluster, and when the job is to stop."""
+    """Return a run's group ``wire`` on rank 0; None elsewhere, without a cluster, or at a stop."""
     comm = model.grid.comm
     if Cluster.from_environment() is None or comm.bcast(comm.rank == 0 and settings.stop()):
         return None
@@ -187,7 +186,7 @@ def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured |
         On every rank, when no repetition counts, as the job is to stop.
     """
     comm = model.grid.comm
-    # The step that was counted and verified has been the first to warm up.
+    # The step that was counted and verified was the first warm-up step.
     with settings.watched(model.grid, model):
         times = timing.measure(step, settings.warmup - 1, settings.limits, settings.stop)
     if comm.bcast(times is not None and not len(times.samples["forward"])):

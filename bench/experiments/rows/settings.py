@@ -23,7 +23,7 @@ from mm3d.transport.nodes import choose_device
 
 @dataclass(frozen=True)
 class ModelledWork:
-    """The seconds that ranks wait for their work.
+    """The modelled work whose seconds ranks wait.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Settings:
     Attributes
     ----------
     warmup : int
-        Steps before the first that is timed, with the one that is verified.
+        Steps before the first that is timed, the verified one included.
     limits : Limits
         When to stop repeating.
     order : int
@@ -135,12 +135,12 @@ def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backe
 
 
 def check_grids(cases: Sequence[Case], settings: Settings, comm) -> None:
-    """Check, before anything is measured, that the grid fits a case; one among others fails alone.
+    """Check before measuring that the grid fits at least one case; the others fail as rows.
 
     Raises
     ------
     UsageError
-        The same on every rank, when it fits the scheme of none.
+        The same on every rank, when it fits no case.
     """
     problems: list[str] = []
     for one in cases:

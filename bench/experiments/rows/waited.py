@@ -18,7 +18,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm, PHASES, Pass
 from mm3d.tracing.trace import Trace
 
-ROUNDING = 1e-9    # of a sum of seconds, relative to it
+ROUNDING = 1e-9    # the relative rounding error of a sum of seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TimedModel:
 @contextmanager
 def waiting_model(one: Case, scheme, settings: Settings,
                   order: str) -> Iterator[TimedModel]:
-    """Build the model of a case so that its ranks wait for their work within the block.
+    """Build the model of a case, whose ranks wait for their work within the block.
 
     One step is counted first, after links and waits are slowed where `settings` say so.
 
@@ -104,7 +104,7 @@ def modelled_seconds(trace: Trace, work: ModelledWork, phase: str) -> float:
 
 def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
         list[float], list[tuple[float, float]], list[dict]]:
-    """Do a step; return the seconds counted, those slept and overlapped, and traffic, by phase."""
+    """Do a step; return by phase the seconds counted, (slept, overlapped), and the traffic."""
     counted, passed, moved = [], [], []
 
     def note() -> None:

@@ -1,1 +1,1 @@
-"""Compute the same by PyTorch, in processes and an interpreter of its own."""
+"""Compute by PyTorch what mm3d computes, in processes with an interpreter of their own."""

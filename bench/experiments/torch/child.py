@@ -19,7 +19,7 @@ from bench.instruments.sampling import SETTLE, Sample
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT
 
-# What mm3d or its launcher sets for ranks; the child is none, and is told its threads.
+# Variables that mm3d or its launcher sets for ranks; the child is no rank.
 OF_RANKS = ("MPI", "OPENBLAS_")
 
 
@@ -31,15 +31,15 @@ class TorchProcesses:
     python : str
         An interpreter that has PyTorch.
     subject : str
-        What it computes: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
+        The computation: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
     case : dict
-        What all processes must know, with the "dtype"; needed on rank 0.
+        Settings for all processes, with the "dtype"; needed on rank 0.
     arrays : mapping of str to ndarray, or None
         The arrays of this rank's process; None for those of rank 0's.
     comm : mpi4py.MPI.Intracomm
         The ranks, on one node; each creates it.
     what : str
-        What is done, for the message that it cannot be.
+        The work, for the message that PyTorch could not do it.
     ranks : int
         Number of processes, one beside each of the first ranks, which share the cores.
 
@@ -143,7 +143,7 @@ class TorchProcesses:
 
 
 def check_interpreter(python: str) -> None:
-    """Raise UsageError, with what it says, for an interpreter without torch or numpy."""
+    """Raise UsageError, with the interpreter's own error, if it lacks torch or numpy."""
     try:
         done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
                               encoding=CHILDREN_PRINT, errors="replace", capture_output=True)
@@ -164,7 +164,7 @@ def torch_environment() -> dict[str, str]:
 
 
 def describe(about: Mapping[str, Any], ranks: int) -> str:
-    """Say which PyTorch it is, with which threads, products and settings."""
+    """Describe PyTorch: version, threads, products and settings."""
     words = [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),
              f"{about['threads']} threads{' a rank' * (ranks > 1)}"]
     if about["blas"]:

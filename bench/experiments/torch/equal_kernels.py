@@ -1,6 +1,6 @@
-"""Measure the same local products by one thread of mm3d and of PyTorch, before they are compared.
+"""Measure the same local products by one thread of mm3d and of PyTorch, before both are compared.
 
-What remains of a ratio of steps where both multiply equally fast is no matter of kernels.
+The ratio of steps that remains when both multiply equally fast is not due to kernels.
 """
 
 import json
@@ -29,7 +29,7 @@ SCALES = ("product_side", "product_round")
 
 @dataclass(frozen=True)
 class Kernels:
-    """How long both sides took for the same products.
+    """The seconds of both sides for the same products.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Kernels:
 
 
 def add_kernels(record: Measurements, kernels: Kernels | None, torch_flops: float) -> Measurements:
-    """Add what was measured, if anything; the products of PyTorch's step have `torch_flops`."""
+    """Add measured kernels to a record, if any, with the `torch_flops` of PyTorch's step."""
     if kernels:
         record.scales.update(zip(SCALES, (SIDES, range(kernels.samples.shape[1]))))
         record.raw.update({
@@ -68,7 +68,7 @@ def observe_products(step: Callable[[], Any], grid: Grid) -> list[Product]:
 
 
 def count_products(found: Iterable[tuple[int, int, int, bool, bool]]) -> list[Product]:
-    """Return each product once, with how often it is found; none without a row."""
+    """Return each product once, with its count; empty products are left out."""
     return [(*each, count) for each, count in Counter(found).items() if min(each[:3])]
 
 
@@ -79,9 +79,9 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
     Parameters
     ----------
     products : sequence of Product
-        What rank 0 computes in a step; every rank calls this.
+        The products of rank 0 in a step; every rank calls this.
     dtype, backend
-        Of rank 0.
+        The dtype and the backend of rank 0.
     reference : TorchProcesses
         PyTorch.
     seed : int
@@ -125,7 +125,7 @@ def step_flops(tokens: int, layers: int, hidden: int, seq: int, vocab: int = 0,
                causal: bool = False, wide: float = 4.0) -> float:
     """Compute the operations of the products of a training step of a GPT, or of its layers.
 
-    `wide` is the width of an MLP over that of a token; of experts that of all that a token has.
+    `wide` is the width of the MLP over that of a token; with experts, of all those of a token.
     """
     scores = seq / 2 if causal else seq
     layer = (4 + 2 * wide) * hidden ** 2 + 2 * scores * hidden

@@ -1,6 +1,6 @@
 """Compute a layer, a layer of experts and a GPT by PyTorch's autograd, in one process.
 
-What a subject is asked for are its methods; see ``serve.py``.  Nothing here needs mm3d.
+``serve.py`` calls the methods of a subject by name.  Nothing here needs mm3d.
 """
 
 import time
@@ -40,7 +40,7 @@ def transformer_layer(torch: Any, x: Any, p: dict[str, Any], heads: int, causal:
 
 
 def named_below(prefix: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what has a name that begins so, by the rest of the name."""
+    """Return the entries whose name begins with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): a for name, a in found.items() if name.startswith(prefix)}
 
 
@@ -93,7 +93,7 @@ class Experts:
     losses : Tensor or float
         Losses of the routers since it was set to 0.
     got : dict of Tensor to Tensor
-        In training: what the experts got, by the bias of their router.
+        In training: the tokens that experts got, by the bias of their router.
     """
 
     def __init__(self, torch: Any, routing: dict[str, Any], way: str = "loop") -> None:
@@ -178,7 +178,7 @@ class Experts:
         return torch.zeros_like(x).index_add(0, tokens, rows * gates[:, None])
 
     def change_biases(self) -> None:
-        """Move the biases that choose towards balance, by what the experts got in this step."""
+        """Move the biases of the choice towards balance, by the tokens experts got in a step."""
         for bias, got in self.got.items():
             bias += self.routing["bias rate"] * self.torch.sign(got.sum() - len(got) * got)
         self.got.clear()
@@ -198,7 +198,7 @@ class ExpertsLayer:
         self.y: Any = None
 
     def ways(self) -> dict[str, str]:
-        """Say what keeps this version of PyTorch from each way; "" if nothing does."""
+        """Return why this version of PyTorch lacks each way; "" if it has it."""
         torch, found = self.torch, {"loop": "", "padded": "", "grouped": ""}
         rows = self.x.detach()[:1].requires_grad_()
         weights = self.x.new_ones(1, rows.shape[1], 16).requires_grad_()
@@ -259,7 +259,7 @@ class Model:
 
 
 def decays(name: str, a: Any) -> bool:
-    """Return whether a parameter decays: matrices do; the biases of experts are none."""
+    """Return whether a parameter decays: weights of two dimensions or more, no biases."""
     return a.dim() > 1 and name.endswith("weight")
 
 

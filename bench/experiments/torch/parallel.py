@@ -1,6 +1,6 @@
-"""Train a GPT by PyTorch's own parallelism: one process of it.
+"""Train a GPT by PyTorch's own parallelism: one of its processes.
 
-A step takes the same batch each time, as all ranks must.  Nothing here needs mm3d.
+All steps have the same batch.  Nothing here needs mm3d.
 """
 
 import contextlib
@@ -144,7 +144,7 @@ class ParallelTraining:
         return parallelize_module(model, mesh, plan)
 
     def step(self, check: bool = False) -> dict[str, float]:
-        """Take a step; return its loss, begin and end, and to check the norm of its gradients."""
+        """Take a step; return its loss, begin and end, and with `check` its gradient norm."""
         if self.ranks > 1:
             self.torch.distributed.barrier()
         found = {"begin": time.perf_counter()}

@@ -1,4 +1,4 @@
-"""Execute a pipeline by torch.distributed.pipelining: one rank of it.
+"""Execute one rank of a pipeline by torch.distributed.pipelining.
 
 Nothing here needs mm3d.
 """
@@ -12,18 +12,18 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
              "interleaved": "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
              "zb-v": "ScheduleZBVZeroBubble"}
 ONE_STAGE = ("gpipe", "1f1b")    # their classes take the stage itself, the others a list
-STEP = 1024    # of the numbers of micro-batches, as in `waiting.py`
+STEP = 1024    # between the numbers of successive micro-batches, as in `waiting.py`
 
 
 class Waits:
-    """Wait in place of layers, and check what has arrived; as `waiting.WaitingChunk`."""
+    """Wait instead of computing layers, and check arriving blocks; as `waiting.WaitingChunk`."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds, self.slept = seconds, {step: [] for step in seconds}
         self.wrong = self.arrived = 0
 
     def result(self, step: str, a: Any, number: float) -> Any:
-        """Wait for F or B; return a tensor of 1 more than `number`, which `a` should hold."""
+        """Wait for F or B; check that `a` holds `number`, and return a tensor of `number` + 1."""
         begin = time.perf_counter()
         self.arrived += 1
         self.wrong += not bool((a == number).all())
@@ -155,7 +155,7 @@ class Stages:
                        } if "output gradients" in arrays else {}
 
     def _later_weights(self) -> dict[str, Any]:
-        """Return the option by which a stage that waits does so for W, too."""
+        """Return the option that makes a waiting stage wait for W, too."""
         if not self.waits:
             return {}
         return {"dw_builder": lambda: lambda *_, **__: self.waits.wait("W", time.perf_counter())}
@@ -178,7 +178,7 @@ class Stages:
             setattr(stage, name, recorded(getattr(stage, name), kind))
 
     def step(self) -> dict[str, Any]:
-        """Execute the schedule once, from no gradients; return what its actions took."""
+        """Execute the schedule once, from no gradients; return the times of its actions."""
         self.actions.clear()
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)

@@ -1,10 +1,9 @@
 """Answer for a subject that PyTorch computes: one process, in an interpreter of its own.
 
 ``python serve.py FOLDER RANK RANKS THREADS`` reads ``case.json`` and the arrays of its rank, or
-those of rank 0, joins the others by gloo, and tells about the library.  For each line on its
-standard input, a method of the subject and what it takes, it answers with a line of JSON, and
-with the arrays of the answer in ``answer-RANK.npz``.  Between two lines it sleeps.  It does not
-need mm3d.
+those of rank 0, joins the others by gloo, and describes the library.  For each line on standard
+input, a method of the subject and its arguments, it answers with a line of JSON, and with arrays
+in ``answer-RANK.npz``.  Between two lines it sleeps.  It does not need mm3d.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ from typing import Any, Callable, IO, Sequence
 import numpy as np
 
 TIMEOUT = 300.0    # seconds; a rank that waits longer for another ends
-# A product is called until so many operations are done, but at most so often, and timed as one.
+# Calls of a product timed as one: for this many operations, but at most this many calls.
 WORK, CALLS = 1e8, 100
 SETTINGS = re.compile(r"(MKL|OMP|KMP|GOMP|MALLOC|DNNL|ONEDNN|TORCH)_\w+|LD_PRELOAD")
-# A product of two matrices, rows x n and n x columns, whether columns of each are contiguous, and
-# how many times it is computed.
+# A product of matrices: rows, n and columns; whether each matrix has contiguous columns; and how
+# many times it is computed.
 Product = tuple[int, int, int, bool, bool, int]
 
 
@@ -71,9 +70,9 @@ def subject_class(name: str) -> type:
 
 
 def mkl_instructions(torch: Any) -> str:
-    """Return for which instructions MKL says that it works, as "AVX-512"; "" if it does not say.
+    """Return the instructions that MKL says it uses, such as "AVX-512"; "" if it does not say.
 
-    What the processor has does not tell it: MKL chooses by the vendor, too.
+    The processor's own instructions do not tell: MKL chooses by the vendor, too.
     """
     if not torch.backends.mkl.is_available():
         return ""
@@ -94,7 +93,7 @@ def mkl_instructions(torch: Any) -> str:
 
 
 def about(torch: Any) -> dict[str, Any]:
-    """Tell about the library: version, threads and products."""
+    """Describe the library: version, threads and products."""
     blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return {"version": torch.__version__, "threads": torch.get_num_threads(),
             "blas": blas[1] if blas else "", "instructions": mkl_instructions(torch)}
@@ -106,7 +105,7 @@ class Server:
     Parameters
     ----------
     torch, subject : module, object
-        PyTorch, and what is asked.
+        PyTorch, and the object whose methods are called.
     folder, rank : Path, int
         Where arrays of answers are written.
     """

@@ -23,8 +23,8 @@ from mm3d.config import Model
 
 KIND = "training-step"
 OWN = "mm3d"
-FIRST_STEPS = 3     # whose losses must agree
-# Relative: losses of the first steps and after the last one, and the norm of the first gradient.
+FIRST_STEPS = 3     # steps whose losses must agree
+# Relative tolerances: losses of first steps and after the last, and norm of the first gradient.
 LOSS, LAST_LOSS, NORM = 1e-4, 1e-2, 1e-4
 LIMITS = Limits(5, 30, 120.0)    # by default
 
@@ -53,9 +53,9 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
     Parameters
     ----------
     subject : MeasuredTraining
-        The own side; every rank calls this.
+        mm3d's side; every rank calls this.
     python : str or None
-        An interpreter that has PyTorch; None measures the own side alone.
+        An interpreter that has PyTorch; None measures mm3d alone.
     kinds : sequence of str
         PyTorch's sides, of `bench.experiments.torch.parallel.KINDS`.
     limits : Limits
@@ -120,7 +120,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
 
 
 def settings_of(subject: MeasuredTraining) -> dict:
-    """Return the settings of a record: what was trained, and where."""
+    """Return the settings of a record: model, mesh and machine."""
     mesh, division = subject.mesh, subject.division
     return {**subject.case.settings(), "optimizer": "adamw",
             **{name: value for name, value in OPTIMIZER.items() if name != "betas"},
@@ -161,13 +161,13 @@ def gradient_norm(model: mm3d.GPT) -> float:
 
 
 def mean_loss(found: list[dict[str, float]]) -> float:
-    """Return the mean of what the processes of a side print: each the mean of equal parts."""
+    """Return the mean loss of a side, whose processes report the means of equal parts."""
     return sum(one["loss"] for one in found) / len(found)
 
 
 def compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
                    tolerance: float) -> list[Check]:
-    """Compare the numbers of all sides with the own one."""
+    """Compare the numbers of all sides with mm3d's."""
     return [Check(f"{what}, {side}", abs(number - numbers[0]) / abs(numbers[0]), tolerance)
             for side, number in zip(sides[1:], numbers[1:], strict=True)]
 

@@ -20,17 +20,17 @@ from mm3d.config import Config
 from mm3d.training.gpt import GPT
 
 KIND = "training-meshes"
-COMPARED = ("loss", "gradients", "weights")    # losses of all steps; the others after the last
+COMPARED = ("loss", "gradients", "weights")    # loss of all steps; the others after the last
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold what a mesh has computed.
+    """The results of training on a mesh.
 
     Attributes
     ----------
     losses : ndarray
-        Of each step.
+        The loss of each step.
     gradients, weights : dict of str to ndarray
         Global arrays by name: gradients of the last step, weights after it.
     chosen, dropped : ndarray of int64
@@ -52,7 +52,7 @@ class Trained:
                 "weights": largest_difference(self.weights, other.weights)}
 
     def routing_differences(self, other: "Trained") -> dict[str, int]:
-        """Count how many choices, and dropped pairs, are other experts' than in `other`."""
+        """Count the differences from `other` in tokens per expert, chosen and dropped."""
         return {name: int(np.abs(getattr(self, name) - getattr(other, name)).sum())
                 for name in ROUTED}
 
@@ -68,7 +68,7 @@ def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndar
     """Return the largest relative Frobenius difference of arrays; infinite if one is missing."""
     if found.keys() != expected.keys():
         return np.inf
-    # What is zero, such as the gradient of a router's bias, must be so on every mesh.
+    # Arrays of zeros, such as the gradient of a router's bias, must be zero on every mesh.
     return max(float(np.linalg.norm(found[name] - a) / (
         np.linalg.norm(a) or np.finfo(np.float64).tiny)) for name, a in expected.items())
 
@@ -83,7 +83,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     comm : mpi4py.MPI.Intracomm
         The ranks; each calls this; a mesh of fewer takes the first of them.
     plan : Plan
-        What is trained: few steps of SGD in float64 or float32.
+        The plan: few steps of SGD in float64 or float32.
     text : Text
         The text.
     report : callable

@@ -1,9 +1,9 @@
 """Keep the losses and times of all steps of a training beside its checkpoints.
 
-``history.jsonl`` begins with a line of the settings that the curve follows from; then there is a
-line a step and a line a validation, each appended by a single write.  After a kill the lines of
-steps that are done again are written again, and the later ones count.  A last line says that the
-training is complete.
+``history.jsonl`` begins with a line of the settings that determine the curve; then there is a line
+a step and a line a validation, each appended by a single write.  After a kill, steps that are
+repeated write their lines again, and the later lines count.  A last line says that the training is
+complete.
 """
 
 import fcntl
@@ -21,13 +21,13 @@ from bench.records.kinds.training import tokens_per_second
 from bench.records.measurements import Setting
 
 NAME = "history.jsonl"
-RECENT = 20    # steps of whose times progress prints the speed
+RECENT = 20    # steps that give the speed in progress lines
 COLLAPSED = 0.75    # progress warns below this entropy of utilisation: half of 8 experts have 0.67
 
 
 @dataclass(frozen=True)
 class History:
-    """Hold what was measured, by the number of the step.
+    """Measured values, by the number of the step.
 
     Attributes
     ----------
@@ -36,8 +36,8 @@ class History:
     validation : dict of int to float
         Loss of the held-out text after each of some numbers of steps.
     entropy, dropped : dict of int to float
-        Of a model with experts: the least entropy of utilisation of any layer in each step, 1
-        for equal shares; and the share of (token, choice) pairs that were dropped.
+        With experts: the least entropy of utilisation of any layer in each step, 1 for equal
+        shares; and the share of (token, choice) pairs that were dropped.
     began : int
         The step that this run begins with.  Seconds of steps before it may be another machine's,
         and where checkpoints were copied without the file, nothing is known of these steps.
@@ -62,7 +62,7 @@ class History:
             self.validation[entry["step"]] = entry["validation"]
 
     def before(self, step: int) -> "History":
-        """Return what was measured up to the end of so many steps, with which a run begins."""
+        """Return the history of the first `step` steps, after which a run begins."""
         def kept(found: dict[int, float], last: int = step - 1) -> dict[int, float]:
             return {n: value for n, value in found.items() if n <= last}
         return History(kept(self.losses), kept(self.seconds), kept(self.validation, step),
@@ -79,7 +79,7 @@ class HistoryFile:
     folder : path
         The folder of the checkpoints, which is made if it does not exist.
     settings : dict
-        What the curve follows from.
+        The settings that determine the curve.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from mm3d.training.norms import largest_magnitude
 
 
 def clipping_remedy(plan: Plan) -> str:
-    """Return what would do as well against what is not finite, where nothing is clipped."""
+    """Return a further remedy against numbers that are not finite, where nothing is clipped."""
     return "" if plan.clip else ", or a --clip above 0"
 
 

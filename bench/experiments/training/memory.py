@@ -1,4 +1,4 @@
-"""Run a training dry, to know what a rank holds at the peak of a step."""
+"""Predict the peak memory of a rank in a training step by a dry run."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from mm3d.training.gpt import GPT
 
 
 def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -> int:
-    """Return the bytes of a rank's arrays at the peak of a step, where no memory is shared.
+    """Return the peak bytes of a rank's arrays in a step, without shared memory.
 
-    Experts get equally many tokens, which those of a real training do not.
+    Experts get equally many tokens, unlike in a real training.
     """
     def step(model: Any, trace: dry_run.Trace) -> None:
         optimizer = make_optimizer(plan, model)

@@ -29,17 +29,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return a name that says what is different from one rank."""
+        """Name the mesh by its differences from one rank."""
         return str(self.division)
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Return what the order of all sums follows from: the same in cases of equal bits.
+        """Return the settings that fix the order of all sums; cases that share them agree in bits.
 
         Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
-        ascending order, whatever the schedule, and sums over replicas are taken in the order of
-        ranks in every stage of ZeRO.  But ZeRO 2 and 3 sum over replicas before they sum over
-        micro-batches.  Replicas that divide experts sum gradients of these over others.
+        ascending order, whatever the schedule, and every stage of ZeRO sums over replicas in the
+        order of ranks.  But ZeRO 2 and 3 sum over replicas before they sum over micro-batches.
+        Replicas that divide experts sum the experts' gradients over other replicas.
         """
         one = self.division
         return (one.scheme, one.grid, one.data, one.shards, one.microbatches, one.expert_parallel,
@@ -49,8 +49,8 @@ class Case:
 def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
     """List the cases that need at most `ranks` ranks, serial first.
 
-    With experts there are also meshes that divide them, and one rank with each number of
-    micro-batches, since tokens of other micro-batches are routed apart.
+    With experts there are also meshes that divide them, and a rank alone with two micro-batches,
+    since only the tokens of one micro-batch are routed together.
     """
     three = replace(SERIAL, scheme="3d")
     found = [Case(1, SERIAL)]
@@ -120,7 +120,7 @@ def cases_of_experts() -> list[Case]:
 
 
 def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
-    """Return a function that gives for a case the first one of its family."""
+    """Return a function from a case to the first case of its family."""
     first: dict[tuple[Any, ...], Case] = {}
     for case in cases:
         first.setdefault(case.family, case)
@@ -128,9 +128,9 @@ def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
 
 
 def one_rank_of(cases: list[Case], experts: ExpertOptions | None) -> Callable[[Case], Case]:
-    """Return a function that gives for a case the one on one rank that has the same losses.
+    """Return a function from a case to the case on one rank that has the same losses.
 
-    With experts it has as many micro-batches, and else any number of them.
+    With experts it has as many micro-batches as the case, otherwise one.
     """
     serial = {case.division.microbatches: case for case in reversed(cases)
               if case.division.given().keys() <= {"scheme", "microbatches"} and case.ranks == 1}

@@ -1,6 +1,6 @@
 """Compute a GPT in NumPy alone, from its parameters by name, to verify a model and to sample it.
 
-It shares no computation with `mm3d`: a mistake there is not repeated here.
+It shares no computation with `mm3d`, so that it repeats no mistake.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ EPS = 1e-5
 
 
 class Routing:
-    """Send the tokens of micro-batches to experts, the same ones in each computation of a batch.
+    """Routing of micro-batches' tokens to experts, the same in each computation of a batch.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def write_sample(state: State, heads: int, length: int, seed: int = 0, start: by
     seed : int
         Seed of the draws.
     start : bytes
-        What comes before, and is not returned; at least one byte.
+        The text before the sample, not returned; at least one byte.
     temperature : float
         Logits are divided by it.
     experts : ExpertOptions, optional

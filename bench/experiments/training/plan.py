@@ -15,7 +15,7 @@ FLOOR = 0.1    # the last learning rate as a share of the peak
 
 @dataclass(frozen=True)
 class Plan(Model):
-    """State everything that the curve of a training follows from, but the text and the mesh.
+    """All settings that determine the curve of a training, but for the text and the mesh.
 
     The seed is also that of the order of the text.  The loss of float16 is scaled.  SGD keeps its
     learning rate.
@@ -49,7 +49,7 @@ class Plan(Model):
 
 
 def make_optimizer(plan: Plan, model: Any) -> optimizers.Optimizer:
-    """Create the optimizer of a model."""
+    """Create the plan's optimizer for a model."""
     common = {"weight_decay": plan.weight_decay, "clip": plan.clip,
               "loss_scaling": mm3d.LossScaling() if plan.dtype == "float16" else None}
     if plan.optimizer == "sgd":

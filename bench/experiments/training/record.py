@@ -22,7 +22,7 @@ def training_record(training: Training, course: Course, outcome: Outcome,
     Parameters
     ----------
     training, course, outcome : Training, Course, Outcome
-        What was trained, and what became of it; every rank calls this.
+        The training, its course and its outcome; every rank calls this.
     beside : TorchTraining, optional
         The same training by PyTorch.
     """

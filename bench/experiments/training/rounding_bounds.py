@@ -1,4 +1,4 @@
-"""State by how much meshes may differ because they round other sums, or the same in other orders.
+"""Bound how much meshes may differ because they round other sums, or sums in other orders.
 
 In float64 the bounds are fixed.  In float32 what rounding does is measured: one rank trains the
 same steps in float64 too, from the same parameters.  A mesh rounds otherwise, but not worse, so it
@@ -31,10 +31,10 @@ LARGEST = 1e-3    # rounding of one rank that hides no wrong sum
 
 
 def forward_terms(plan: Plan) -> int:
-    """Count the terms of the sums that the loss of a token goes through, one after another.
+    """Count the terms of the successive sums in the loss of a token.
 
-    In a layer they are those of the products for queries, keys and values, for scores, for the
-    context, back, up and down, and of two norms with two sums each.
+    In a layer they belong to the products for queries, keys and values, for scores, for the
+    context, back, up and down, and to two norms with two sums each.
     """
     h, head = plan.hidden, plan.hidden // plan.heads
     layer = h + head + plan.seq + h + h + 4 * h + 4 * h
@@ -44,14 +44,14 @@ def forward_terms(plan: Plan) -> int:
 def rounding_bounds(plan: Plan, rounding: Mapping[str, float] | None = None) -> dict[str, float]:
     """Return the relative differences of losses, gradients and weights that rounding may cause.
 
-    Of losses in any of the plan's steps, and of gradients and weights at the end.
+    Losses are those of any step, gradients and weights those at the end.
 
     Parameters
     ----------
     plan : Plan
-        What is trained.
+        The plan of the trainings.
     rounding : mapping, optional
-        In float32 these differences of one rank to float64.
+        In float32, the same differences between one rank and float64.
     """
     if rounding is None:
         return FLOAT64

@@ -21,7 +21,7 @@ def stop_file_exists(file: Path) -> bool:
     Warns
     -----
     UserWarning
-        Where that cannot be told, such as in a folder that may not be read: nothing stops then.
+        Where that is unknown, such as in an unreadable folder: nothing stops then.
     """
     try:
         file.stat()
@@ -34,7 +34,7 @@ def stop_file_exists(file: Path) -> bool:
 
 
 class Stop:
-    """Know whether a training is to stop, the same on all ranks.
+    """Decide whether a training is to stop, the same on all ranks.
 
     Parameters
     ----------

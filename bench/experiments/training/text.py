@@ -22,7 +22,7 @@ class Text:
     Attributes
     ----------
     name : str
-        What it is called in records.
+        Its name in records.
     train, held_out : ndarray of uint8
         The bytes to learn from, and those to validate with.
     """
@@ -40,21 +40,21 @@ class Text:
     def batch(self, seed: int, step: int, batch: int, seq: int) -> Batch:
         """Draw the tokens and targets of a step, each (batch, seq) of int64.
 
-        Sequences begin anywhere in the part to learn from.  They depend on the seed and the step
-        alone, by a Philox stream of its own for each step: no mesh changes them, and a training
-        that goes on at a step needs no state of an order.
+        Sequences begin anywhere in the training part.  Each step has its own Philox stream, from
+        the seed and the step alone: no mesh changes it, and a resumed training needs no saved
+        state.
         """
         key = hashlib.blake2b(f"{seed}/{step}/text".encode(), digest_size=16).digest()
         draw = np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
         return _windows(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
 
     def validation(self, number: int, batch: int, seq: int) -> Batch:
-        """Return the batch of this number, from 0, of those that cover the held-out part."""
+        """Return batch `number`, from 0, of those that cover the held-out part."""
         starts = seq * np.arange(number * batch, (number + 1) * batch)
         return _windows(self.held_out, starts, seq)
 
     def validation_batches(self, batch: int, seq: int) -> int:
-        """Count the batches that the held-out part has."""
+        """Count the batches of the held-out part."""
         return (len(self.held_out) - 1) // seq // batch
 
     def check(self, batch: int, seq: int) -> None:

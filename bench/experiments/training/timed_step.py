@@ -36,7 +36,7 @@ class MeasuredTraining:
     comm : mpi4py.MPI.Intracomm
         The ranks; each creates it.
     case, division : Model, Division
-        What is trained, and where.
+        The model to train, and its mesh.
 
     Raises
     ------

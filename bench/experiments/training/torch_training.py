@@ -1,4 +1,4 @@
-"""Start PyTorch in a process of its own, and let it train what a training has trained."""
+"""Repeat a training by PyTorch, in a process of its own."""
 
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from mm3d.arrays import backend as backends
 
 @dataclass(frozen=True)
 class TorchTraining:
-    """Hold a training by PyTorch.
+    """The results of a training by PyTorch.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class TorchTraining:
     history : History
         Losses and seconds of all steps, and validations.
     kernels : Kernels or None
-        How long both sides took for the same products.
+        The seconds of both sides for the same products.
     """
 
     about: str
@@ -57,7 +57,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     python : str
         An interpreter that has PyTorch.
     plan, text : Plan, Text
-        What is trained.
+        The plan and the text of the training.
     state : mapping
         The initial parameters by name.
     steps : int
@@ -71,7 +71,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     microbatches : int
         Parts of a batch whose tokens are routed together; without experts it changes nothing.
     products : sequence of Product
-        Products by whose seconds the kernels of both sides are compared.
+        Products whose seconds compare the kernels of both sides.
 
     Raises
     ------

@@ -19,12 +19,12 @@ from mm3d.config import Config, Division
 from mm3d.training.gpt import GPT
 
 ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
-VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow
+VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow with it
 
 
 @dataclass(frozen=True)
 class Course:
-    """State when a training validates, keeps a checkpoint, and stops.
+    """When a training validates, saves checkpoints, and stops.
 
     Attributes
     ----------
@@ -51,12 +51,12 @@ class Course:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what became of a training; the same on every rank but for the history.
+    """The outcome of a training; the same on every rank but for the history.
 
     Attributes
     ----------
     history : History
-        Of all steps, also of those before this run; complete on rank 0.
+        The history of all steps, including those before this run; complete on rank 0.
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
@@ -80,7 +80,7 @@ class Training:
     comm : mpi4py.MPI.Intracomm
         The ranks; each creates it.
     plan, division : Plan, Division
-        What is trained, and where.
+        The plan of the training, and its mesh.
     text : Text
         The same on every rank.
 
@@ -156,7 +156,7 @@ class Training:
         return checks
 
     def settings(self) -> dict[str, Any]:
-        """Return what the curve follows from."""
+        """Return the settings that determine the curve."""
         return {**self.plan.settings(), "text": self.text.name, "text_digest": self.text.digest}
 
     def free(self) -> None:
@@ -171,7 +171,7 @@ def train(training: Training, course: Course,
     Parameters
     ----------
     training : Training
-        What is trained; every rank calls this.
+        The training; every rank calls this.
     course : Course
         When to validate, to keep a checkpoint, and to stop.
     report : callable
@@ -201,7 +201,7 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
     done = began = restore(training, course)
     history = file.history.before(done) if file else History()
     checks = training.verify()
-    reason = stop.agree_on_signal()    # a limit of time lets each run train a step
+    reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
 
     def write(entry: dict[str, Any]) -> None:
         if course.checkpoints is not None:    # a full disk ends the training on all ranks

@@ -22,10 +22,10 @@ def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
            experts: ExpertOptions | None = None) -> list[Check]:
     """Compare loss and gradient of a batch with a model in NumPy, float64; every rank calls it.
 
-    The length of the whole gradient is compared with the central difference of the other model's
-    loss along it, and its component along a random direction with the difference along that.  The
-    first is blind to a part that is missing, which is then missing on both sides.  The second sees
-    it, unless it is smaller than the tolerance beside the whole.
+    The length of the whole gradient is compared with the central difference of NumPy's loss along
+    it, and its component along a random direction with the difference along that.  The first
+    cannot see a missing part, which is then missing on both sides.  The second sees it, unless it
+    is smaller than the tolerance beside the whole.
 
     Returns
     -------
@@ -62,8 +62,7 @@ def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt
                        routing: plain_gpt.Routing | None = None) -> list[Check]:
     """Compare a loss and gradients with those of the model in NumPy.
 
-    Tokens are sent to the same experts in all three computations: there is no derivative of the
-    choice.
+    All computations send tokens to the same experts, as the choice has no derivative.
     """
     state = {name: np.asarray(a, np.float64) for name, a in state.items()}
     slopes = {name: np.asarray(a, np.float64) for name, a in gradients.items()}
@@ -79,7 +78,7 @@ def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt
     of_loss, of_gradient = TOLERANCES[dtype]
     return [Check("loss", abs(loss - expected) / expected, of_loss),
             Check("gradient", abs(length - slope) / slope, of_gradient),
-            # The component's own size is as if by chance: it is compared with what is usual.
+            # The component's own size is random: the error is taken relative to its usual size.
             Check("gradient along a random direction", abs(apart) * size / length, of_gradient)]
 
 

@@ -1,1 +1,1 @@
-"""What schemes cost, counted by dry runs, beside the costs that are in print."""
+"""Count what schemes cost by dry runs, beside the costs in print."""

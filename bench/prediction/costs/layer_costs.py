@@ -1,8 +1,8 @@
 """Count what one Transformer layer costs every rank in each scheme, by dry runs of all ranks.
 
 Ranks differ where sizes do not divide evenly, and where a scheme stores matrices on some of them
-only.  What is in print of linear layers (`bench.prediction.costs.printed_costs`) is added up over
-the four of a Transformer layer, to stand beside the counts.
+only.  Beside the counts stand the costs in print of linear layers
+(`bench.prediction.costs.printed_costs`), added up over the four of a Transformer layer.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ ITEM = 4            # bytes of an element
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one Transformer layer costs the ranks of a grid, as counted and as in print.
+    """The costs of one Transformer layer on the ranks of a grid, counted and in print.
 
     Attributes
     ----------
@@ -36,11 +36,11 @@ class LayerCosts:
     grid : GridShape
         Its grid.
     counted : dict of str to ndarray
-        Each of `COUNTS` of every rank.
+        By each of `COUNTS`, the count on every rank.
     printed : dict of str to float
         The costs in print of the four linear layers; empty if there are none.
     lacking : float
-        Words of a rank, in the mean, of the collective that print leaves out.
+        Mean words per rank of the collective that print leaves out.
     """
 
     scheme: str
@@ -56,7 +56,7 @@ def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[LayerCosts], l
     Returns
     -------
     list of LayerCosts, list of str
-        The costs, and why schemes or all of them are left out.
+        The costs, and the reasons why schemes are left out.
     """
     if ranks > MOST_RANKS:
         return [], [f"a Transformer layer, of which every rank is traced: {ranks} ranks are more "

@@ -31,11 +31,11 @@ class Printed:
     orders : tuple of str
         The printed text of each of `COSTS`.
     shares : callable
-        Returns of P, q, d: the shares of flops, parameters and activations, and the messages of
-        a product.
+        From P, q and d, returns the shares of flops, parameters and activations, and the messages
+        of a product.
     words : callable
-        Returns of P, q, d and the sizes of A, B and C the words of a product.  In print these
-        are one size.
+        From P, q, d and the sizes of A, B and C, returns the words of a product.  In print these
+        three sizes are one.
     lacks : tuple of str
         Direction and collective of words that print leaves out; empty if none.
     """
@@ -49,7 +49,7 @@ class Printed:
 _CUBE = Printed(("1/q^3", "1/q^3", "1/q^3", "6(q-1)/q^3", "6(q-1)"),
                 lambda P, q, d: (1 / P, 1 / P, 1 / P, 6 * (q - 1)),
                 lambda P, q, d, A, B, C: 2 * (q - 1) / P * (A + B + C))
-# Scheme, options, and what is printed; in the 1-D page the matrix is the one that all ranks hold.
+# Scheme, options, and costs in print; on the 1-D page the matrix is the one that all ranks hold.
 PRINTED: list[tuple[str, dict[str, str], Printed]] = [
     ("1d", {}, Printed(("1/P", "1/P", "1", "2(P-1)/P", "2(P-1)"),
                        lambda P, q, d: (1 / P, 1 / P, 1, 2 * (P - 1)),
@@ -91,7 +91,7 @@ class SchemeOnGrid:
 
 def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printed | None]]
                  ) -> tuple[list[SchemeOnGrid], list[str]]:
-    """Give each scheme its own grid of `ranks` ranks.
+    """Choose the grid of each scheme for `ranks` ranks.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
     Returns
     -------
     list of SchemeOnGrid, list of str
-        Those that have a grid, and why others have none, each scheme once.
+        The schemes that have a grid, and why others have none, each scheme once.
     """
     found, missing = [], {}
     for name, options, printed in schemes:
@@ -119,7 +119,7 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
 
 @dataclass(frozen=True)
 class PairCosts:
-    """What two linear layers cost a rank, as counted and as printed.
+    """The costs of two linear layers on a rank, counted and in print.
 
     Attributes
     ----------

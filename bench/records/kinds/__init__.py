@@ -1,24 +1,24 @@
-"""What each kind of record has, what follows from its samples, and its tables: a file each.
+"""Describe the kinds of records, a file each: schema, derived variables, and tables.
 
-``NAME.py`` in this folder is the kind NAME ("gpu" those that begin so) and needs to be named
-nowhere else. All of these may be in it:
+``NAME.py`` in this folder is the kind NAME ("gpu" stands for all that begin so) and needs to be
+named nowhere else. All of these may be in it:
 
 - ``derive(record)`` returns the variables that follow from the raw ones;
-- ``check_texts(record)`` checks texts that readers take apart;
-- ``tables(records)`` makes the tables of records of this kind, with notes. Their columns say what
-  they show of a row (`bench.document.Column`). Of a kind without it everything is shown, by its
-  dimensions (`bench.reports.micro_tables`).
+- ``check_texts(record)`` checks texts that readers parse;
+- ``tables(records)`` makes the tables of records of this kind, with notes, from columns
+  (`bench.document.Column`). Without it, tables show all variables by their dimensions
+  (`bench.reports.micro_tables`).
 
 ``SCHEMAS`` has, by the name of a kind, or KIND.GROUP of a further group of its files:
 
-- ``settings``, ``environment``: what its readers need of these;
+- ``settings``, ``environment``: the names in these that its readers need;
 - ``group``: the group of its variables, by default "measurements"; a further one is in every file
   if it is ``required``;
-- ``variables``, ``optional``, ``derived``: the dimensions of those that every file has, may have,
-  and that follow from others. Files may hold more;
-- ``labels``: those that a dimension may have, where readers look for labels by name;
-- ``needs``: what records have that have a variable, or a setting that is not "" or "none";
-- ``verified``: whether no record is without its verification;
+- ``variables``, ``optional``, ``derived``: dimensions of the variables that every file has, may
+  have, and that follow from others. Files may hold more;
+- ``labels``: the labels that a dimension may have, where readers look for labels by name;
+- ``needs``: what a record must have beside a variable, or a setting that is not "" or "none";
+- ``verified``: whether every record has its verification;
 - variables that are ``positive``, greater than 0 wherever they are numbers, as reports divide by
   them; ``signed``, which may be below 0 as differences of two measurements; ``spent``, whose sums
   over the last dimension are greater than 0; ``complete``, without NaN; ``whole``, integers; and
@@ -43,7 +43,7 @@ NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__"
 
 
 def derive(record: Any) -> dict[str, Any]:
-    """Return the variables that follow from those that a record was measured with.
+    """Compute the variables that follow from the measured ones.
 
     Raises
     ------
@@ -52,12 +52,12 @@ def derive(record: Any) -> dict[str, Any]:
     """
     if (find := getattr(module_of(record.kind), "derive", None)) is None:
         return {}
-    with np.errstate(all="ignore"):    # what is no number is found where the record is checked
+    with np.errstate(all="ignore"):    # checks of the record find NaN and infinity
         return find(record)
 
 
 def check_texts(run: Any) -> None:
-    """Check what a record says in texts with parts, which its readers parse again.
+    """Check the texts of a record that its readers parse.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def require_as_many(name: str, found: Sequence, labels: Sequence, dim: str) -> N
 
 
 def schemas_of(kind: str) -> dict[str, dict[str, Any]]:
-    """Return what the file of a kind says of records; nothing of a kind that is unknown."""
+    """Return the schemas in the file of a kind; none for an unknown kind."""
     return getattr(module_of(kind), "SCHEMAS", {})
 
 
@@ -97,7 +97,7 @@ def module_of(kind: str) -> ModuleType | None:
 
 
 def each(make: Callable[[Any], list]) -> Callable[[Sequence[Any]], list]:
-    """Make ``tables`` of a function that makes those of one record."""
+    """Turn a function that makes the tables of one record into ``tables``."""
     @functools.wraps(make)
     def tables(records: Sequence[Any]) -> list:
         return list(itertools.chain.from_iterable(map(make, records)))

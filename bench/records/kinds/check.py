@@ -1,4 +1,4 @@
-"""Predictions beside what was measured."""
+"""Predictions beside measurements."""
 
 SCHEMAS = {
     "check": {

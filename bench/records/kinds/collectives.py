@@ -1,4 +1,4 @@
-"""Bandwidths of collectives, the fit of their times, and what nodes have to receive."""
+"""Bandwidths of collectives, the fit of their times, and the bytes that nodes must receive."""
 
 import math
 from typing import Sequence
@@ -78,7 +78,7 @@ def left_in_place(record: Measurements) -> np.ndarray:
 
 
 def _least_bytes(record: Measurements) -> np.ndarray:
-    """Compute the bytes of the largest array that each node has to receive."""
+    """Compute the bytes of the largest array that nodes must receive, (axis, collective, node)."""
     chosen = record.configuration
     shape, item = grid_shape(chosen), np.dtype(chosen["dtype"]).itemsize
     nodes = [int(node) for node in record.environment["node_of_rank"].split()]

@@ -34,7 +34,7 @@ SCHEMAS = {
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
-    """Return seconds and ratios, seconds of parts, and what follows from the routing."""
+    """Compute seconds and ratios, seconds of parts, and statistics of the routing."""
     samples, tokens, dropped, words = (record.raw[name].values for name in (
         "samples", "tokens", "dropped", "words"))
     parts = medians(record.raw["part_samples"].values.max(axis=3))

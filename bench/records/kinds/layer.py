@@ -44,12 +44,12 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
 
 
 def _took(kind: int) -> Callable[[Place], float]:
-    """Return what reads the median seconds of a kind."""
+    """Return a function that reads the median seconds of a kind."""
     return lambda at: at("seconds")[kind, 0]
 
 
 def _peak(account: int) -> Callable[[Place], float]:
-    """Return what reads the megabytes of the fullest rank, by an account."""
+    """Return a function that reads the megabytes of the fullest rank, by an account."""
     return lambda at: at("memory")[account].max() / 1e6
 
 

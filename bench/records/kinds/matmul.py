@@ -61,7 +61,7 @@ def _words(at: Place) -> int:
 
 
 def _over_bound(at: Place) -> float:
-    """Return the words over the bound; NaN where it is none, or an operand has copies."""
+    """Return the words over the bound; NaN where it is 0, or an operand has copies."""
     least = at("least_words")
     return _words(at) / least if least > 0 and not _copied(at) else math.nan
 

@@ -1,7 +1,7 @@
 """Rows of the tables: their operations; `bench.reports.paper_tables` shows them.
 
-Useful operations are those of all matrix products of a step, each product once; what is computed
-again in backward, and what several ranks compute, is not among them.
+Useful operations are those of all matrix products of a step, each product once, without those that
+backward repeats or several ranks duplicate.
 """
 
 import numpy as np

@@ -102,15 +102,15 @@ def stage_times(times: np.ndarray, stages: int) -> np.ndarray:
 def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Compute the bubble of each repetition, as a share of the cost.
 
-    As of a timeline: the cost is the longest time of a stage from its own first begin to its own
-    last end, and the bubble is what of it is not the mean time in actions.
+    As in a timeline, the cost is the longest time from a stage's first begin to its last end; the
+    bubble is the cost less the mean time that stages spend in actions.
 
     Parameters
     ----------
     times : ndarray
         Seconds, (repetition, rank, action, begin and end); NaN beyond the actions of a rank.
     schedule : Schedule
-        What was executed.
+        The schedule that was executed.
     """
     found = stage_times(times, schedule.ranks)
     cost = (np.nanmax(found[..., 1], axis=2) - np.nanmin(found[..., 0], axis=2)).max(axis=1)
@@ -126,7 +126,7 @@ def step_seconds(times: np.ndarray) -> np.ndarray:
 def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Return the median seconds of F, B and W in each stage of the schedule, (step, stage).
 
-    Where B and W are only taken together, that time is B's, and W's is 0.
+    Where B and W only run together, that time counts as B, and W is 0.
     """
     found = stage_times(times, schedule.ranks)
     took: dict[tuple[str, int], list[np.ndarray]] = {}
@@ -144,24 +144,24 @@ def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:
 
 
 def clock_timeline(schedule: Schedule, steps: np.ndarray, hop: float) -> Timeline:
-    """Return the clock's timeline for `durations` and a time of a hop, in seconds."""
+    """Return the clock's timeline for `durations` and seconds of a hop."""
     return clock(schedule, Times.by_stage(*(map(float, row) for row in steps), hop=float(hop)))
 
 
 def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """Compute by how much each repetition of waits exceeds the clock, for each action.
+    """Compute the overhead of an action in each repetition of waits, in seconds.
 
-    It is the makespan less the clock's, without hops and with the times that the waits really
-    took, over the number of actions that the clock's last end waits for.
+    It is the measured makespan less that of the clock, run without hops on the times that the
+    waits really took, over the number of actions on the clock's critical path.
 
     Parameters
     ----------
     times : ndarray
-        As of `bubble_rates`.
+        As in `bubble_rates`.
     slept : ndarray
         Mean seconds of F, B and W of a chunk, (repetition, rank, step).
     schedule : Schedule
-        What was executed.
+        The schedule that was executed.
     """
     found = []
     by_rank = slept.reshape(len(slept), schedule.ranks, -1, slept.shape[-1]).mean(axis=2)
@@ -207,7 +207,7 @@ def _schedule(at: Place) -> Schedule:
 
 
 def _of_step(step: int) -> Column:
-    """Describe the milliseconds of F, B or W: of all layers of a rank, a mean over the stages."""
+    """Describe the milliseconds of F, B or W of all layers of a rank, the mean over stages."""
     def of(at: Place) -> float:
         durations = at("durations")
         chunks = durations.shape[1] // _schedule(at).ranks
@@ -245,7 +245,7 @@ def _both(at: Place) -> np.ndarray:
 
 
 def _processor(at: Place) -> np.ndarray:
-    """Return the microseconds of a processor for an action, of both sides."""
+    """Return the processor time of an action in microseconds, of both sides."""
     actions = np.mean([len(row) for row in _schedule(at).rows])
     return 1e6 * np.median(at("processor").mean(axis=2), axis=1) / actions
 
@@ -335,7 +335,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
 
 
 def _checked(records: Sequence[Measurements]) -> str:
-    """Return what was verified, and how closely."""
+    """Describe the verification and its errors."""
     if records[0].configuration["work"] == "wait":
         return "each result that arrived was the right one"
     tolerance = max(check.tolerance for record in records for check in record.checks

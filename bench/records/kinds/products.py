@@ -29,7 +29,7 @@ SCHEMAS = {
             "closed_form_words": "scheme", "least_words": "",
             "least_words_with_memory": "scheme", "seconds": "scheme bound"}}}
 
-NOT_STATED = -1    # the closed form of an algorithm that has none
+NOT_STATED = -1    # stands for a missing closed form
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
@@ -79,9 +79,9 @@ def mean_words(total: float, ranks: int) -> float:
 
 
 def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
-    """List the operands of which an algorithm has copies before a phase, as no bound assumes.
+    """List the operands that an algorithm stores in copies before a phase, as no bound assumes.
 
-    None of an algorithm or a form that is unknown, as a file may name any.
+    Empty for an unknown algorithm or form, as a file may name any.
     """
     cls = algorithms_with_products().get(name)
     if not cls or form not in FORMS:
@@ -90,7 +90,7 @@ def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forwar
             if cls.matrix_product.copied_along(sizes, form, matrix)]
 
 
-REFERENCE = "3d"    # whose seconds others are compared with; the first product where it is missing
+REFERENCE = "3d"    # others' seconds are compared with its; else with those of the first product
 BALANCED = {"stored": "elements of A, B and C stored", "operations": "floating-point operations",
             "words": "words"}    # compared between ranks
 
@@ -123,7 +123,7 @@ def _same(at: Place) -> str:
 
 
 def _over_bound(at: Place) -> float:
-    """Divide by the bound for any memory; NaN where it is none, or not for copied operands."""
+    """Divide words by the bound for any memory; NaN where it is 0 or an operand has copies."""
     least = float(at("least_words"))
     holds = least > 0 and not copied_operands(at["scheme"], at["form"], _grid(at))
     return at("words").max() / least if holds else math.nan
@@ -135,7 +135,7 @@ def _over_bound_with_memory(at: Place) -> float:
 
 
 def _balance(name: str, group: str) -> list[Column]:
-    """Describe what ranks have of a quantity: the least, the mean, the most."""
+    """Describe a quantity over the ranks: the least, the mean, the most."""
     def uneven(at: Place) -> float:
         return at(name).max() / at(name).mean() if at(name).any() else 1
     return [Column("least", "", group, of=lambda at: int(at(name).min())),
@@ -178,7 +178,7 @@ def _turns(record: Measurements) -> Table:
 
 
 def _notes(record: Measurements) -> list[str]:
-    """State what was counted, measured and computed, and what limits the times."""
+    """Explain the counts, times and closed forms, and what limits the times."""
     chosen, env = record.configuration, record.environment
     ranks, transport = len(record.scales["rank"]), chosen["transport"]
     shared = ", in which ranks that share an array count a part of it each" * bool(

@@ -37,18 +37,16 @@ ROWS = 12    # validations in a table
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
-    """Return the tokens a second of the steps of this run."""
+    """Return the tokens per second of this run."""
     chosen, steps = record.configuration, np.array(record.scales["step"], int)
-    # Those before it began may be another machine's.
+    # Steps before this run began may be from another machine.
     seconds = record.raw["step_seconds"].values[steps >= int(chosen["began"])]
     speed = tokens_per_second(int(chosen["batch"]) * int(chosen["seq"]), seconds)
     return {"tokens_per_second": Variable(np.array(speed), "s-1", ())}
 
 
 def tokens_per_second(tokens: int, seconds: np.ndarray) -> float:
-    """Compute the tokens of a step over its median seconds, without the first of several.
-
-    NaN without any step.
+    """Compute tokens per second from the median step, without the first of several; NaN for none.
     """
     counted = seconds[1:] if len(seconds) > 1 else seconds
     return tokens / float(np.median(counted)) if len(counted) else np.nan
@@ -126,7 +124,7 @@ def _notes(record: Measurements) -> list[str]:
 
 
 def _memory(record: Measurements) -> str:
-    """Say what the ranks held at the peak of a step, beside what was expected."""
+    """State the peak memory of the ranks in a step, beside the expected one."""
     peaks, expected = (record.values(name) for name in (
         "peak_bytes", "expected_peak_bytes"))
     rank = int(np.argmax(peaks))

@@ -1,4 +1,4 @@
-"""Trainings on several meshes: how far they are from that of one rank."""
+"""Trainings on several meshes: how far each is from the training on one rank."""
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def _notes(record: Measurements) -> list[str]:
 
 
 def _routed_alike(record: Measurements) -> list[str]:
-    """Say what meshes with experts are compared with; nothing for a model without."""
+    """Describe the experts and how routing was compared; nothing for a model without experts."""
     chosen = record.configuration
     if "dropped_share" not in record.variables:
         return []

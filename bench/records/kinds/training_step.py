@@ -1,4 +1,4 @@
-"""A training step: the speed of each side, and where the own time goes."""
+"""A training step: the speed of each side, and where mm3d's time goes."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ SCHEMAS = {
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
-    """Return seconds and tokens a second of each side, and how many times as fast mm3d is."""
+    """Return seconds and tokens per second of each side, and its seconds over mm3d's."""
     tokens = int(record.configuration["batch"]) * int(record.configuration["seq"])
     spans = elapsed(record.raw["times"].values).T    # (side, repetition)
     return {"seconds": Variable(medians(spans), "s", ("side", *BOUND)),
@@ -38,7 +38,7 @@ def derive(record: Measurements) -> dict[str, Variable]:
 
 @each
 def tables(record: Measurements) -> list[Part]:
-    """Make the tables: the speed of each side, and where the own time goes."""
+    """Make the tables: the speed of each side, and where mm3d's time goes."""
     return [make_table("A training step", COLUMNS, list_places(record, "side")),
             make_table("Where the time goes", PARTS, list_places(record, "part")),
             Notes("About this step:", _notes(record))]

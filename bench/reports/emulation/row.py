@@ -49,7 +49,7 @@ class Emulated:
     order : str
         The directions of the grid from the one that varies slowest over the nodes to the fastest.
     repeats : tuple of Run
-        The measurements of the row that repeat `run`, which comes last.
+        The runs with the settings of `run`, which comes last.
     """
 
     row: Row
@@ -67,8 +67,7 @@ class Emulated:
 
     @property
     def to_paper(self) -> float:
-        """Seconds of the emulated machine with the paper's layers, over seconds here if nothing is
-        slowed."""
+        """Seconds on the emulated machine with the paper's layers, over undilated seconds here."""
         layers = load_tables().settings.layers / self.sizes.layers
         return self.shrink ** 2 / self.scale * layers
 
@@ -81,9 +80,9 @@ class Emulated:
 
     @cached_property
     def predicted(self) -> tuple[float, float]:
-        """Predicted seconds of work and of communication of a step here, if nothing is slowed.
+        """Predicted undilated seconds of work and of communication of a step here.
 
-        Of a measurement those that were stored before it; NaN without.
+        For a measurement, those stored before it; NaN if none were.
         """
         if self.run is None:
             return self._predict(emulating_machine(self.machine, self.shrink, self.scale,
@@ -108,7 +107,7 @@ class Emulated:
 
     @property
     def software(self) -> float:
-        """The share of a measured step that it takes without links and waits; NaN if unknown."""
+        """Seconds of a step without links and waits, over those measured; NaN if unknown."""
         if self.run is None or "software" not in self.run.groups:
             return math.nan
         alone = self.run.groups["software"].variables["samples"].values.sum(axis=0)
@@ -122,7 +121,7 @@ class Emulated:
 
     @property
     def quotable(self) -> bool:
-        """Whether software takes no more of a step than it may."""
+        """Whether software takes at most its allowed share of a step."""
         return self.run is not None and (
             self.software <= float(self.run.configuration.get("software_share", 0)))
 
@@ -138,7 +137,7 @@ class Emulated:
 
     @property
     def averages(self) -> list[float]:
-        """The same of each run, oldest first."""
+        """`average` of each run, oldest first."""
         return [self._average(run) for run in self.repeats or (self.run,) if run]
 
     def _average(self, run: Run) -> float:
@@ -154,13 +153,13 @@ class Emulated:
 
 
 def replace_sizes(sizes: ModelSizes, **changes: int) -> ModelSizes:
-    """Return sizes of which some are others."""
+    """Return the sizes with some replaced."""
     return ModelSizes(**{**sizes, **changes})
 
 
 def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
             recompute: str = "none") -> Emulated:
-    """Return the row of a case that is not measured yet, on its scheme's own grid."""
+    """Make the row of a case that is not measured yet, on its scheme's own grid."""
     kind = find_scheme(one.row.scheme)
     shrink = load_tables().presets[one.preset].of_table(one.row.table).shrink
     grid = kind.grid_shape(kind.default_grid(one.row.gpus))
@@ -170,7 +169,7 @@ def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
 
 
 def of_run(row: Row, run: Run, repeats: Sequence[Run] = ()) -> Emulated:
-    """Return the row of a measurement whose ranks waited for their work, and of its repeats.
+    """Make the row of a measurement whose ranks waited for their work, with its repeats.
 
     Raises
     ------

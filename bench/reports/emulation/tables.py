@@ -12,13 +12,13 @@ from bench.document import Cell, Column, Notes, Number, Part, Rows, Table, numbe
 from bench.reports.emulation.row import Emulated, of_run
 
 
-MARK = "*"    # of software that takes more of a step than it may
+MARK = "*"    # of software that takes more than its allowed share of a step
 
 
 def row_parts(results: Results) -> list[Part]:
     """Make the tables of the rows of a preset that were measured on an emulated cluster.
 
-    There are none where ranks computed, or had no links between them.
+    There are none if ranks computed, or had no links between them.
     """
     try:
         groups = group_rows(emulated_rows(results))
@@ -32,7 +32,7 @@ def row_parts(results: Results) -> list[Part]:
 
 
 def emulated_rows(results: Results) -> list[Emulated]:
-    """Describe those of `waited_rows`, with the runs that repeat them.
+    """Describe each of `waited_rows`, with the runs that repeat it.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> 
 
 
 def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) -> list[Cell]:
-    """Make the line of a pair of rows."""
+    """Make the cells of the speed-up of a pair of rows."""
     alike = bool(slow.row.like or fast.row.like)
     published = math.nan if alike else slow.row.recomputed / fast.row.recomputed
     predicted = slow.predicted_average / fast.predicted_average

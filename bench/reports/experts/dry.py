@@ -7,7 +7,7 @@ from mm3d.tracing.trace import Trace
 
 
 def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
-    """Say which routing is assumed, and what is counted between replicas.
+    """State the assumed routing, and which words are counted between replicas.
 
     Parameters
     ----------

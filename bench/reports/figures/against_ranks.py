@@ -50,7 +50,7 @@ def draw_step_times(results: Results):
 
 
 def _measured(results: Results) -> str:
-    """Return the title of what was measured; a long name of a preset has a line of its own."""
+    """Return the title of the measured panel; a long preset name gets a line of its own."""
     between = "\n" if len(results.title) > 20 else " "
     return f"measured,{between}preset {results.title}"
 
@@ -58,8 +58,8 @@ def _measured(results: Results) -> str:
 def draw_scaling(results: Results):
     """Draw speed-up of strong scaling, and efficiency of weak scaling: published and measured.
 
-    Both from the useful floating-point operations of all ranks over the step's time, relative to
-    the scheme's fewest ranks, where speed-up is the number of ranks and efficiency 1.
+    Both follow from the useful floating-point operations of all ranks over the step's time,
+    relative to the scheme's fewest ranks, where speed-up is the rank count and efficiency is 1.
     """
     figure, panels = make_rank_figure(2, 2, (9, 7.2), (
         "Speed-up and efficiency, relative to each scheme's fewest ranks"))
@@ -96,7 +96,7 @@ def draw_scaling(results: Results):
 
 
 def share_limits(panels) -> None:
-    """Give panels beside each other the same vertical axis, from the least to the most of all."""
+    """Give panels beside each other the same vertical axis, which spans the limits of all."""
     limits = [bound for panel in panels for bound in panel.get_ylim()]
     for panel in panels:
         panel.set_ylim(min(limits), max(limits))
@@ -155,7 +155,7 @@ def paper_rate(row: Row) -> float:
 
 
 def relative_rates(points: list[Point], whole: bool) -> list[Point]:
-    """Divide rates by the rate per rank at the fewest ranks; per rank as well if not `whole`."""
+    """Divide rates, or unless `whole` rates per rank, by the rate per rank at the fewest ranks."""
     if not points:
         return []
     ranks, base = min(points)
@@ -170,7 +170,7 @@ def counted_words(run: Run) -> float:
 def closed_form_words(runs: list[Run], table: str) -> list[Point]:
     """Compute the closed form at the runs' ranks, and between them where sizes stay the same.
 
-    Between them for the paper's schemes only, whose grids are of one kind.
+    Points between are for the paper's schemes only, whose grids are all of one kind.
     """
     points = {run.ranks: run.expected_words.sum() / run.ranks / run.configuration["batch"]
               for run in runs}
@@ -192,13 +192,13 @@ def grids_between(scheme: str) -> list[GridShape]:
     for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
         try:
             grids.append(GridShape(known.directions, known.default_grid(ranks)))
-        except ValueError:    # no grid of so many
+        except ValueError:    # no grid of this many ranks
             continue
     return grids
 
 
 def _correction(panel, row: Row) -> None:
-    """Draw the average step time from the row's own times, beside the wrong printed one."""
+    """Draw the average step time recomputed from the row's times, beside a wrong printed one."""
     colour, marker = scheme_style(row.scheme)
     panel.plot(row.gpus, row.recomputed, marker=marker, color=colour, markerfacecolor="white",
                linestyle="", label=f"{title(row.scheme)}, recomputed")

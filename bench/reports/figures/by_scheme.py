@@ -1,4 +1,4 @@
-"""Draw what was measured of schemes against ranks: colours, lines, intervals, captions."""
+"""Draw measurements of schemes against ranks: colours, lines, intervals, captions."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from bench.reports import emulated
 from bench.reports.figures.style import CYCLE, make_figure
 
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
-ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # where intervals of the schemes are, in this order
+ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # horizontal shifts of the schemes' intervals
 TICKS = (8, 16, 36, 64)
 Point = tuple[int, float]
 
@@ -19,7 +19,7 @@ def scheme_style(scheme: str) -> tuple[str, str]:
 
 
 def scheme_label(scheme: str) -> str:
-    """Return the title of `scheme` in a legend, which says if the paper has no figures of it."""
+    """Return the legend title of `scheme`, which says if it is not published."""
     return title(scheme) + ", not published" * (scheme not in PAPER)
 
 
@@ -51,9 +51,9 @@ def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -
 
 
 def draw_closed_form(panel, scheme: str, points: list[Point]) -> None:
-    """Draw the closed form of a scheme, joined; dashes for one point, and for other schemes.
+    """Draw the closed form of a scheme, joined; dashes for one point or an unpublished scheme.
 
-    These may have points on grids of different shapes, with no line between them.
+    The latter may have points on grids of different shapes, with no line between them.
     """
     joined = len(points) > 1 and scheme in PAPER
     draw_line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,

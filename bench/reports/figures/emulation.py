@@ -1,4 +1,4 @@
-"""Draw an emulated cluster beside what was published: seconds and words against ranks."""
+"""Draw emulated rows beside published ones: seconds and words against ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ LARGE = {"font.size": 14, "axes.titlesize": 16, "axes.labelsize": 14, "xtick.lab
 SMALL = 11    # points, of the remarks
 DARK = "#1B1F24"
 ASIDE, LETTER = 10, 4.1    # points: of a label from its marker, and half the width of a letter
-ROOM = 2.6    # of the ranks' axis, to the right of the most ranks, for labels
+ROOM = 2.6    # factor by which the ranks' axis extends beyond the most ranks, for labels
 MARKS = (1, 1.5, 2, 3, 5, 7)    # of an axis, in each decade
-MARGIN = 1.12    # above and below what is drawn, as a factor
+MARGIN = 1.12    # factor by which an axis extends above and below the data
 
 
 def draw_emulated(results: Results):
     """Draw seconds a sequence, published and emulated, and words a rank, against ranks.
 
     Weak scaling is above strong scaling. All axes are logarithmic, and the vertical ones of a row
-    span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks each
-    scheme's multiple of that of 3-D is written, where there is room for it.
+    span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks labels
+    give each scheme's multiple of 3-D, where there is room.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -
     found : dict
         The points of each scheme.
     rows : sequence of Emulated
-        The rows whose runs are compared; without, the points are.
+        The rows whose runs are compared; if empty, the points are compared.
     """
     ranks, base = max(found.get(PROPOSED, [(0, math.nan)]))
     runs = {one.row.scheme: one for one in rows if one.row.gpus == ranks}
@@ -134,7 +134,7 @@ def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -
 
 
 def _span_alike(panels) -> None:
-    """Let logarithmic vertical axes span the same ratio, each around what is drawn there."""
+    """Let logarithmic vertical axes span the same ratio, each around its data."""
     ends = [(min(values), max(values)) for panel in panels
             if (values := [y for line in panel.lines for y in line.get_ydata()])]
     half = MARGIN * math.sqrt(max((high / low for low, high in ends), default=1.0))
@@ -149,7 +149,7 @@ def _span_alike(panels) -> None:
 
 
 def _legend(panels) -> None:
-    """Name all schemes in the first panel, and those that the paper lacks where they are."""
+    """Draw one legend of all panels' schemes, in the first panel."""
     handles = {label: handle for panel in panels.flat for handle, label in zip(
         *panel.get_legend_handles_labels())}
     panels[0, 0].legend(handles.values(), handles.keys(), loc="upper left")

@@ -16,7 +16,7 @@ from bench.reports.figures.style import Drawing, LeftOut
 
 
 def _by_name(place: str) -> Callable[[object], object]:
-    """Return what draws by a function of this folder, whose file is imported when it does."""
+    """Return a function that imports FILE.FUNCTION of this folder and draws by it when called."""
     file, _, function = place.partition(".")
 
     def draw(subject: object) -> object:
@@ -44,13 +44,12 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
     "memory-per-rank": (_by_name("roofline_and_memory.draw_memory"),
                         "Memory of a rank against ranks, measured, and by the "
                         "closed form or, its peak, by a dry run.")}
-# Of rows whose ranks waited for their work on an emulated cluster: one figure tells what the first
-# two tell of others.
+# For rows whose ranks waited for work on an emulated cluster: one figure replaces the first two.
 EMULATED = {"scaling": (_by_name("emulation.draw_emulated"),
                         "Seconds a sequence against ranks, weak and strong scaling, published "
                         "beside emulated, and the words that a rank sends."),
             **dict(itertools.islice(FIGURES.items(), 2, None))}
-# The same of a kind of microbenchmark.
+# The figures of microbenchmarks, by kind.
 MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {"products": {
     "words-of-products": (_by_name("products.draw_words_against_ranks"),
                           "Words per rank of every distributed product against ranks: closed "
@@ -94,7 +93,7 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
 
 
 def _sizes(record: Measurements) -> str:
-    """Name what a microbenchmark has measured, for the name of a figure."""
+    """Name the sizes of a microbenchmark, for the name of a figure."""
     chosen = record.configuration
     if record.kind == "experts":
         capacity = f"-capacity{chosen['capacity']:g}" if "capacity" in chosen else ""
@@ -111,7 +110,7 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     folder : path
         With the results.
     formats : tuple of str
-        Of `style.METADATA`.
+        Formats of `style.METADATA`.
     names : str
         Beginnings of the names of figures, with commas between; "" draws all.
 

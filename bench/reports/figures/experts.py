@@ -1,4 +1,4 @@
-"""Draw the parts of a layer of experts, and what a balance loss does to trainings with experts."""
+"""Draw the parts of a layer of experts, and the effect of a balance loss on trainings."""
 
 import itertools
 from typing import Sequence
@@ -49,10 +49,10 @@ def draw_parts(record: Measurements):
 
 
 def comparable_trainings(records: Sequence[Measurements]) -> list[Measurements]:
-    """Return the trainings that differ in the coefficient of the balance loss and in the seed.
+    """Return trainings that differ only in the coefficient of the balance loss and in the seed.
 
-    In the order of the coefficients and seeds, of each the latest that has done all of its steps;
-    [] where there are fewer than two coefficients.
+    They are the latest complete one for each coefficient and seed, in this order; [] for fewer
+    than two coefficients.
     """
     alike: dict[tuple, dict[tuple[float, int], Measurements]] = {}
     for record in sorted(records, key=lambda one: one.created):

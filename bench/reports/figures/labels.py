@@ -10,8 +10,8 @@ Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
 class Label:
     """A text with its possible places: points of the panel's data, each with an offset in points.
 
-    The first free place is taken, or else the one where the text covers the least; if `optional`,
-    none, and the text is left out.
+    The first free place is taken.  Without one, an `optional` text is left out; another goes where
+    it covers the least.
     """
 
     panel: object

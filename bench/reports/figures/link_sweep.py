@@ -19,7 +19,7 @@ BEYOND = 4.0    # times the greatest rate: where links without a limit are drawn
 
 
 def group_sweeps(records: Sequence[Measurements]) -> list[list[Measurements]]:
-    """Return the sweeps that stand in one picture: tables measured alike on one cluster."""
+    """Group the sweeps that share a picture: tables measured alike on one cluster."""
     groups: dict[tuple, list[Measurements]] = {}
     for record in records:
         if record.kind == "sweep":
@@ -32,9 +32,9 @@ def group_sweeps(records: Sequence[Measurements]) -> list[list[Measurements]]:
 
 
 def picture_name(records: Sequence[Measurements]) -> str:
-    """Name the picture of sweeps by their tables, ranks, preset, and how rows differ from plain.
+    """Name the picture of sweeps by tables, ranks, preset, variant and recomputation.
 
-    All sweeps wait for their work, so this is not named.
+    The name leaves out that ranks wait for their work, as in all sweeps.
     """
     chosen = records[0].configuration
     tables = "-".join(str(record.configuration["table"]) for record in records)
@@ -46,7 +46,7 @@ def picture_name(records: Sequence[Measurements]) -> str:
 
 
 def draw_sweeps(records: Sequence[Measurements]):
-    """Draw a panel for each record, of one group; return the figure."""
+    """Draw the records of a group, a panel each; return the figure."""
     figure, panels = style.make_figure(1, len(records), (7.5 * len(records), 5.8), "")
     for panel, record in zip(panels.flat, records):
         _panel(panel, record)

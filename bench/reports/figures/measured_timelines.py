@@ -31,7 +31,7 @@ def timelines(record: Measurements) -> dict[str, Timeline]:
 
 @dataclass(frozen=True)
 class MeasuredTimeline(Timeline):
-    """Hold when actions began and ended in a run; what takes time is what was measured."""
+    """A timeline of a run, with the measured begins and ends of actions."""
 
     @property
     def work(self) -> tuple[Fraction, ...]:
@@ -46,9 +46,9 @@ def measured_timeline(schedule: Schedule, times: np.ndarray, like: Timeline) -> 
     Parameters
     ----------
     schedule, times
-        As of `bench.records.kinds.pipeline.bubble_rates`.
+        As in `bench.records.kinds.pipeline.bubble_rates`.
     like : Timeline
-        The clock's, whose times of the steps it keeps.
+        The clock's timeline, whose times of steps are kept.
     """
     rates = bubble_rates(times, schedule)
     middle = int(np.argsort(rates)[len(rates) // 2])

@@ -21,7 +21,7 @@ LARGER = 4096    # ranks of the panel of closed forms alone
 EDGE = 16384     # of its square matrices
 LAYERED = "2.5d-sd"    # shown with several numbers of layers
 WIDTHS = (4.2, 2.2, 0.9)    # of lines in one place, the widest drawn first
-TOGETHER = 2 ** 0.2    # lines that end so near each other have one label
+TOGETHER = 2 ** 0.2    # lines whose ends differ by less than this factor share a label
 Shape = tuple[int, int, int]
 
 
@@ -70,7 +70,7 @@ def draw_words_against_ranks(record: Measurements):
 
 
 def _name_ends(panel, ends: list[tuple[float, str]]) -> None:
-    """Write the names of lines at their right ends, those that end together in one label."""
+    """Write the names of lines at their right ends; lines that end together share a label."""
     groups: list[list[tuple[float, str]]] = []
     for end in sorted(ends):
         if groups and end[0] <= groups[-1][-1][0] * TOGETHER:
@@ -141,7 +141,7 @@ def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape:
 
 
 def _larger_grids() -> Iterator[tuple[str, GridShape]]:
-    """List the grids of `LARGER` ranks: each algorithm's choice, and layers of the 2.5-D one."""
+    """List grids of `LARGER` ranks: each algorithm's default, and `LAYERED` with other layers."""
     for name, cls in algorithms_with_products().items():
         try:
             sizes = cls.grid_shape(cls.default_grid(LARGER))
@@ -155,9 +155,9 @@ def _larger_grids() -> Iterator[tuple[str, GridShape]]:
 
 
 def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[float, float]:
-    """Return the words of memory of a rank and the words that a rank moves in the mean.
+    """Return the peak memory of a rank in words, and the mean words that a rank moves.
 
-    Of the memory of the first and of the last rank it is the greater.
+    The memory is the greater of the first and the last rank's.
     """
     memory = max(_peak_bytes(name, form, sizes, shape, rank)
                  for rank in (0, sizes.ranks - 1)) / 4
@@ -165,7 +165,7 @@ def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[flo
 
 
 def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int) -> int:
-    """Return the most bytes in float32 arrays of a rank in a dry run of the forward product."""
+    """Return the peak bytes of a rank's float32 arrays, by a dry run of the forward product."""
     grid = Grid(DryCommunicator(sizes.ranks, rank), DryBackend(), **sizes)
     product = algorithms_with_products()[name].matrix_product(grid, form, shape)
     blocks = {}
@@ -181,7 +181,7 @@ def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int)
 
 
 def _default_words(name: str, form: str, shape: Shape, ranks: int) -> int | None:
-    """Return the words of an algorithm's choice of grid; None if there is none, or no form."""
+    """Return the closed form on an algorithm's default grid; None without such grid or form."""
     cls = algorithms_with_products()[name]
     try:
         sizes = cls.grid_shape(cls.default_grid(ranks))

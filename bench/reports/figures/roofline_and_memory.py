@@ -28,7 +28,7 @@ def draw_roofline(results: Results):
     """Draw rates of a rank in matrix products and over whole steps, under its machine's roofs.
 
     A rank that multiplies has a core to itself as often as others wait, so its rate is compared
-    with that of one rank alone; that of a step with what each rank has when all work at once.
+    with one rank alone, and the rate of a step with that of a rank when all work at once.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def _roofline_legend(figure, schemes: list[str]) -> None:
 
 
 def draw_memory(results: Results):
-    """Draw the memory that a rank keeps with its closed form, and its peak with a dry run's.
+    """Draw the memory that a rank keeps beside its closed form, and its peak beside a dry run's.
 
     Raises
     ------

@@ -11,8 +11,8 @@ KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
          "W": ("backward, weights", style.GREEN), "BW": ("backward, both", style.YELLOW)}
 BUBBLE = "#DDDDDD"
 PALER = 0.55
-LETTERS = 7.0    # points, of the numbers of micro-batches; fewer where boxes are narrow
-LEAST = 5.0    # points, below which they are left out
+LETTERS = 7.0    # points of the numbers of micro-batches; fewer in narrow boxes
+LEAST = 5.0    # points below which numbers are left out
 DIGIT, APART = 0.64, 0.3    # widths of a digit and of the gap between numbers, in letters
 WIDTH = 14.0    # inches
 LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
@@ -27,11 +27,11 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
     path : path
         The picture to write; a .png, .svg or .pdf.
     timelines : mapping from str to Timeline
-        By title.
+        The timelines by title.
     unit : str, optional
-        Of the times, such as "s".
+        The unit of the times, such as "s".
     row : str
-        What a row is.
+        The name of a row.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
 
 
 def _rows(panel, timeline: Timeline, end: float) -> None:
-    """Draw the actions of each rank, and the second chunk's in a paler colour."""
+    """Draw the actions of each rank, those of the second chunk in a paler colour."""
     schedule = timeline.schedule
     digits = len(str(schedule.microbatches - 1))
     for rank, row in enumerate(schedule.rows):
@@ -101,18 +101,16 @@ CURVES = {"bubble / cost": "bubble as a share of the cost",
 
 def curves(path: str | os.PathLike, heading: str,
            found: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> Path:
-    """Draw what schedules cost against the number of micro-batches.
+    """Draw what schedules cost against the number of micro-batches; errors are as in `picture`.
 
     Parameters
     ----------
     path : path
         The picture to write; a .png, .svg or .pdf.
     heading : str
-        Of the figure.
+        The heading of the figure.
     found : mapping
         By schedule: micro-batches, and the numbers by the keys of `CURVES`.
-
-    Errors are those of `picture`.
     """
     style.check_name(path)
 

@@ -1,4 +1,4 @@
-"""Share the style of all figures: colours, axes, legends; and the files that they are."""
+"""Share the style of all figures, colours, axes and legends; write their files."""
 
 import io
 import math
@@ -22,7 +22,7 @@ CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D
          ("black", "X"), (YELLOW, "*"))
 IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
 BESIDE = 1.9    # inches for it
-# Without what changes from day to day: the same figure is the same file.
+# Without dates and versions: the same figure gives the same file.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -61,7 +61,7 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     form : str
         The format, one of `METADATA`.
     **options
-        Of ``Figure.savefig``.
+        Arguments of ``Figure.savefig``.
 
     Raises
     ------
@@ -73,8 +73,8 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     """
     image = io.BytesIO()
     with ExitStack() as stack:
-        # The border: a library may fail in any way where it reads its settings, fonts and style,
-        # and where it lays out and writes; between them only as it is imported and reads files.
+        # matplotlib may fail in any way where it reads its settings, fonts and style, and where it
+        # lays out and writes; between them only as it is imported and reads files.
         with _not_drawn(Exception):
             stack.enter_context(figure_style())
         with _not_drawn(ImportError, OSError):
@@ -109,7 +109,7 @@ def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: An
 
 
 def check_name(path: str | os.PathLike) -> None:
-    """Check the name of a picture; UsageError when its kind is none."""
+    """Check the name of a picture; UsageError when its ending is no format of pictures."""
     if Path(path).suffix[1:] not in METADATA:
         raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
 
@@ -201,7 +201,7 @@ class Drawing:
     name : str
         The name, such as "roofline-laptop".
     about : str
-        Its description.
+        The description of the figure.
     make : callable
         Makes the matplotlib figure; raises `LeftOut` for want of results.
     """

@@ -16,8 +16,8 @@ from mm3d.tracing.events import PHASES
 COLOURS = {"gemm": BLUE, "x": VERMILION, "y": ORANGE, "z": PURPLE, "elementwise": GREEN,
            "waiting": LIGHT_GREY, "other": DARK_GREY}
 HATCHES = {"x": "//", "y": "\\\\", "z": "xx"}
-PAIR = 0.62     # inches of a pair of bars, where there are many
-IN_FULL = 10    # pairs of which each has its scheme below it
+PAIR = 0.62     # inches per pair of bars, where there are many
+IN_FULL = 10    # up to this many pairs, each has its scheme written below
 # For further directions, in the order of the grid.
 FURTHER = (SKY, ".."), (YELLOW, "||"), (SKY, "--"), (YELLOW, "++")
 

@@ -10,7 +10,7 @@ from bench.records.measurements import Measurements
 from bench.reports.figures import style
 
 SIZE = (9.0, 4.6)    # inches
-FLOOR = 20           # a difference below eps over this is drawn as none
+FLOOR = 20           # differences below eps over this are drawn as 0
 
 
 def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
@@ -21,7 +21,7 @@ def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
     path : path
         The picture to write; a .png, .svg or .pdf.
     record : Measurements
-        Of kind "training".
+        A record of kind "training".
 
     Raises
     ------
@@ -70,7 +70,7 @@ def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
             1, 2, (11.0, 4.6), f"The same training on {count} meshes, {dtype}")
         for n in range(count):
             colour, marker = style.CYCLE[n % len(style.CYCLE)]
-            width = 1 + 7 * (1 - n / count)    # those below can be seen beside those above
+            width = 1 + 7 * (1 - n / count)    # lines below show at the edges of those above
             panels[0].plot(steps, losses[n], color=colour, linewidth=width,
                            solid_capstyle="butt")
             if n:

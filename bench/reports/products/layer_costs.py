@@ -1,4 +1,4 @@
-"""Make the table of what one Transformer layer costs every rank, beside what is in print."""
+"""Make the table of the costs of one Transformer layer on every rank, beside those in print."""
 
 from typing import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from bench.prediction.costs.layer_costs import COUNTS, LayerCosts
 from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from mm3d.model.sizes import ModelSizes
 
-UNEQUAL = 1.05    # the largest over the mean, from which a scheme is said to be unbalanced
+UNEQUAL = 1.05    # a scheme is unbalanced from this ratio of the largest to the mean on
 STORED = ("parameters", "activations")
 NAMES = {"flops": "flops", "elementwise": "elementwise elements", "parameters": "parameters",
          "activations": "activations kept", "words": "words", "messages": "messages"}
@@ -44,7 +44,7 @@ def _imbalance(one: LayerCosts, count: str) -> float:
 
 
 def _notes(found: Sequence[LayerCosts]) -> list[str]:
-    """State what is counted, what print leaves out, and who has more than others."""
+    """State what is counted, what print leaves out, and which schemes are unbalanced."""
     return ["Counted: dry runs of each rank. Elementwise elements are those that passes read and "
             "write; parameters are without gradients; words are those that broadcasts and "
             "gathers bring and that sums send away; messages are blocks.",

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 
 def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
-    """Return what is measured; ValueError when options, a schedule or the model cannot be."""
+    """List the cases to measure; ValueError for impossible options, schedules or models."""
     waits = find_waits(arguments)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.microbatch,
                        arguments.seq)
