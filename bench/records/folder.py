@@ -11,6 +11,7 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import Variant, recorded_variant
 from bench.errors import StoreError
 from bench.records import merged, run_file
+from bench.records.at_rates import join_rates
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 
@@ -127,12 +128,15 @@ class FolderContents:
         The latest microbenchmark of each configuration, in the order of their making.
     problems : list of str
         A message for each file that was left out.
+    at_rates : list of Measurements
+        Rows at several rates of links, see `bench.records.at_rates`.
     """
 
     folder: Path
     results: list[Results]
     measurements: list[Measurements]
     problems: list[str]
+    at_rates: list[Measurements]
 
 
 def read_folder(folder: str | Path) -> FolderContents:
@@ -149,7 +153,8 @@ def read_folder(folder: str | Path) -> FolderContents:
     latest = {run_identity(run): run for run in runs if not isinstance(run, Run)}
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
     return FolderContents(home, results_by_preset([run for run in runs if isinstance(run, Run)]),
-                          sorted(latest.values(), key=lambda run: run.created), problems)
+                          sorted(latest.values(), key=lambda run: run.created), problems,
+                          join_rates(runs))
 
 
 def read_runs(path: str | Path) -> tuple[list[Measurements], list[str]]:

@@ -1,4 +1,8 @@
-"""Schemes at several rates of links: where each is the fastest."""
+"""Schemes at several rates of links: where each is the fastest.
+
+`bench.records.at_rates` joins rows of a folder to such records; files of this kind, whose steps
+took turns over all plans and rates, are read as well.
+"""
 
 import math
 from dataclasses import dataclass
@@ -61,23 +65,23 @@ class Curve:
     label : str
         Its label in the record, such as ``3d 4x4x4 xyz 384``.
     seconds : ndarray
-        Seconds a sequence of whole steps, (links, repetitions).
-    predicted : ndarray
-        Predicted seconds a sequence, of each link.
-    work, software : float
-        Seconds a sequence that ranks wait for their work, and those without links and waits.
+        Seconds a sequence of whole steps, (links, repetitions); NaN beyond those of a link.
+    predicted, software : ndarray
+        Seconds a sequence that were predicted for each link, and those without links and waits.
+    work : float
+        Seconds a sequence that ranks wait for their work.
     """
 
     label: str
     seconds: np.ndarray
     predicted: np.ndarray
+    software: np.ndarray
     work: float
-    software: float
 
     @property
     def medians(self) -> np.ndarray:
         """The median of each link."""
-        return np.median(self.seconds, axis=1)
+        return np.nanmedian(self.seconds, axis=1)
 
     @property
     def batch(self) -> int:
@@ -97,7 +101,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class PlanLabel:
-    """What the label of a plan says, see `bench.experiments.rows.link_sweep.ReadyPlan.label`."""
+    """What the label of a plan says, see `bench.records.at_rates.plan_label`."""
 
     scheme: str
     grid: str
@@ -123,15 +127,17 @@ def read_curves(record: Measurements) -> list[Curve]:
     samples = record.values("samples").sum(axis=2)    # forward and backward
     work = record.values("work").sum(axis=1)
     missing = np.full(samples.shape[:2], np.nan)
-    software = (np.median(record.values("software").sum(axis=1), axis=-1)
-                if "software" in record.variables else missing[:, 0])
-    predicted = (record.values("predicted").sum(axis=(2, 3))
-                 if "predicted" in record.variables else missing)
+    predicted, software = missing, missing
+    if "predicted" in record.variables:
+        predicted = record.values("predicted").sum(axis=(2, 3))
+    if "software" in record.variables:    # in a file of this kind the same at all rates
+        alone = np.median(record.values("software").sum(axis=-2), axis=-1)
+        software = np.broadcast_to(alone.reshape(len(alone), -1), missing.shape)
     found = []
     for at, label in enumerate(record.scales["plan"]):
         batch = parse_label(label).batch
         found.append(Curve(label, samples[at] / batch, predicted[at] / batch,
-                           work[at] / batch, software[at] / batch))
+                           software[at] / batch, work[at] / batch))
     return found
 
 
@@ -279,34 +285,40 @@ HIDDEN = [
            of=lambda row: row.whole.medians[row.at] / row.seconds)]
 PREDICTIONS = [
     *FIRST, *spread(lambda row: [1e3 * value for value in (
-        row.seconds, row.plan.seconds[row.at].min(), row.plan.seconds[row.at].max(),
+        row.seconds, np.nanmin(row.plan.seconds[row.at]), np.nanmax(row.plan.seconds[row.at]),
         row.plan.predicted[row.at])], ".3g", "ms a sequence",
         ("median", "least", "greatest", "predicted")),
     Column("error of", "prediction", of=lambda row: row.plan.predicted[row.at] / row.seconds - 1,
            form="+.0%"),
     Column("share", "of work", of=lambda row: row.plan.work / row.seconds, form=".0%"),
-    Column("share of", "software", of=lambda row: row.plan.software / row.seconds, form=".0%")]
+    Column("share of", "software", of=lambda row: row.plan.software[row.at] / row.seconds,
+           form=".0%")]
 
 
 def _waits(record: Measurements) -> str:
     """Say which seconds the ranks of a sweep waited for."""
     chosen = record.configuration
     cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
+    ratio = "" if "rows" in chosen else (
+        f": at {cluster.link_text(per='/s')} computing has that machine's ratio to communicating")
     return (f"{HEADINGS[str(chosen['table'])]}: ranks wait for the seconds of machine "
             f"{chosen['waited_machine']}, whose lengths are divided by "
-            f"{chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: at "
-            f"{cluster.link_text(per='/s')} computing has that machine's ratio to communicating. "
+            f"{chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}{ratio}. "
             f"The waits are the same at all rates of links.")
 
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
     env, count = records[-1].environment, len(records[-1].scales["repetition"])
     overlap = any(parse_label(label).overlap for one in records for label in one.scales["plan"])
+    how = (f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
+           f"order; forward and backward by their makespans.")
+    if rows := records[-1].configuration.get("rows"):
+        how = (f"{rows} rows, measured one after the other, {count} repetitions at most; forward "
+               f"and backward by the slowest rank, over the factor by which a row is slowed.")
     return [
         *map(_waits, records),
-        f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
-        f"order; forward and backward by their makespans. All plans were verified with the serial "
-        f"scheme first." + " Fewer than six repetitions give no 95 % interval." * (count < 6),
+        f"{how} All plans were verified with the serial scheme first."
+        + " Fewer than six repetitions give no 95 % interval." * (count < 6),
         f"The {env['ranks']} ranks share {env['cores']} cores for all that is not waited for: "
         f"copies, sums, TCP and Python take longer than with a core for each, and where links "
         f"are fast this is what is measured. "

@@ -68,7 +68,7 @@ MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           link_sweep.make_sweep_drawings(found.measurements))
+                           link_sweep.make_sweep_drawings([*found.measurements, *found.at_rates]))
 
 
 def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:

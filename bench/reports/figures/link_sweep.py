@@ -76,8 +76,8 @@ def _panel(panel, record: Measurements) -> None:
     for curve, (colour, marker) in zip(curves, style.CYCLE * 2):
         panel.plot(places, 1e3 * curve.medians, color=colour, marker=marker, label=curve.name)
         for place, samples in zip(places, 1e3 * curve.seconds):
-            panel.plot([place] * 2, [samples.min(), samples.max()], color=colour, linewidth=4,
-                       alpha=0.35, solid_capstyle="butt", label="_samples")
+            panel.plot([place] * 2, [np.nanmin(samples), np.nanmax(samples)], color=colour,
+                       linewidth=4, alpha=0.35, solid_capstyle="butt", label="_samples")
     named: list[str] = []
     marks: dict[tuple[float, float], list[int]] = {}    # several crossings may be at one place
     found = sorted(sweep.list_crossovers(record, curves), key=lambda one: one[0])
