@@ -6,6 +6,7 @@ from typing import Callable, Iterable
 import numpy as np
 
 from bench.cluster.spec import Cluster
+from bench.records.kinds.sweep import Plan
 from bench.records.measurements import Measurements, Variable
 from bench.records.model_run import Run
 from mm3d.tracing.events import PHASES
@@ -31,28 +32,21 @@ def join_rates(runs: Iterable[Measurements]) -> list[Measurements]:
     for run in runs:
         chosen, where = run.configuration, run.environment.get("emulated_cluster")
         if not (where and isinstance(run, Run) and GROUPS <= run.groups.keys()
-                and sorted(str(chosen.get("placement"))) == sorted(run.grid)):
+                and chosen.get("placement")):
             continue
         cluster = Cluster.parse(str(where))
         by_hand = [(name, chosen[name]) for name in str(chosen["overridden"]).split()
                    if name not in PLAN]
         alike = (replace(cluster, link=None), *map(chosen.get, ALIKE), *by_hand)
         rate = np.inf if cluster.link is None else cluster.link
-        found.setdefault((alike, plan_label(run)), {})[rate] = run
+        plan = Plan(chosen["scheme"], run.grid, chosen["placement"], chosen["batch"],
+                    int(chosen.get("overlap", 0)))
+        found.setdefault((alike, plan.label), {})[rate] = run
     joined: dict[tuple, dict[str, list[Run]]] = {}
     for (alike, plan), at in sorted(found.items(), key=lambda one: one[0][1]):
         links = tuple(sorted(at))
         joined.setdefault((alike, links), {})[plan] = [at[link] for link in links]
     return [_join(links, plans) for (_, links), plans in joined.items() if len(links) > 1]
-
-
-def plan_label(run: Run) -> str:
-    """Name scheme, grid, directions from the slowest over the nodes to the fastest, batch and
-    overlap, such as ``3d 4x4x4 xyz 384 overlap=4``."""
-    chosen = run.configuration
-    overlap = int(chosen.get("overlap", 0))
-    return (f"{chosen['scheme']} {run.grid.compact} {chosen['placement']} {chosen['batch']}"
-            + f" overlap={overlap}" * bool(overlap))
 
 
 def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements:

@@ -57,14 +57,14 @@ def test_tables(record):
     assert "Fewer than six repetitions give no 95 % interval." in " ".join(text.split())
     curves = sweep.read_curves(record)
     [(rate, slow, fast)] = sweep.list_crossovers(record, curves)
-    assert 5e7 < rate < 2e8 and (slow.label, fast.label) == (PLANS[1], PLANS[0])
+    assert 5e7 < rate < 2e8 and (slow.plan.label, fast.plan.label) == (PLANS[1], PLANS[0])
     assert ("1-D 4, batch 24 overtakes 3-D 2 x 2 x 1, x inside, batch 24 from 120 Mbit/s on."
             in " ".join(text.split()))
     assert "50 Mbit/s 3-D 2 x 2 x 1, x inside; 200 Mbit/s to unlimited 1-D 4." in " ".join(
         text.split())
     assert curves[0].work == pytest.approx(0.5 / 24)
     for one in curves:
-        assert one.batch * one.predicted == pytest.approx([6.5, 2.0, 0.5])
+        assert one.plan.batch * one.predicted == pytest.approx([6.5, 2.0, 0.5])
     row = next(line for line in text.splitlines() if "1-D 4" in line and "-19%" in line)
     assert row.split()[-2:] == ["6%", "1%"]    # of 8 seconds half a one is work, a tenth software
 
