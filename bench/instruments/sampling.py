@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Hashable, Mapping, Sequence, TypeVar
 
 import numpy as np
@@ -171,6 +171,18 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
 
     many = calls or calls_needed(span, least)
     return lambda: span(many) / many
+
+
+def makespans_in_turns(steps: Sequence[Callable[[], object]], limits: timing.Limits, seed: int,
+                       comm, synchronize: Callable[[], None],
+                       clock: Clock) -> tuple[list[list[float]], str]:
+    """Take samples of steps in turns as `take_samples_in_turns`, each as `makespans` does.
+
+    All rounds may take the seconds of `limits` times the number of steps.
+    """
+    samples = [makespans(step, comm, synchronize, clock) for step in steps]
+    together = replace(limits, max_seconds=limits.max_seconds * len(steps))
+    return take_samples_in_turns(samples, together, seed, comm)
 
 
 def pad_samples(samples: Sequence[Sequence[float]], shape: tuple[int, ...]) -> np.ndarray:

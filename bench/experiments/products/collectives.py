@@ -1,7 +1,7 @@
 """Measure each collective along each direction of a grid, beside MPI's own call."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -12,8 +12,8 @@ from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands, wire_bytes
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (makespans, measure_in_random_order,
-                                        measured_environment, pad_samples, take_samples_in_turns)
+from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
+                                        measured_environment, pad_samples)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.grid.axis import COLLECTIVES
@@ -148,9 +148,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
         def repeat(steps: Sequence[Step]) -> tuple[list[list[float]], str]:
-            samples = [makespans(step, comm, grid.backend.synchronize, clock) for step in steps]
-            together = replace(limits, max_seconds=limits.max_seconds * len(steps))
-            return take_samples_in_turns(samples, together, seed, comm)
+            return makespans_in_turns(steps, limits, seed, comm, grid.backend.synchronize, clock)
         # MPI may not take the arrays of a device.
         beside = ([operands.plain_call(grid[axis].comm, kind, size // itemsize, dtype)]
                   if grid.backend.host_buffers else [])
