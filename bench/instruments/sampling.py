@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.records.measurements import Setting
+from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
 from mm3d.transport.nodes import node_numbers
 
@@ -99,6 +99,16 @@ def time_side(step: Callable[[], Any], comm, synchronize: Callable[[], None],
     return Sample(*time_on_all_ranks(step, comm, synchronize, clock))
 
 
+def time_alone(measure: Callable[[], float], comm) -> Sample:
+    """Take a sample, of which `measure` returns the seconds, on rank 0 while the others sleep."""
+    wait_patiently(comm)
+    times = np.full((comm.size, 2), np.nan)
+    if comm.rank == 0:
+        times[0] = 0, measure()
+    wait_patiently(comm)
+    return Sample(times)
+
+
 def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: timing.Limits,
                      seed: int, comm, warmup: int = 1,
                      ratios: Sequence[tuple[Hashable, Hashable]] = ()
@@ -137,11 +147,15 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
     return dict(zip(names, found)), ended_by
 
 
-def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
-    """Return a function that calls `step` as many times as `calls` says."""
-    def repeat() -> None:
+def repeat_calls(step: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    """Return a function that calls `step` as many times as `calls` says, and returns the last
+    result; each goes before the next is made."""
+    def repeat() -> Any:
+        result = None
         for _ in range(calls):
-            step()
+            del result
+            result = step()
+        return result
     return repeat
 
 
@@ -190,6 +204,18 @@ def pad_samples(samples: Sequence[Sequence[float]], shape: tuple[int, ...]) -> n
     most = max(map(len, samples))
     rows = [[*found, *[math.nan] * (most - len(found))] for found in samples]
     return np.array(rows).reshape(*shape, most)
+
+
+def samples_along(scales: dict[str, Sequence], found: Sequence[tuple[Sequence[float], str]]
+                  ) -> tuple[dict[str, Sequence], dict[str, Variable]]:
+    """Return scales and variables of a record of the samples of all points along `scales`, in
+    row-major order, each with the limit that ended them."""
+    dims, shape = tuple(scales), tuple(map(len, scales.values()))
+    samples = pad_samples([seconds for seconds, _ in found], shape)
+    by_width = np.array([int(ended_by == "width") for _, ended_by in found]).reshape(shape)
+    return ({**scales, "repetition": range(samples.shape[-1])},
+            {"samples": Variable(samples, "s", (*dims, "repetition")),
+             "ended_by_width": Variable(by_width, "1", dims)})
 
 
 def measure_in_random_order(points: list, seed: int, measure: Callable,

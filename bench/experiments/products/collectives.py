@@ -13,7 +13,7 @@ from bench.errors import UsageError
 from bench.experiments.products import operands, wire_bytes
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
-                                        measured_environment, pad_samples)
+                                        measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.grid.axis import COLLECTIVES
@@ -222,18 +222,12 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
                        environs: dict[str, Any]) -> Measurements:
     """Make the record of the samples `found` along `scales`."""
     dims, shape = tuple(scales), tuple(map(len, scales.values()))
-    samples = pad_samples([one.seconds for one in found], shape)
+    scales, variables = samples_along(scales, [(one.seconds, one.ended_by) for one in found])
     moved = np.array([one.moved for one in found], np.float64).reshape(shape)
-    by_width = np.array([int(one.ended_by == "width") for one in found]).reshape(shape)
-    plain = {}
+    variables["bytes_moved"] = Variable(moved, "byte", dims)
     if all(len(one.plain) for one in found):
         alone = pad_samples([one.plain for one in found], shape)
-        plain = {"mpi_samples": Variable(alone, "s", (*dims, "mpi_repetition"))}
-        scales = {**scales, "mpi_repetition": range(alone.shape[-1])}
-    return Measurements(
-        "collectives", settings, environs,
-        {**scales, "repetition": range(samples.shape[-1])},
-        {"samples": Variable(samples, "s", (*dims, "repetition")),
-         "bytes_moved": Variable(moved, "byte", dims),
-         "ended_by_width": Variable(by_width, "1", dims), **plain},
-        [one.check for one in found])
+        variables["mpi_samples"] = Variable(alone, "s", (*dims, "mpi_repetition"))
+        scales["mpi_repetition"] = range(alone.shape[-1])
+    return Measurements("collectives", settings, environs, scales, variables,
+                        [one.check for one in found])
