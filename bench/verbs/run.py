@@ -25,11 +25,11 @@ from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
 from bench.records import journal, model_run, run_file
-from bench.records.at_rates import join_rates
-from bench.records.folder import read_runs
+from bench.records.folder import read_folder
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
 from bench.reports import micro_tables
+from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
 from bench.reports.formats import render
@@ -318,7 +318,7 @@ def summarize(record: model_run.Run) -> str:
 
 def show_rates(folder: Path) -> None:
     """Print the tables of a folder's rows at several rates of links, and draw the picture."""
-    records = join_rates(read_runs(folder)[0])
+    records = join_rates(read_folder(folder).rows)
     say(f"\n{render(micro_tables.make_parts(records))}\n")
     drawn, left_out = save_drawings(make_sweep_drawings(records), folder)
     say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

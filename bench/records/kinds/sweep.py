@@ -1,7 +1,7 @@
 """Schemes at several rates of links: where each is the fastest.
 
-`bench.records.at_rates` joins rows of a folder to such records; files of this kind, whose steps
-took turns over all plans and rates, are read as well.
+`bench.reports.emulation.at_rates` joins rows of a folder to such records. Files of this kind,
+whose steps took turns over all plans and rates, are read as well.
 """
 
 import math
@@ -178,7 +178,8 @@ def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[s
     """Say where two plans of one batch cross, and which of them is the fastest at each rate."""
     said = []
     for rate, slow, fast in sorted(list_crossovers(record, curves), key=lambda found: found[0]):
-        where = "only without a limit" if math.isinf(rate) else f"from {_round(rate)} on"
+        where = "only without a limit" if math.isinf(rate) else (
+            f"from {rate_name(float(f'{rate:.2g}'))} on")
         said.append(f"{fast.plan.name} overtakes {slow.plan.name} {where}.")
     links = read_links(record)
     for batch in sorted({one.plan.batch for one in curves}):
@@ -196,11 +197,6 @@ def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[s
 def _range(links: Sequence[float]) -> str:
     """Return neighbouring rates for a reader."""
     return " to ".join(rate_name(link) for link in dict.fromkeys((links[0], links[-1])))
-
-
-def _round(rate: float) -> str:
-    """Return an interpolated rate with two digits."""
-    return rate_name(float(f"{rate:.2g}"))
 
 
 def tables(records: Sequence[Measurements]) -> list[Part]:

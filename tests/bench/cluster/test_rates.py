@@ -8,6 +8,7 @@ from bench.cluster import rates
 from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.records.folder import read_folder
+from bench.reports.emulation.at_rates import join_rates
 from support import run_python
 
 MEASURE = """
@@ -69,7 +70,7 @@ def test_rows_at_two_rates(tmp_path):
                           "--software-share=none", "--traced=0", f"--out={tmp_path}")
     assert len([*tmp_path.glob("strong-3d-p008-*.h5")]) == 4
     assert list(tmp_path.glob("where-each-is-fastest-*.png"))
-    [record] = read_folder(tmp_path).at_rates
+    [record] = join_rates(read_folder(tmp_path).rows)
     slow, free = record.values("samples").sum(axis=2).min(axis=-1).T
     assert (slow > 1.5 * free).all()
     assert {label.split()[2][-1] for label in record.scales["plan"]} == {"x", "z"}

@@ -9,7 +9,8 @@ from bench.cluster.spec import Cluster
 from bench.command_line import row_options
 from bench.experiments.rows.dilation import dilation_factor
 from bench.records import run_file
-from bench.records.folder import read_folder, read_runs
+from bench.records.folder import read_folder
+from bench.reports.emulation.at_rates import join_rates
 from bench.reports.emulation.row import of_run
 from bench.validation.files import check_file
 from bench.validation.rules import check_waits
@@ -83,10 +84,10 @@ def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, capsys):
     arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "none", "--links",
                                             "unlimited,20Mbit", "--out", str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
-    runs, _ = read_runs(shared_tmp_path)
-    assert {run.environment["emulated_cluster"] for run in runs} == {
+    rows = read_folder(shared_tmp_path).rows
+    assert {run.environment["emulated_cluster"] for run in rows} == {
         "2x4:20Mbit", "2x4:unlimited"}
-    [record] = read_folder(shared_tmp_path).at_rates
+    [record] = join_rates(rows)
     assert record.scales["link"] == (2e7, np.inf) and record.values("samples").shape[-1] == 2
     work, links = record.values("predicted")[0].sum(axis=1).T
     assert work[0] == work[1] and links[0] > links[1]

@@ -9,10 +9,10 @@ from bench.__main__ import main
 from bench.cases.paper import load_tables
 from bench.document import Table
 from bench.records import run_file
-from bench.records.at_rates import join_rates
 from bench.records.folder import read_folder
 from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
+from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
 from bench.reports.micro_tables import format_record
 from bench.reports.page import embed_figures

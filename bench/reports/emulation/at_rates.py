@@ -18,21 +18,20 @@ PLAN = {"grid", "batch", "overlap"}
 GROUPS = {"waits", "software", "predicted"}    # of rows whose work was waited for in a cluster
 
 
-def join_rates(runs: Iterable[Measurements]) -> list[Measurements]:
+def join_rates(rows: Iterable[Run]) -> list[Measurements]:
     """Join rows of one emulated cluster that were measured at several rates of its links.
 
     Plans that were measured at other rates than others have a record of their own.
 
     Parameters
     ----------
-    runs : iterable of Measurements
+    rows : iterable of Run
         Oldest first: of several of one plan at one rate the last one counts.
     """
     found: dict[tuple, dict[float, Run]] = {}
-    for run in runs:
+    for run in rows:
         chosen, where = run.configuration, run.environment.get("emulated_cluster")
-        if not (where and isinstance(run, Run) and GROUPS <= run.groups.keys()
-                and chosen.get("placement")):
+        if not (where and GROUPS <= run.groups.keys() and chosen.get("placement")):
             continue
         cluster = Cluster.parse(str(where))
         by_hand = [(name, chosen[name]) for name in str(chosen["overridden"]).split()
