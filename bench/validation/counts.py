@@ -57,10 +57,10 @@ def _matmul(run: Measurements) -> Counts:
 def _products(run: Measurements) -> Counts:
     """Count what each rank of every product does, and its memory, by dry runs."""
     grids = record_grids(run.scales["scheme"], run.configuration["grids"])
-    dry = np.array([_dry(run, name, sizes) for name, sizes in grids.items()])
-    *counts, memory = dry.transpose(2, 0, 1)
-    yield from zip(side_by_side.COUNTS, counts)
-    yield "memory_alone", memory.max(axis=1)
+    dry = [_dry(run, name, sizes) for name, sizes in grids.items()]
+    for name in side_by_side.COUNTS:
+        yield name, np.array([[getattr(one, name) for one in line] for line in dry])
+    yield "memory_alone", np.array([max(one.memory for one in line) for line in dry])
 
 
 def _dry(run: Measurements, scheme: str, sizes: GridShape,

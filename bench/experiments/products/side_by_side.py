@@ -3,8 +3,8 @@
 import gc
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from typing import Callable, ContextManager, NamedTuple, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Callable, ContextManager, Sequence
 
 import numpy as np
 
@@ -27,8 +27,11 @@ from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from mm3d.transport.silent import DryCommunicator
 
+COUNTS = ("words", "messages", "rounds", "stored", "operations")
 
-class Counted(NamedTuple):
+
+@dataclass(frozen=True)
+class Counted:
     """What one rank counts in one product.
 
     Attributes
@@ -49,9 +52,6 @@ class Counted(NamedTuple):
     stored: int
     operations: int
     memory: int
-
-
-COUNTS = Counted._fields[:-1]
 
 
 def usable_products(ranks: int, names: Sequence[str] | None = None
@@ -171,7 +171,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
                   for word in operands.transport_names(problem.grid).split()}
     for problem in problems:
         problem.grid.free()
-    counted = comm.gather(counted)
+    counted = comm.gather([astuple(one) for one in counted])
     environs = measured_environment(library.name, comm)
     if counted is None:
         return None
@@ -184,7 +184,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
              for name, sizes in grids.items()]
     variables = {"samples": Variable(np.array(samples), "s", ("scheme", "repetition")),
                  "memory_alone": Variable(np.array(alone), "byte", ("scheme",))}
-    for name, values in zip(Counted._fields, np.array(counted).T):
+    for name, values in zip((*COUNTS, "memory"), np.array(counted).transpose(2, 1, 0)):
         variables[name] = Variable(values, "byte" if name == "memory" else "1", ("scheme", "rank"))
     scales = {"scheme": list(grids), "rank": range(comm.size),
               "repetition": range(len(samples[0]))}

@@ -6,9 +6,9 @@ whose steps took turns over all plans and rates, are read as well.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Iterator, NamedTuple, Sequence
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -37,7 +37,8 @@ SCHEMAS = {
             "phase": [["forward", "backward"]]}}}
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """A scheme on a grid, its directions from the slowest over the nodes to the fastest, and a
     batch; written as ``3d 4x4x4 xyz 384``, or ``3d 4x4x4 xyz 384 overlap=4``."""
 
@@ -123,8 +124,7 @@ def read_curves(record: Measurements) -> list[Curve]:
     """Read the plans of a record, with what was predicted of them before."""
     samples = record.values("samples").sum(axis=2)    # forward and backward
     work = record.values("work").sum(axis=1)
-    missing = np.full(samples.shape[:2], np.nan)
-    predicted, software = missing, missing
+    predicted = software = missing = np.full(samples.shape[:2], np.nan)
     if "predicted" in record.variables:
         predicted = record.values("predicted").sum(axis=(2, 3))
     if "software" in record.variables:    # in a file of this kind the same at all rates
@@ -228,7 +228,7 @@ def with_overlap(curves: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
     """List plans with overlap, each after the same plan without."""
     plain = {one.plan: one for one in curves}
     for one in curves:
-        whole = plain.get(one.plan._replace(overlap=0))
+        whole = plain.get(replace(one.plan, overlap=0))
         if whole is not None and whole is not one:
             yield whole, one
 
