@@ -135,6 +135,11 @@ def check_model_memory(layers: int, hidden: int, tokens: int, backend: str | Non
     check_memory(2 * hidden * (24 * layers * hidden + tokens), backend, comm)
 
 
+def rates(text: str) -> list[float | None]:
+    """Read the rates of links ``50Mbit,unlimited``, each once; None for no limit."""
+    return [*dict.fromkeys(cluster(f"1x1:{word}").link for word in text.split(","))]
+
+
 def cluster(text: str) -> Cluster:
     """Read ``16x4:200Mbit``."""
     try:

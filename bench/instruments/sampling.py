@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Hashable, Mapping, Sequence, TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
-from bench.records.measurements import Setting
+from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
 from mm3d.transport.nodes import node_numbers
 
@@ -99,6 +99,16 @@ def time_side(step: Callable[[], Any], comm, synchronize: Callable[[], None],
     return Sample(*time_on_all_ranks(step, comm, synchronize, clock))
 
 
+def time_alone(measure: Callable[[], float], comm) -> Sample:
+    """Take a sample, of which `measure` returns the seconds, on rank 0 while the others sleep."""
+    wait_patiently(comm)
+    times = np.full((comm.size, 2), np.nan)
+    if comm.rank == 0:
+        times[0] = 0, measure()
+    wait_patiently(comm)
+    return Sample(times)
+
+
 def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: timing.Limits,
                      seed: int, comm, warmup: int = 1,
                      ratios: Sequence[tuple[Hashable, Hashable]] = ()
@@ -137,11 +147,14 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
     return dict(zip(names, found)), ended_by
 
 
-def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
-    """Return a function that calls `step` `calls` times."""
-    def repeat() -> None:
+def repeat_calls(step: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    """Return a function that calls `step` `calls` times, and returns the last result alone."""
+    def repeat() -> Any:
+        result = None
         for _ in range(calls):
-            step()
+            del result
+            result = step()
+        return result
     return repeat
 
 
@@ -174,11 +187,35 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
     return lambda: span(many) / many
 
 
+def makespans_in_turns(steps: Sequence[Callable[[], object]], limits: timing.Limits, seed: int,
+                       comm, synchronize: Callable[[], None],
+                       clock: Clock) -> tuple[list[list[float]], str]:
+    """Take samples of steps in turns as `take_samples_in_turns`, each as `makespans` does.
+
+    All rounds may take the seconds of `limits` times the number of steps.
+    """
+    samples = [makespans(step, comm, synchronize, clock) for step in steps]
+    together = replace(limits, max_seconds=limits.max_seconds * len(steps))
+    return take_samples_in_turns(samples, together, seed, comm)
+
+
 def pad_samples(samples: Sequence[Sequence[float]], shape: tuple[int, ...]) -> np.ndarray:
     """Join samples of points, in row-major order, in one array padded with NaN."""
     most = max(map(len, samples))
     rows = [[*found, *[math.nan] * (most - len(found))] for found in samples]
     return np.array(rows).reshape(*shape, most)
+
+
+def samples_along(scales: dict[str, Sequence], found: Sequence[tuple[Sequence[float], str]]
+                  ) -> tuple[dict[str, Sequence], dict[str, Variable]]:
+    """Return scales and variables of a record of the samples of all points along `scales`, in
+    row-major order, each with the limit that ended them."""
+    dims, shape = tuple(scales), tuple(map(len, scales.values()))
+    samples = pad_samples([seconds for seconds, _ in found], shape)
+    by_width = np.array([int(ended_by == "width") for _, ended_by in found]).reshape(shape)
+    return ({**scales, "repetition": range(samples.shape[-1])},
+            {"samples": Variable(samples, "s", (*dims, "repetition")),
+             "ended_by_width": Variable(by_width, "1", dims)})
 
 
 def measure_in_random_order(points: list, seed: int, measure: Callable,

@@ -127,12 +127,15 @@ class FolderContents:
         The latest microbenchmark of each configuration, in the order of their making.
     problems : list of str
         A message for each file that was left out.
+    rows : list of Run
+        All runs of rows, oldest first.
     """
 
     folder: Path
     results: list[Results]
     measurements: list[Measurements]
     problems: list[str]
+    rows: list[Run]
 
 
 def read_folder(folder: str | Path) -> FolderContents:
@@ -147,9 +150,10 @@ def read_folder(folder: str | Path) -> FolderContents:
         raise StoreError(f"{folder} is no folder of results, and no file")
     runs, problems = read_runs(folder)
     latest = {run_identity(run): run for run in runs if not isinstance(run, Run)}
+    rows = [run for run in runs if isinstance(run, Run)]
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
-    return FolderContents(home, results_by_preset([run for run in runs if isinstance(run, Run)]),
-                          sorted(latest.values(), key=lambda run: run.created), problems)
+    return FolderContents(home, results_by_preset(rows),
+                          sorted(latest.values(), key=lambda run: run.created), problems, rows)
 
 
 def read_runs(path: str | Path) -> tuple[list[Measurements], list[str]]:
@@ -222,8 +226,7 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
 def latest_rows(preset: str, variant: Variant, recompute: str, cluster: str,
                 runs: list[Run]) -> Results:
     """Keep the latest run of each row; `runs` are in the order of their making."""
-    of_preset = [run for run in runs if not run.configuration["overridden"]]
-    rows = [(*row_of(run), run) for run in of_preset]
+    rows = [(*row_of(run), run) for run in runs if not run.configuration["overridden"]]
     plain = {key: run for key, like, run in rows if not like}
     equal = {(key, like): run for key, like, run in rows if like}
     history: dict[tuple[Key, str], list[Run]] = {}
@@ -263,11 +266,7 @@ def natural_key(text: str) -> list[tuple[int, str]]:
 
 
 def is_crowded(run: Measurements) -> bool:
-    """Return whether ranks outnumber cores.
-
-    Ranks that wait for their work instead of computing share the cores too, for all else that
-    they do (`share_cores`).
-    """
+    """Return whether ranks outnumber cores; also those that wait share them (`share_cores`)."""
     return bool(run.environment.get("oversubscribed"))
 
 

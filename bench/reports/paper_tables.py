@@ -42,7 +42,8 @@ def format_tables(folder: str | Path, form: str = "text") -> str:
 def make_document(found: FolderContents) -> list[Part]:
     """Make both of the paper's tables for every preset, the microbenchmarks, and notes."""
     parts = [part for results in found.results for part in preset_parts(results)]
-    parts += micro_tables.make_parts(found.measurements)
+    joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
+    parts += micro_tables.make_parts([*found.measurements, *joined])
     if found.problems:
         parts.append(Notes("Left out:", found.problems))
     return parts

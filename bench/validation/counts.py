@@ -5,12 +5,10 @@ from typing import Callable, Iterator
 import numpy as np
 
 from bench.experiments.products import side_by_side
-from bench.experiments.products.problem import Problem, product_grid
 from bench.records.kinds.products import record_grids
 from bench.records.measurements import Measurements, grid_shape
 from bench.records.run_file import UNLIKE
-from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.transport.silent import DryCommunicator
+from mm3d.grid.shape import GridShape
 
 Counts = Iterator[tuple[str, np.ndarray]]    # variables by name, as they should be
 
@@ -51,29 +49,26 @@ def _collectives(run: Measurements) -> Counts:
 
 def _matmul(run: Measurements) -> Counts:
     """Count the words that each rank of a product moves, (phase, rank), by dry runs."""
-    chosen, ranks = run.configuration, len(run.scales["rank"])
-    words = np.zeros((len(run.scales["phase"]), ranks), np.int64)
-    for rank in range(ranks):
-        grid = product_grid(chosen["scheme"], DryCommunicator(ranks, rank), grid_shape(chosen),
-                            DryBackend())
-        problem = Problem(chosen["scheme"], chosen["form"], grid,
-                          tuple(chosen[name] for name in "MNK"), chosen["dtype"])
-        for p, phase in enumerate(run.scales["phase"]):
-            grid.reset_traffic()
-            getattr(problem, phase)()
-            words[p, rank] = sum(each.words for each in grid.traffic().values())
-    yield "words", words
+    chosen = run.configuration
+    yield "words", np.array([[one.words for one in _dry(
+        run, chosen["scheme"], grid_shape(chosen), phase)] for phase in run.scales["phase"]])
 
 
 def _products(run: Measurements) -> Counts:
     """Count what each rank of every product does, and its memory, by dry runs."""
-    chosen = run.configuration
-    dry = side_by_side.count_all_dry(
-        chosen["form"], tuple(chosen[name] for name in "MNK"), chosen["dtype"],
-        record_grids(run.scales["scheme"], chosen["grids"]), len(run.scales["rank"]))
+    grids = record_grids(run.scales["scheme"], run.configuration["grids"])
+    dry = [_dry(run, name, sizes) for name, sizes in grids.items()]
     for name in side_by_side.COUNTS:
         yield name, np.array([[getattr(one, name) for one in line] for line in dry])
     yield "memory_alone", np.array([max(one.memory for one in line) for line in dry])
+
+
+def _dry(run: Measurements, scheme: str, sizes: GridShape,
+         phase: str = "forward") -> list[side_by_side.Counted]:
+    """Count what each rank does in a product of this shape."""
+    chosen = run.configuration
+    return side_by_side.count_dry(scheme, chosen["form"], sizes, tuple(
+        chosen[name] for name in "MNK"), chosen["dtype"], phase)
 
 
 def _pipeline(run: Measurements) -> Counts:

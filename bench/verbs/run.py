@@ -3,8 +3,9 @@
 import argparse
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.case import Case, make_case
@@ -13,6 +14,7 @@ from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.checks.names import split_checks
+from bench.cluster.rates import rate_text
 from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import Measured, measure_case
@@ -24,13 +26,15 @@ from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
 from bench.records import journal, model_run, run_file
+from bench.records.folder import read_folder
 from bench.records.journal import claim_folder
-from bench.records.measurements import Group, Measurements
+from bench.records.measurements import Group
 from bench.reports import micro_tables
+from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
 from bench.reports.formats import render
-from bench.command_line import grids, link_rates, options, row_options
+from bench.command_line import grids, measuring, options, row_options
 from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.console import say
@@ -60,7 +64,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-file", metavar="FILE", help=(
         "when this file exists, end the row with the repetitions done so far and begin no other, "
         "as a job does near its time limit"))
-    link_rates.add_options(parser)
+    parser.add_argument("--links", type=measuring.rates, metavar="RATES", help=(
+        "in an emulated cluster with --work wait: measure the rows at each of these rates of its "
+        "links, such as 50Mbit,200Mbit,unlimited, and draw which is the fastest where, with all "
+        "others of the folder that waited as long"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -75,15 +82,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """
     rows = rows_of_options(arguments, comm.size)
     settings, variant = read_settings(arguments, rows, comm)
-    if arguments.links:
-        link_rates.check_waits(arguments, settings)
-        out = claim_folder(arguments.out, comm)
-        status, records = link_rates.measure_links(arguments, rows, variant, settings,
-                                                   row_options.dilation(arguments, comm), comm,
-                                                   out)
-        if comm.rank == 0 and records:
-            show_sweeps(records, out)
-        return status
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)
     check_grids(cases, settings, comm)
@@ -95,16 +93,31 @@ def run(arguments: argparse.Namespace, comm) -> int:
     peaks = (None if variant.waits
              else measure_peaks(backends.get(arguments.backend), variant.dtype, comm))
     statuses = []
-    for one in shuffle_cases(cases, settings.order):
-        file = trace and chrome_trace.trace_file(trace, one.name, len(cases))
-        status, line = measure_and_write(one, settings, peaks, comm, out, file)
-        if settings.dilation:    # restored for later commands in this cluster
-            set_links(settings.dilation.link, comm, settings.dilation.change)
-        warn_of_slow_nodes(comm)
-        # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
-        spared = arguments.rows is None and one.row.like and line.startswith("left out")
-        statuses.append(0 if spared else status)
+    for rate, there in at_rates(settings, arguments.links):
+        if rate and comm.rank == 0:
+            say(f"links of {rate}:")
+        for one in shuffle_cases(cases, settings.order):
+            file = trace and chrome_trace.trace_file(
+                trace, f"{one.name}-{rate}".rstrip("-"), len(cases) * len(arguments.links or [0]))
+            status, line = measure_and_write(one, there, peaks, comm, out, file)
+            if settings.dilation:    # as they were, for whatever follows in this cluster
+                set_links(settings.dilation.link, comm, settings.dilation.change)
+            warn_of_slow_nodes(comm)
+            # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
+            spared = arguments.rows is None and one.row.like and line.startswith("left out")
+            statuses.append(0 if spared else status)
+    if arguments.links and comm.rank == 0:
+        show_rates(out)
     return max(statuses)
+
+
+def at_rates(settings: Settings,
+             links: Sequence[float | None] | None) -> list[tuple[str, Settings]]:
+    """List rates of the links in random order, each with settings for it; "" as they are."""
+    if not links:
+        return [("", settings)]
+    return [(rate_text(link), replace(settings, dilation=replace(settings.dilation, link=link)))
+            for link in random.Random(settings.order).sample(links, len(links))]
 
 
 def read_settings(arguments: argparse.Namespace, rows: list[Row],
@@ -124,6 +137,11 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
     check_variant(variant, rows, library, arguments.recompute)
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
+    dilation = row_options.dilation(arguments, comm)
+    if arguments.links and not dilation:
+        raise UsageError("--links: rates are those of the links of an emulated cluster, while "
+                         "ranks wait for their work; give --cluster, such as --cluster "
+                         "16x4:50Mbit, and --preset emulated or --work wait")
     return Settings(
         warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
@@ -131,7 +149,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
         fits=lambda one, sizes, comm: node_memory.check_memory(
             one, sizes, arguments.recompute, library, comm, memory),
         waits=row_options.modelled_work(arguments, comm),
-        dilation=None if arguments.links else row_options.dilation(arguments, comm)), variant
+        dilation=dilation), variant
 
 
 def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
@@ -299,8 +317,9 @@ def summarize(record: model_run.Run) -> str:
             f"by {error:.1g}{step}")
 
 
-def show_sweeps(records: list[Measurements], out: Path) -> None:
-    """Print the tables of sweeps over rates of links, and draw the picture."""
+def show_rates(folder: Path) -> None:
+    """Print the tables of a folder's rows at several rates of links, and draw the picture."""
+    records = join_rates(read_folder(folder).rows)
     say(f"\n{render(micro_tables.make_parts(records))}\n")
-    drawn, left_out = save_drawings(make_sweep_drawings(records), out)
+    drawn, left_out = save_drawings(make_sweep_drawings(records), folder)
     say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

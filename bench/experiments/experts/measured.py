@@ -5,6 +5,7 @@ grouped by experts and as one product of the same rows; and PyTorch's ways, all 
 Ratios are medians of ratios within repetitions.
 """
 
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Callable, Sequence
@@ -57,9 +58,8 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
         On all ranks, when a result is wrong.
     """
     comm, case = subject.mesh.comm, subject.case
-    reference, kernels = start_torch(subject, torch) if torch else None, None
-    ways, left_out = [], {}
-    try:
+    kernels, ways, left_out = None, [], {}
+    with closing(start_torch(subject, torch)) if torch else nullcontext() as reference:
         if reference:
             left_out = comm.bcast(reference.ask("ways"))
             ways = [way for way, problem in left_out.items() if not problem]
@@ -76,9 +76,6 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
             kernels = compare_kernels(sampler.first_products(), case.dtype, subject.grid.backend,
                                       reference, case.seed)
         times, parts, ended_by = sampler.sample_all(limits, reference, ways)
-    finally:
-        if reference:
-            reference.close()
     environs = measured_environment(subject.grid.backend.name, comm)
     if comm.rank:
         return None

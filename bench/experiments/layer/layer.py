@@ -6,6 +6,7 @@ sleeps; ratios are medians over the repetitions.  With overlap the layer is meas
 in each, with communication that goes on while ranks multiply.
 """
 
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -134,8 +135,8 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
         check_overlap(scheme.name)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
-    reference, kernels = start_torch(subject, torch) if torch else None, None
-    try:
+    kernels = None
+    with closing(start_torch(subject, torch)) if torch else nullcontext() as reference:
         checks = subject.check_step(results, reference)
         reject(failure_message(checks, torch))
         del results
@@ -144,9 +145,6 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
                                       scheme.grid.backend, reference, subject.seed)
         found = time_layer(subject, overlap, limits, reference)
         reject(failure_message(found.checks, torch), "after the last repetition, ")
-    finally:
-        if reference:
-            reference.close()
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None

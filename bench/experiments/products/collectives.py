@@ -1,7 +1,7 @@
 """Measure each collective along each direction of a grid, beside MPI's own call."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -12,8 +12,8 @@ from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands, wire_bytes
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (makespans, measure_in_random_order,
-                                        measured_environment, pad_samples, take_samples_in_turns)
+from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
+                                        measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.grid.axis import COLLECTIVES
@@ -148,9 +148,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
         def repeat(steps: Sequence[Step]) -> tuple[list[list[float]], str]:
-            samples = [makespans(step, comm, grid.backend.synchronize, clock) for step in steps]
-            together = replace(limits, max_seconds=limits.max_seconds * len(steps))
-            return take_samples_in_turns(samples, together, seed, comm)
+            return makespans_in_turns(steps, limits, seed, comm, grid.backend.synchronize, clock)
         # MPI may not take the arrays of a device.
         beside = ([operands.plain_call(grid[axis].comm, kind, size // itemsize, dtype)]
                   if grid.backend.host_buffers else [])
@@ -224,18 +222,12 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
                        environs: dict[str, Any]) -> Measurements:
     """Make the record of the samples `found` along `scales`."""
     dims, shape = tuple(scales), tuple(map(len, scales.values()))
-    samples = pad_samples([one.seconds for one in found], shape)
+    scales, variables = samples_along(scales, [(one.seconds, one.ended_by) for one in found])
     moved = np.array([one.moved for one in found], np.float64).reshape(shape)
-    by_width = np.array([int(one.ended_by == "width") for one in found]).reshape(shape)
-    plain = {}
+    variables["bytes_moved"] = Variable(moved, "byte", dims)
     if all(len(one.plain) for one in found):
         alone = pad_samples([one.plain for one in found], shape)
-        plain = {"mpi_samples": Variable(alone, "s", (*dims, "mpi_repetition"))}
-        scales = {**scales, "mpi_repetition": range(alone.shape[-1])}
-    return Measurements(
-        "collectives", settings, environs,
-        {**scales, "repetition": range(samples.shape[-1])},
-        {"samples": Variable(samples, "s", (*dims, "repetition")),
-         "bytes_moved": Variable(moved, "byte", dims),
-         "ended_by_width": Variable(by_width, "1", dims), **plain},
-        [one.check for one in found])
+        variables["mpi_samples"] = Variable(alone, "s", (*dims, "mpi_repetition"))
+        scales["mpi_repetition"] = range(alone.shape[-1])
+    return Measurements("collectives", settings, environs, scales, variables,
+                        [one.check for one in found])

@@ -1,10 +1,8 @@
 """Measure the rate of one rank's matrix products, by size, dtype and BLAS threads."""
 
-import time
 from dataclasses import asdict
-from typing import Any, Callable, Sequence
+from typing import Sequence
 
-import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
@@ -12,11 +10,11 @@ from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments.host import granted_threads
-from bench.instruments.sampling import (calls_needed, measure_in_random_order,
-                                        measured_environment, pad_samples, repeat_calls,
-                                        take_samples)
+from bench.instruments.clock import Clock
+from bench.instruments.sampling import (makespans, measure_in_random_order, measured_environment,
+                                        samples_along, take_samples)
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records.measurements import Check, Measurements
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
@@ -83,6 +81,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
     library, threads = backends.get(backend), thread_counts(threads)
     points = [(dtype, count, n) for dtype in dtypes for count in threads for n in sizes]
     checks: list[Check] = []
+    clock = Clock(MPI.COMM_SELF)
 
     def measure(dtype: str, count: int, n: int) -> tuple[list[float], str]:
         a, b = (operands.fill(library.empty((n, n), dtype), library, seed, name)
@@ -90,40 +89,12 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
         with threadpool_limits(count, user_api="blas"):
             checks.extend(operation.check_own_product(
                 f"C of {n} x {n} {dtype}, BLAS threads: {count}", (a, b, matmul(a, b)), seed))
-            return take_samples(make_sampler(lambda: matmul(a, b), library.synchronize),
-                                limits, MPI.COMM_SELF)
+            return take_samples(makespans(lambda: matmul(a, b), MPI.COMM_SELF,
+                                          library.synchronize, clock), limits, MPI.COMM_SELF)
 
     found = measure_in_random_order(points, seed, measure)
-    return gemm_record({"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found,
-                       {"seed": seed, **asdict(limits)},
-                       measured_environment(library.name, MPI.COMM_SELF), checks)
-
-
-def make_sampler(step: Callable[[], object],
-                 synchronize: Callable[[], None]) -> Callable[[], float]:
-    """Return a function that takes a sample of `step`.
-
-    A sample is the mean seconds of a call, over as many calls as the clock needs.
-    """
-    def span(calls: int) -> float:
-        start = time.perf_counter()
-        repeat_calls(step, calls)()
-        synchronize()
-        return time.perf_counter() - start
-
-    calls = calls_needed(span)
-    return lambda: span(calls) / calls
-
-
-def gemm_record(scales: dict[str, list], found: list[tuple[list[float], str]], settings: dict,
-                environs: dict[str, Any], checks: list[Check]) -> Measurements:
-    """Make the record of the samples `found` along `scales`."""
-    dims = tuple(scales)
-    shape = tuple(map(len, scales.values()))
-    samples = pad_samples([seconds for seconds, _ in found], shape)
-    by_width = np.array([int(end == "width") for _, end in found]).reshape(shape)
-    return Measurements(
-        "gemm", settings, environs,
-        {**scales, "repetition": range(samples.shape[-1])},
-        {"samples": Variable(samples, "s", (*dims, "repetition")),
-         "ended_by_width": Variable(by_width, "1", dims)}, checks)
+    scales, variables = samples_along(
+        {"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found)
+    return Measurements("gemm", {"seed": seed, **asdict(limits)},
+                        measured_environment(library.name, MPI.COMM_SELF), scales, variables,
+                        checks)

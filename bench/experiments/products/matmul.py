@@ -18,10 +18,10 @@ from bench.checks import freivalds
 from bench.errors import reject
 from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, Replay, WholeProduct
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.host import granted_threads
 from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
-                                        time_side)
+                                        repeat_calls, time_alone, time_side)
 from bench.instruments.stall import unwatched
 from bench.instruments.timing import Limits
 from bench.records.kinds.matmul import RATIOS
@@ -186,20 +186,10 @@ class Sampler:
         """Measure one of `KINDS`, in seconds a call."""
         comm, synchronize = self.comm, self.problem.grid.backend.synchronize
         if kind == "one process":
-            times = np.full((comm.size, 2), np.nan)
-            times[0] = time_one_process(self.whole and self.whole.steps[phase], calls, comm,
-                                        synchronize)
-            return Sample(times / calls)
+            return time_alone(lambda: time_one_process(
+                self.whole.steps[phase], calls, synchronize) / calls, comm)
         step = self.replays[phase] if kind == "local products" else self.problem.steps[phase]
-
-        def several() -> object:
-            result = None
-            for _ in range(calls):
-                # One result goes before the next is made.
-                del result
-                result = step()
-            return result
-        found = time_side(several, comm, synchronize, self.clock)
+        found = time_side(repeat_calls(step, calls), comm, synchronize, self.clock)
         if kind == "product":
             self.last[phase] = found.result
         return Sample(found.times / calls)
@@ -223,24 +213,20 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
     return Times(times.swapaxes(1, 2), calls, ended_by, sampler.last)
 
 
-def time_one_process(step, calls: int, comm, synchronize) -> tuple[float, float]:
-    """Measure begin and end of some calls on rank 0, with all cores, while the others sleep."""
-    wait_patiently(comm)
-    end = np.nan
-    if step:
-        with threadpool_limits(launcher.cores(), user_api="blas"):
-            # The first call wakes the threads; where it is long that does not matter.
-            for _ in range(2):
-                start = time.perf_counter()
-                for _ in range(calls):
-                    step()
-                synchronize()
-                end = time.perf_counter() - start
-                if end > 0.5:
-                    break
-        time.sleep(SETTLE)
-    wait_patiently(comm)
-    return 0.0, end
+def time_one_process(step: Callable[[], object], calls: int,
+                     synchronize: Callable[[], None]) -> float:
+    """Measure the seconds of some calls on this rank, with all cores."""
+    with threadpool_limits(launcher.cores(), user_api="blas"):
+        # The first call wakes the threads; where it is long that does not matter.
+        for _ in range(2):
+            start = time.perf_counter()
+            repeat_calls(step, calls)()
+            synchronize()
+            seconds = time.perf_counter() - start
+            if seconds > 0.5:
+                break
+    time.sleep(SETTLE)
+    return seconds
 
 
 def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,

@@ -3,7 +3,7 @@
 import gc
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Callable, ContextManager, Sequence
 
 import numpy as np
@@ -11,19 +11,20 @@ import numpy as np
 from bench.checks import freivalds
 from bench.errors import UsageError, reject
 from bench.experiments.products import operands
-from bench.experiments.products.matmul import LIMITS, check_results, verify_product
+from bench.experiments.products.matmul import LIMITS, check_results
 from bench.experiments.products.problem import (Problem, find_product, product_grid,
                                                 schemes_with_products)
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (makespans, measure_in_random_order,
-                                        measured_environment, take_samples_in_turns)
+from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
+                                        measured_environment)
 from bench.instruments.stall import unwatched
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.tracing.events import Gemm, Observer
+from mm3d.tracing.events import Gemm
 from mm3d.tracing.observe import observed
+from mm3d.tracing.trace import Trace
 from mm3d.transport.silent import DryCommunicator
 
 COUNTS = ("words", "messages", "rounds", "stored", "operations")
@@ -31,7 +32,7 @@ COUNTS = ("words", "messages", "rounds", "stored", "operations")
 
 @dataclass(frozen=True)
 class Counted:
-    """What one rank counts in one forward product.
+    """What one rank counts in one product.
 
     Attributes
     ----------
@@ -53,28 +54,6 @@ class Counted:
     memory: int
 
 
-@dataclass(frozen=True)
-class Verified:
-    """One product, verified: this rank's counts, the checks, and the transport."""
-
-    counted: Counted
-    checks: list[Check]
-    transport: str
-
-
-class OperationCounter(Observer):
-    """Count the floating-point operations of matrix products."""
-
-    kinds = (Gemm,)
-
-    def __init__(self) -> None:
-        self.operations = 0
-
-    def enter(self, event: Gemm, barrier: Callable[[], None] | None = None) -> None:
-        """Count a product."""
-        self.operations += event.flops
-
-
 def usable_products(ranks: int, names: Sequence[str] | None = None
                     ) -> tuple[dict[str, GridShape], dict[str, str]]:
     """Return the grid of each product on `ranks` ranks, and why the others have none."""
@@ -90,31 +69,32 @@ def usable_products(ranks: int, names: Sequence[str] | None = None
     return grids, missing
 
 
-def count_forward(problem: Problem) -> Counted:
-    """Count the traffic, the memory and the work of one forward product on this rank."""
-    grid, counter = problem.grid, OperationCounter()
-    gc.collect()
+def count_product(problem: Problem, phase: str = "forward") -> Counted:
+    """Count the traffic, the memory and the work of one product on this rank."""
+    grid, trace = problem.grid, Trace()
+    trace.kinds = (Gemm,)    # its own traffic is what the grid counts
     grid.reset_traffic()
     grid.backend.reset_peak()
-    with observed(grid, counter):
-        result = problem.forward()
+    with observed(grid, trace):
+        result = problem.steps[phase]()
     memory = grid.backend.memory()["peak"]
     del result
     found = list(grid.traffic().values())
     stored = sum(math.prod(layout.local_shape(grid, problem.shapes[name]))
                  for name, layout in problem.layouts.items())
     return Counted(sum(one.words for one in found), sum(one.messages for one in found),
-                   sum(one.calls for one in found), stored, counter.operations, memory)
+                   sum(one.calls for one in found), stored, trace.flops(trace.phase), memory)
 
 
 def count_dry(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int], dtype: str,
-              rank: int = 0) -> Counted:
-    """Count what one rank of a grid does, without the others and without data.
+              phase: str = "forward") -> list[Counted]:
+    """Count what each rank of a grid does, without data.
 
     Memory is that of a rank which receives all that it reads; ranks that share memory take less.
     """
-    grid = product_grid(name, DryCommunicator(sizes.ranks, rank), sizes, DryBackend())
-    return count_forward(Problem(name, form, grid, shape, dtype))
+    return [count_product(Problem(name, form, product_grid(
+        name, DryCommunicator(sizes.ranks, rank), sizes, DryBackend()), shape, dtype), phase)
+        for rank in range(sizes.ranks)]
 
 
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
@@ -168,82 +148,52 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
         return Problem(name, form, product_grid(name, comm, grids[name], backend), shape, dtype,
                        seed)
 
-    verified = measure_in_random_order([(name,) for name in grids], seed,
-                                       lambda name: _verify_alone(make(name), seed, watched))
-    samples, again, library = _sample_in_turns([make(name) for name in grids], limits, seed,
-                                               watched)
-    counted = comm.gather([asdict(one.counted) for one in verified])
-    environs = measured_environment(library, comm)
-    if counted is None:
-        return None
-    variables = _variables(form, shape, dtype, grids, samples, counted)
-    settings = {"form": form, "dtype": dtype, "M": shape[0], "N": shape[1], "K": shape[2],
-                "seed": seed, "grids": " ".join(grid.compact for grid in grids.values()),
-                "transport": " ".join(sorted({word for one in verified
-                                              for word in one.transport.split()})),
-                "left_out": "; ".join(f"{name}: {why}" for name, why in missing.items()),
-                "in_turns": True, **asdict(limits)}
-    scales = {"scheme": list(grids), "rank": range(comm.size),
-              "repetition": range(samples.shape[1])}
-    return Measurements("products", settings, environs, scales, variables,
-                        [check for one in verified for check in one.checks] + again)
+    def count_alone(name: str) -> tuple[list[Check], Counted]:
+        problem = make(name)
+        with watched(problem.grid):
+            found = _check(problem, seed)
+            gc.collect()
+            found = found, count_product(problem)
+        problem.grid.free()
+        return found
 
-
-def _verify_alone(problem: Problem, seed: int, watched: Callable[..., ContextManager]) -> Verified:
-    """Verify one product and count it, while no other has arrays; free its grid."""
-    with watched(problem.grid):
-        checks = verify_product(problem, ("forward",), seed)[2]
-        counted = count_forward(problem)
-    found = Verified(counted, _named(problem, checks), operands.transport_names(problem.grid))
-    problem.grid.free()
-    return found
-
-
-def _sample_in_turns(problems: Sequence[Problem], limits: Limits, seed: int,
-                     watched: Callable[..., ContextManager]
-                     ) -> tuple[np.ndarray, list[Check], str]:
-    """Take samples (products, rounds), check the last results, and name the array library."""
-    comm, library = problems[0].grid.comm, problems[0].grid.backend.name
+    checks, counted = zip(*measure_in_random_order([(name,) for name in grids], seed, count_alone))
+    problems = [make(name) for name in grids]
+    library = problems[0].grid.backend
     with ExitStack() as stack:
         for problem in problems:
             stack.enter_context(watched(problem.grid))
-        calls = [makespans(problem.forward, problem.grid.comm, problem.grid.backend.synchronize,
-                           Clock(problem.grid.comm)) for problem in problems]
-        together = replace(limits, max_seconds=limits.max_seconds * len(problems))
-        samples, _ = take_samples_in_turns(calls, together, seed, comm)
-        again = []
-        for problem in problems:
-            found = check_results(problem, problem.forward(), seed + 1)
-            reject(freivalds.failure_message(found), f"{problem.scheme}, after the last round, ")
-            again += _named(problem, found)
+        samples, _ = makespans_in_turns([problem.forward for problem in problems], limits, seed,
+                                        comm, library.synchronize, Clock(comm))
+        again = [_check(problem, seed + 1, f"{problem.scheme}, after the last round, ")
+                 for problem in problems]
+    transports = {word for problem in problems
+                  for word in operands.transport_names(problem.grid).split()}
     for problem in problems:
         problem.grid.free()
-    return np.array(samples), again, library
+    counted = comm.gather([astuple(one) for one in counted])
+    environs = measured_environment(library.name, comm)
+    if counted is None:
+        return None
+    settings = {"form": form, "dtype": dtype, "M": shape[0], "N": shape[1], "K": shape[2],
+                "seed": seed, "grids": " ".join(grid.compact for grid in grids.values()),
+                "transport": " ".join(sorted(transports)),
+                "left_out": "; ".join(f"{name}: {why}" for name, why in missing.items()),
+                "in_turns": True, **asdict(limits)}
+    alone = [max(one.memory for one in count_dry(name, form, sizes, shape, dtype))
+             for name, sizes in grids.items()]
+    variables = {"samples": Variable(np.array(samples), "s", ("scheme", "repetition")),
+                 "memory_alone": Variable(np.array(alone), "byte", ("scheme",))}
+    for name, values in zip((*COUNTS, "memory"), np.array(counted).transpose(2, 1, 0)):
+        variables[name] = Variable(values, "byte" if name == "memory" else "1", ("scheme", "rank"))
+    scales = {"scheme": list(grids), "rank": range(comm.size),
+              "repetition": range(len(samples[0]))}
+    return Measurements("products", settings, environs, scales, variables,
+                        [check for found in (*checks, *again) for check in found])
 
 
-def _named(problem: Problem, checks: Sequence[Check]) -> list[Check]:
-    """Return the checks with the name of the product."""
+def _check(problem: Problem, seed: int, when: str = "") -> list[Check]:
+    """Compute a product, and return its checks with its name; WrongResult if one fails."""
+    checks = check_results(problem, problem.forward(), seed)
+    reject(freivalds.failure_message(checks), when)
     return [replace(check, quantity=f"{problem.scheme}: {check.quantity}") for check in checks]
-
-
-def _variables(form: str, shape: tuple[int, int, int], dtype: str, grids: dict[str, GridShape],
-               samples: np.ndarray, counted: list[list[dict]]) -> dict[str, Variable]:
-    """Make the variables of the record, with the counts of all ranks."""
-    per_rank = {name: np.array([[one[name] for one in mine] for mine in counted]).T
-                for name in (*COUNTS, "memory")}
-    variables = {
-        "samples": Variable(samples, "s", ("scheme", "repetition")),
-        "memory": Variable(per_rank["memory"], "byte", ("scheme", "rank")),
-        "memory_alone": Variable(np.array([
-            max(one.memory for one in counts)
-            for counts in count_all_dry(form, shape, dtype, grids, len(counted))]),
-            "byte", ("scheme",))}
-    return variables | {name: Variable(per_rank[name], "1", ("scheme", "rank"))
-                        for name in COUNTS}
-
-
-def count_all_dry(form: str, shape: tuple[int, int, int], dtype: str,
-                  grids: dict[str, GridShape], ranks: int) -> list[list[Counted]]:
-    """Count what each rank does in each product, without data: see `count_dry`."""
-    return [[count_dry(name, form, sizes, shape, dtype, rank) for rank in range(ranks)]
-            for name, sizes in grids.items()]

@@ -1,7 +1,7 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -16,7 +16,7 @@ from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.experiments.rows.waited import TimedModel, waiting_model
-from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
+from bench.instruments import chrome_trace, host, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
 from bench.instruments.spans import Span
 from bench.instruments.step_wire import count_wire
@@ -141,8 +141,13 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
         groups |= timed.dilated.groups
         waits |= {"dilation": timed.dilated.factor, "software_share": settings.dilation.share}
     configuration = row_configuration(one, scheme, settings) | asdict(nodes) | waits
-    return Measured(row_record(one, scheme, configuration, times, np.stack(everyone, axis=2),
-                               checks, groups), document)
+    record = row_record(one, scheme, configuration, times, np.stack(everyone, axis=2), checks,
+                        groups)
+    cluster = Cluster.from_environment()
+    if cluster and settings.dilation:    # whose rate may be another than the cluster's own
+        record.environment.update(host.describe_cluster(
+            replace(cluster, link=settings.dilation.link)))
+    return Measured(record, document)
 
 
 def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[

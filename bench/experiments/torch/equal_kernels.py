@@ -6,6 +6,7 @@ The ratio of steps that remains when both multiply equally fast is not due to ke
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
@@ -14,8 +15,7 @@ from threadpoolctl import threadpool_limits
 from bench.experiments.products.problem import OperandShapes
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.serve import Product, product_seconds
-from bench.instruments.clock import wait_patiently
-from bench.instruments.sampling import Sample, compare_in_turns
+from bench.instruments.sampling import compare_in_turns, time_alone
 from bench.instruments.timing import Limits
 from bench.records.measurements import Measurements, Variable
 from mm3d.arrays.backend import Backend
@@ -106,15 +106,8 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
         text = json.dumps(products, separators=(",", ":"))
         return reference.ask("products", dtype, text)["seconds"]
 
-    def alone(measure: Callable[[], float]) -> Sample:
-        wait_patiently(comm)
-        times = np.full((comm.size, 2), np.nan)
-        if comm.rank == 0:
-            times[0] = 0, measure()
-        wait_patiently(comm)
-        return Sample(times)
-
-    found, _ = compare_in_turns(dict(zip(SIDES, (lambda: alone(mine), lambda: alone(theirs)))),
+    found, _ = compare_in_turns({side: partial(time_alone, measure, comm)
+                                 for side, measure in zip(SIDES, (mine, theirs))},
                                 LIMITS, seed, comm)
     return Kernels(np.array([[one.seconds for one in found[side]] for side in SIDES]),
                    sum(2 * rows * n * columns * count for rows, n, columns, *_, count in products),

@@ -1,6 +1,7 @@
 """Measure a training step beside PyTorch's own parallel trainings, in one run."""
 
 import math
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from typing import Sequence
@@ -77,15 +78,15 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
     checks = verification.verify(subject.model, subject.batch, case.heads, case.dtype, comm)
     references: dict[str, TorchProcesses] = {}
     kernels = None
-    try:
+    with ExitStack() as stack:
         if python:
             state = subject.model.state()
             arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
             for kind in kinds:
-                references[kind] = TorchProcesses(
+                references[kind] = stack.enter_context(closing(TorchProcesses(
                     python, "ParallelTraining", {**case.settings(), **OPTIMIZER, "kind": kind},
                     None if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
-                    1 if kind == "one" else comm.size)
+                    1 if kind == "one" else comm.size)))
             del state, arrays
             kernels = compare_kernels(
                 subject.products(), case.dtype, subject.mesh.scheme.grid.backend,
@@ -103,9 +104,6 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         reject(verification.difference_message(checks))
         about = [f"{KINDS[kind]}: {one.about}" for kind, one in references.items()
                  if comm.rank == 0]
-    finally:
-        for one in references.values():
-            one.close()
     parts = comm.gather(subject.trace(clock))
     environs = measured_environment(subject.mesh.scheme.grid.backend.name, comm)
     if parts is None:

@@ -1,7 +1,12 @@
-"""Schemes at several rates of links: where each is the fastest."""
+"""Schemes at several rates of links: where each is the fastest.
+
+`bench.reports.emulation.at_rates` joins rows of a folder to such records. Files of this kind,
+whose steps took turns over all plans and rates, are read as well.
+"""
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Iterator, Sequence
 
@@ -16,6 +21,7 @@ from bench.records.notes import MODELLED
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme, registry
 
+LABEL = re.compile(r"(\S+) ([\dx]+) (\S+) (\d+)(?: overlap=(\d+))?")
 SCHEMAS = {
     "sweep": {
         "verified": True,
@@ -31,22 +37,51 @@ SCHEMAS = {
             "phase": [["forward", "backward"]]}}}
 
 
-def check_texts(run: Measurements) -> None:
-    """Check that each plan names its scheme, grid, order and batch, and links are rates."""
-    for label in run.scales["plan"]:
-        words = str(label).split()
-        if not 4 <= len(words) <= 5 or words[0] not in registry():
-            raise ValueError(f"measurements/plan: {label!r:.60} is no plan such as "
-                             f"'3d 4x4x4 xyz 384'")
-        scheme, grid, order, batch, *overlap = words
+@dataclass(frozen=True)
+class Plan:
+    """A scheme on a grid, its directions from the slowest over the nodes to the fastest, and a
+    batch; written as ``3d 4x4x4 xyz 384``, or ``3d 4x4x4 xyz 384 overlap=4``."""
+
+    scheme: str
+    grid: GridShape
+    order: str
+    batch: int
+    overlap: int = 0
+
+    @classmethod
+    def parse(cls, label: str) -> "Plan":
+        """Read the label of a plan; ValueError for any other text."""
+        found = LABEL.fullmatch(label)
+        scheme, grid, order, batch, overlap = found.groups() if found else [""] * 5
+        if scheme not in registry():
+            raise ValueError(f"{label!r:.60} is no plan such as '3d 4x4x4 xyz 384'")
         known = find_scheme(scheme)
-        named("measurements/plan", known.grid_shape,
-              named("measurements/plan", GridShape.parse, grid, known.directions))
-        counts = [batch, *(text.removeprefix("overlap=") for text in overlap)]
-        if sorted(order) != sorted(known.directions) or not all(
-                text.isdecimal() and int(text) for text in counts):
-            raise ValueError(f"measurements/plan: {label!r:.60} has no order of the directions "
-                             f"{known.directions} and batch")
+        sizes = known.grid_shape(GridShape.parse(grid, known.directions))
+        if sorted(order) != sorted(sizes) or not int(batch) or overlap == "0":
+            raise ValueError(f"{label!r:.60} has no order of the directions {known.directions} "
+                             f"and batch")
+        return cls(scheme, sizes, order, int(batch), int(overlap or 0))
+
+    @property
+    def label(self) -> str:
+        """The text that `parse` reads."""
+        return (f"{self.scheme} {self.grid.compact} {self.order} {self.batch}"
+                + f" overlap={self.overlap}" * bool(self.overlap))
+
+    @property
+    def name(self) -> str:
+        """The plan for a reader, such as "3-D 4 x 4 x 4, z inside, batch 384"; of one direction
+        all ranks of a node are neighbours."""
+        inside = f"{self.order[-1]} inside, " * (len(self.order) > 1)
+        overlap = f"overlap {self.overlap}, " * bool(self.overlap)
+        return (f"{TITLES.get(self.scheme, self.scheme)} {self.grid}, {inside}{overlap}"
+                f"batch {self.batch}")
+
+
+def check_texts(run: Measurements) -> None:
+    """Check that plans can be read, and links are rates."""
+    for label in run.scales["plan"]:
+        named("measurements/plan", Plan.parse, str(label))
     for link in run.scales["link"]:
         if not (named("measurements/link", float, link) > 0):
             raise ValueError(f"measurements/link: {link!r:.60} is no rate")
@@ -58,59 +93,26 @@ class Curve:
 
     Attributes
     ----------
-    label : str
-        Its label in the record, such as ``3d 4x4x4 xyz 384``.
+    plan : Plan
+        The plan.
     seconds : ndarray
-        Seconds a sequence of whole steps, (links, repetitions).
-    predicted : ndarray
-        Predicted seconds a sequence, of each link.
-    work, software : float
-        Seconds a sequence that ranks wait for their work, and those without links and waits.
+        Seconds a sequence of whole steps, (links, repetitions); NaN beyond those of a link.
+    predicted, software : ndarray
+        Seconds a sequence that were predicted for each link, and those without links and waits.
+    work : float
+        Seconds a sequence that ranks wait for their work.
     """
 
-    label: str
+    plan: Plan
     seconds: np.ndarray
     predicted: np.ndarray
+    software: np.ndarray
     work: float
-    software: float
 
     @property
     def medians(self) -> np.ndarray:
         """The median of each link."""
-        return np.median(self.seconds, axis=1)
-
-    @property
-    def batch(self) -> int:
-        """The batch."""
-        return parse_label(self.label).batch
-
-    @property
-    def name(self) -> str:
-        """Scheme, grid, placement and batch for a reader, such as "3-D 4 x 4 x 4, z inside, batch
-        384"; of one direction all ranks of a node are neighbours."""
-        plan = parse_label(self.label)
-        inside = f"{plan.order[-1]} inside, " * (len(plan.order) > 1)
-        overlap = f"overlap {plan.overlap}, " * bool(plan.overlap)
-        return (f"{TITLES.get(plan.scheme, plan.scheme)} {plan.grid.replace('x', ' x ')}, "
-                f"{inside}{overlap}batch {plan.batch}")
-
-
-@dataclass(frozen=True)
-class PlanLabel:
-    """What the label of a plan says, see `bench.experiments.rows.link_sweep.ReadyPlan.label`."""
-
-    scheme: str
-    grid: str
-    order: str
-    batch: int
-    overlap: int
-
-
-def parse_label(label: str) -> PlanLabel:
-    """Read the label of a plan."""
-    scheme, grid, order, batch, *more = label.split()
-    return PlanLabel(scheme, grid, order, int(batch),
-                     int(more[0].removeprefix("overlap=")) if more else 0)
+        return np.nanmedian(self.seconds, axis=1)
 
 
 def read_links(record: Measurements) -> list[float]:
@@ -122,17 +124,14 @@ def read_curves(record: Measurements) -> list[Curve]:
     """Read the plans of a record, with what was predicted of them before."""
     samples = record.values("samples").sum(axis=2)    # forward and backward
     work = record.values("work").sum(axis=1)
-    missing = np.full(samples.shape[:2], np.nan)
-    software = (np.median(record.values("software").sum(axis=1), axis=-1)
-                if "software" in record.variables else missing[:, 0])
-    predicted = (record.values("predicted").sum(axis=(2, 3))
-                 if "predicted" in record.variables else missing)
-    found = []
-    for at, label in enumerate(record.scales["plan"]):
-        batch = parse_label(label).batch
-        found.append(Curve(label, samples[at] / batch, predicted[at] / batch,
-                           work[at] / batch, software[at] / batch))
-    return found
+    predicted = software = missing = np.full(samples.shape[:2], np.nan)
+    if "predicted" in record.variables:
+        predicted = record.values("predicted").sum(axis=(2, 3))
+    if "software" in record.variables:    # in a file of this kind the same at all rates
+        alone = np.median(record.values("software").sum(axis=-2), axis=-1)
+        software = np.broadcast_to(alone.reshape(len(alone), -1), missing.shape)
+    return [Curve(plan, *(each[at] / plan.batch for each in (samples, predicted, software, work)))
+            for at, plan in enumerate(map(Plan.parse, record.scales["plan"]))]
 
 
 def crossing_rates(links: Sequence[float], one: np.ndarray, other: np.ndarray) -> list[float]:
@@ -164,7 +163,7 @@ def list_crossovers(record: Measurements,
     links = read_links(record)
     for at, one in enumerate(curves):
         for other in curves[at + 1:]:
-            if one.batch == other.batch:
+            if one.plan.batch == other.plan.batch:
                 first = one.medians[0] <= other.medians[0]
                 for turn, rate in enumerate(crossing_rates(links, one.medians, other.medians)):
                     yield rate, *((one, other) if first == (turn % 2 == 0) else (other, one))
@@ -179,13 +178,14 @@ def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[s
     """Say where two plans of one batch cross, and which of them is the fastest at each rate."""
     said = []
     for rate, slow, fast in sorted(list_crossovers(record, curves), key=lambda found: found[0]):
-        where = "only without a limit" if math.isinf(rate) else f"from {_round(rate)} on"
-        said.append(f"{fast.name} overtakes {slow.name} {where}.")
+        where = "only without a limit" if math.isinf(rate) else (
+            f"from {rate_name(float(f'{rate:.2g}'))} on")
+        said.append(f"{fast.plan.name} overtakes {slow.plan.name} {where}.")
     links = read_links(record)
-    for batch in sorted({one.batch for one in curves}):
-        alike = [one for one in curves if one.batch == batch]
+    for batch in sorted({one.plan.batch for one in curves}):
+        alike = [one for one in curves if one.plan.batch == batch]
         if len(alike) > 1:
-            best = [min(alike, key=lambda one: one.medians[at]).name.rpartition(",")[0]
+            best = [min(alike, key=lambda one: one.medians[at]).plan.name.rpartition(",")[0]
                     for at in range(len(links))]
             runs = [(name, [link for link, _ in run]) for name, run in groupby(
                 zip(links, best), key=lambda found: found[1])]
@@ -197,11 +197,6 @@ def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[s
 def _range(links: Sequence[float]) -> str:
     """Return neighbouring rates for a reader."""
     return " to ".join(rate_name(link) for link in dict.fromkeys((links[0], links[-1])))
-
-
-def _round(rate: float) -> str:
-    """Return an interpolated rate with two digits."""
-    return rate_name(float(f"{rate:.2g}"))
 
 
 def tables(records: Sequence[Measurements]) -> list[Part]:
@@ -231,9 +226,9 @@ def heading(record: Measurements) -> str:
 
 def with_overlap(curves: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
     """List plans with overlap, each after the same plan without."""
-    plain = {one.label: one for one in curves}
+    plain = {one.plan: one for one in curves}
     for one in curves:
-        whole = plain.get(one.label.partition(" overlap=")[0])
+        whole = plain.get(replace(one.plan, overlap=0))
         if whole is not None and whole is not one:
             yield whole, one
 
@@ -243,14 +238,14 @@ class Moment:
     """A plan at one rate of the links; with the same plan without overlap, if it has any."""
 
     record: Measurements
-    plan: Curve
+    curve: Curve
     at: int
     whole: Curve | None = None
 
     @property
     def seconds(self) -> float:
         """The median of a sequence."""
-        return self.plan.medians[self.at]
+        return self.curve.medians[self.at]
 
     @property
     def hidden(self) -> float:
@@ -263,12 +258,12 @@ def _seconds(record: Measurements) -> list[Column]:
     """Describe the table of milliseconds a sequence, by plan and rate."""
     group = "ms a sequence, median"
     rates = [rate_name(link) for link in read_links(record)]
-    return [Column("scheme", of=lambda one: one.name),
+    return [Column("scheme", of=lambda one: one.plan.name),
             Column("work alone", "(waits)", group, of=lambda one: 1e3 * one.work, form=".3g"),
             *spread(lambda one: 1e3 * one.medians, ".3g", group, rates)]
 
 
-FIRST = [Column("scheme", of=lambda row: row.plan.name),
+FIRST = [Column("scheme", of=lambda row: row.curve.plan.name),
          Column("link", of=lambda row: rate_name(read_links(row.record)[row.at]))]
 # Of a plan without overlap communication is the time that is not work.
 HIDDEN = [
@@ -279,34 +274,40 @@ HIDDEN = [
            of=lambda row: row.whole.medians[row.at] / row.seconds)]
 PREDICTIONS = [
     *FIRST, *spread(lambda row: [1e3 * value for value in (
-        row.seconds, row.plan.seconds[row.at].min(), row.plan.seconds[row.at].max(),
-        row.plan.predicted[row.at])], ".3g", "ms a sequence",
+        row.seconds, np.nanmin(row.curve.seconds[row.at]), np.nanmax(row.curve.seconds[row.at]),
+        row.curve.predicted[row.at])], ".3g", "ms a sequence",
         ("median", "least", "greatest", "predicted")),
-    Column("error of", "prediction", of=lambda row: row.plan.predicted[row.at] / row.seconds - 1,
+    Column("error of", "prediction", of=lambda row: row.curve.predicted[row.at] / row.seconds - 1,
            form="+.0%"),
-    Column("share", "of work", of=lambda row: row.plan.work / row.seconds, form=".0%"),
-    Column("share of", "software", of=lambda row: row.plan.software / row.seconds, form=".0%")]
+    Column("share", "of work", of=lambda row: row.curve.work / row.seconds, form=".0%"),
+    Column("share of", "software", of=lambda row: row.curve.software[row.at] / row.seconds,
+           form=".0%")]
 
 
 def _waits(record: Measurements) -> str:
     """Say which seconds the ranks of a sweep waited for."""
     chosen = record.configuration
     cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
+    ratio = "" if "rows" in chosen else (
+        f": at {cluster.link_text(per='/s')} computing has that machine's ratio to communicating")
     return (f"{HEADINGS[str(chosen['table'])]}: ranks wait for the seconds of machine "
             f"{chosen['waited_machine']}, whose lengths are divided by "
-            f"{chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: at "
-            f"{cluster.link_text(per='/s')} computing has that machine's ratio to communicating. "
+            f"{chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}{ratio}. "
             f"The waits are the same at all rates of links.")
 
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
     env, count = records[-1].environment, len(records[-1].scales["repetition"])
-    overlap = any(parse_label(label).overlap for one in records for label in one.scales["plan"])
+    overlap = any(Plan.parse(label).overlap for one in records for label in one.scales["plan"])
+    how = (f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
+           f"order; forward and backward by their makespans.")
+    if rows := records[-1].configuration.get("rows"):
+        how = (f"{rows} rows, measured one after the other, {count} repetitions at most; forward "
+               f"and backward by the slowest rank, over the factor by which a row is slowed.")
     return [
         *map(_waits, records),
-        f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
-        f"order; forward and backward by their makespans. All plans were verified with the serial "
-        f"scheme first." + " Fewer than six repetitions give no 95 % interval." * (count < 6),
+        f"{how} All plans were verified with the serial scheme first."
+        + " Fewer than six repetitions give no 95 % interval." * (count < 6),
         f"The {env['ranks']} ranks share {env['cores']} cores for all that is not waited for: "
         f"copies, sums, TCP and Python take longer than with a core for each, and where links "
         f"are fast this is what is measured. "

@@ -66,8 +66,9 @@ MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {
 
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
+    joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           link_sweep.make_sweep_drawings(found.measurements))
+                           link_sweep.make_sweep_drawings([*found.measurements, *joined]))
 
 
 def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:

@@ -74,10 +74,10 @@ def _panel(panel, record: Measurements) -> None:
     limited = [link for link in links if not math.isinf(link)]
     places = [BEYOND * max(limited, default=1e9) if math.isinf(link) else link for link in links]
     for curve, (colour, marker) in zip(curves, style.CYCLE * 2):
-        panel.plot(places, 1e3 * curve.medians, color=colour, marker=marker, label=curve.name)
+        panel.plot(places, 1e3 * curve.medians, color=colour, marker=marker, label=curve.plan.name)
         for place, samples in zip(places, 1e3 * curve.seconds):
-            panel.plot([place] * 2, [samples.min(), samples.max()], color=colour, linewidth=4,
-                       alpha=0.35, solid_capstyle="butt", label="_samples")
+            panel.plot([place] * 2, [np.nanmin(samples), np.nanmax(samples)], color=colour,
+                       linewidth=4, alpha=0.35, solid_capstyle="butt", label="_samples")
     named: list[str] = []
     marks: dict[tuple[float, float], list[int]] = {}    # several crossings may be at one place
     found = sorted(sweep.list_crossovers(record, curves), key=lambda one: one[0])
@@ -101,4 +101,4 @@ def _panel(panel, record: Measurements) -> None:
 
 
 def _short(curve: sweep.Curve) -> str:
-    return re.sub(r"(?<=\d) x (?=\d)", "x", curve.name)
+    return re.sub(r"(?<=\d) x (?=\d)", "x", curve.plan.name)

@@ -2,14 +2,13 @@
 import argparse
 import sys
 
-import h5py
 import pytest
 
-from bench.__main__ import parser
 from bench.cluster import rates
-from bench.cluster.spec import Cluster
+from bench.command_line import measuring
 from bench.errors import UsageError
-from bench.command_line import link_rates
+from bench.records.folder import read_folder
+from bench.reports.emulation.at_rates import join_rates
 from support import run_python
 
 MEASURE = """
@@ -40,20 +39,10 @@ def test_rates_that_cannot_be(monkeypatch):
             rates.main(words)
 
 
-def test_links_in_the_order_of_their_rates():
-    assert link_rates.rates("1Gbit,unlimited,50Mbit,1Gbit") == [5e7, 1e9, None]
+def test_rates_of_links():
+    assert measuring.rates("1Gbit,unlimited,50Mbit,1Gbit") == [1e9, None, 5e7]
     with pytest.raises(argparse.ArgumentTypeError, match="a link of 1 bit/s"):
-        link_rates.rates("50Mbit,1bit")
-
-
-def test_options_of_single_rows_are_refused(monkeypatch):
-    monkeypatch.setenv("MM3D_CLUSTER", Cluster.parse("4x2:50Mbit").to_environment())
-    words = ["run", "--links=50Mbit,unlimited", "--preset=emulated"]
-    settings = argparse.Namespace(waits=lambda case: None)
-    link_rates.check_waits(parser().parse_args(words), settings)
-    for more in (["--traced=1"], ["--equal-tokens"], ["--stop-file=stop", "--width=0.1"]):
-        with pytest.raises(UsageError, match=more[-1].partition("=")[0]):
-            link_rates.check_waits(parser().parse_args([*words, *more]), settings)
+        measuring.rates("50Mbit,1bit")
 
 
 def in_cluster(*words):
@@ -73,15 +62,16 @@ def test_a_rate_is_changed_while_ranks_run():
 
 
 @pytest.mark.slow
-def test_a_sweep(tmp_path):
-    text = in_cluster("-m", "bench", "run", "--preset=emulated-tiny", "--table=strong",
-                      "--scheme=3d", "--cluster=4x2:50Mbit", "--links=10Mbit,unlimited",
-                      "--inside=x,z", "--repetitions=1", "--grid=2x2x2", f"--out={tmp_path}")
-    [path] = tmp_path.glob("links-strong-p008-*.h5")
+def test_rows_at_two_rates(tmp_path):
+    for inside in "xz":
+        text = in_cluster("-m", "bench", "run", "--preset=emulated-tiny", "--rows=strong:3d",
+                          "--cluster=4x2:50Mbit", "--links=10Mbit,unlimited",
+                          f"--inside={inside}", "--repetitions=2", "--max-repetitions=2",
+                          "--software-share=none", "--traced=0", f"--out={tmp_path}")
+    assert len([*tmp_path.glob("strong-3d-p008-*.h5")]) == 4
     assert list(tmp_path.glob("where-each-is-fastest-*.png"))
-    with h5py.File(path) as file:
-        samples = file["measurements/samples"][...]
-        labels = [label.decode() for label in file["measurements/plan"]]
-    assert [label.split()[2][-1] for label in labels] == ["x", "z"]
-    assert (samples[:, 0].sum(axis=1) > 1.5 * samples[:, 1].sum(axis=1)).all()
+    [record] = join_rates(read_folder(tmp_path).rows)
+    slow, free = record.values("samples").sum(axis=2).min(axis=-1).T
+    assert (slow > 1.5 * free).all()
+    assert {label.split()[2][-1] for label in record.scales["plan"]} == {"x", "z"}
     assert "3-D 2 x 2 x 2, x inside, batch 24" in text

@@ -9,6 +9,8 @@ from bench.cluster.spec import Cluster
 from bench.command_line import row_options
 from bench.experiments.rows.dilation import dilation_factor
 from bench.records import run_file
+from bench.records.folder import read_folder
+from bench.reports.emulation.at_rates import join_rates
 from bench.reports.emulation.row import of_run
 from bench.validation.files import check_file
 from bench.validation.rules import check_waits
@@ -76,8 +78,29 @@ def test_a_row_that_is_not_slowed_tells_its_software_too(comm, shared_tmp_path, 
         assert cluster == [None, None, 5e7, None, 5e7]
 
 
+@pytest.mark.ranks(8)
+def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, capsys):
+    """Each record names its rate, waits are the same, and all are joined."""
+    arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "none", "--links",
+                                            "unlimited,20Mbit", "--out", str(shared_tmp_path)])
+    assert verbs.load("run").run(arguments, comm) == 0
+    rows = read_folder(shared_tmp_path).rows
+    assert {run.environment["emulated_cluster"] for run in rows} == {
+        "2x4:20Mbit", "2x4:unlimited"}
+    [record] = join_rates(rows)
+    assert record.scales["link"] == (2e7, np.inf) and record.values("samples").shape[-1] == 2
+    work, links = record.values("predicted")[0].sum(axis=1).T
+    assert work[0] == work[1] and links[0] > links[1]
+    if comm.rank == 0:
+        timed = [rate for rate in cluster if rate != 5e7]    # which is set after each row
+        assert sorted(timed, key=str) == [2e7, *[None] * 7] and cluster[-1] == 5e7
+        assert "links of 20Mbit:" in capsys.readouterr().out
+        assert [*shared_tmp_path.glob("where-each-is-fastest-weak-p008-*.png")]
+
+
 @pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("words, message", [
+    (["--links", "50Mbit"], "--links: rates are those of the links of an emulated cluster"),
     (["--software-share", "0.1"], "give --work wait and --cluster"),
     (["--software-share", "1"], "'1': a fraction less than 1 would do, or none"),
     (["--software-share", "0"], "'0': a number greater than 0")])

@@ -104,8 +104,8 @@ def test_a_named_product_that_does_not_fit_is_refused():
 
 
 def test_faces_are_unbalanced_and_operands_with_copies_have_no_bound():
-    counts = {name: [side_by_side.count_dry(name, "ab", GridShape("xyz", (2, 2, 2)), (8, 8, 8),
-                                            "float64", rank) for rank in range(8)]
+    counts = {name: side_by_side.count_dry(name, "ab", GridShape("xyz", (2, 2, 2)), (8, 8, 8),
+                                           "float64")
               for name in ("faces", "3d", "2.5d")}
     stored = {name: [one.stored for one in found] for name, found in counts.items()}
     assert stored["faces"] == [48, 32, 32, 16, 32, 16, 16, 0] and stored["3d"] == [24] * 8

@@ -1,9 +1,14 @@
 """Sides of a comparison take turns, and end when what is compared is known."""
+import time
+from functools import partial
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.instruments.sampling import Sample, compare_in_turns
+from bench.instruments.clock import Clock
+from bench.instruments.sampling import (Sample, compare_in_turns, makespans_in_turns,
+                                        repeat_calls, time_alone)
 from bench.instruments.timing import Limits
 
 
@@ -49,3 +54,30 @@ def test_one_side_alone_is_repeated_until_its_seconds_are_known():
     found, ended_by = compare_in_turns({"own": side(log, "own", np.arange(1.0, 40))},
                                        Limits(6, 20), 0, MPI.COMM_SELF, warmup=0)
     assert ended_by == "repetitions" and len(found["own"]) == 20
+
+
+def test_repeated_calls_hold_one_result():
+    """The last one is returned, and each goes before the next is made."""
+    class Result:
+        alive, most, made = 0, 0, 0
+
+        def __init__(self):
+            Result.alive, Result.made = Result.alive + 1, Result.made + 1
+            Result.most, self.number = max(Result.most, Result.alive), Result.made
+
+        def __del__(self):
+            Result.alive -= 1
+    assert repeat_calls(Result, 5)().number == 5 and Result.most == 1
+
+
+def test_steps_in_turns_have_the_seconds_of_each():
+    """Six rounds of two steps, which are not over after the seconds of one step."""
+    steps = [partial(time.sleep, seconds) for seconds in (4e-3, 8e-3)]
+    found, ended_by = makespans_in_turns(steps, Limits(2, 6, 0.04, 1e-9), 0, MPI.COMM_SELF,
+                                         lambda: None, Clock(MPI.COMM_SELF))
+    assert ended_by in ("repetitions", "seconds") and len(found[0]) == len(found[1]) > 3
+    assert min(found[0]) >= 4e-3 and min(found[1]) >= 8e-3
+
+
+def test_a_rank_alone():
+    assert time_alone(lambda: 3.0, MPI.COMM_SELF).times.tolist() == [[0.0, 3.0]]

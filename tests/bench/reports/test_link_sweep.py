@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.cases.paper import load_tables
 from bench.document import Table
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
+from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
 from bench.reports.micro_tables import format_record
 from bench.reports.page import embed_figures
-from bench.verbs.run import show_sweeps
+from records import emulated_run
 
 LINKS = [5e7, 2e8, math.inf]
 PLANS = ["1d 4 x 24", "3d 2x2x1 zyx 24", "3d 2x2x1 zxy 12"]
@@ -55,14 +57,14 @@ def test_tables(record):
     assert "Fewer than six repetitions give no 95 % interval." in " ".join(text.split())
     curves = sweep.read_curves(record)
     [(rate, slow, fast)] = sweep.list_crossovers(record, curves)
-    assert 5e7 < rate < 2e8 and (slow.label, fast.label) == (PLANS[1], PLANS[0])
+    assert 5e7 < rate < 2e8 and (slow.plan.label, fast.plan.label) == (PLANS[1], PLANS[0])
     assert ("1-D 4, batch 24 overtakes 3-D 2 x 2 x 1, x inside, batch 24 from 120 Mbit/s on."
             in " ".join(text.split()))
     assert "50 Mbit/s 3-D 2 x 2 x 1, x inside; 200 Mbit/s to unlimited 1-D 4." in " ".join(
         text.split())
     assert curves[0].work == pytest.approx(0.5 / 24)
     for one in curves:
-        assert one.batch * one.predicted == pytest.approx([6.5, 2.0, 0.5])
+        assert one.plan.batch * one.predicted == pytest.approx([6.5, 2.0, 0.5])
     row = next(line for line in text.splitlines() if "1-D 4" in line and "-19%" in line)
     assert row.split()[-2:] == ["6%", "1%"]    # of 8 seconds half a one is work, a tenth software
 
@@ -125,14 +127,55 @@ def test_crossings_at_one_place_share_a_mark(record):
     assert [text.get_text() for text in figure.axes[0].texts] == ["1, 2"]
 
 
-def test_plot_draws_the_picture_of_the_run_again(record, tmp_path):
-    """From the file, to the byte; and a report has it."""
+def test_plot_draws_the_picture(record, tmp_path):
+    """From the file; and a report has it."""
     run_file.write_run(record, tmp_path, "links-weak")
-    (tmp_path / "run").mkdir()
-    show_sweeps([record], tmp_path / "run")
     assert main(["report", str(tmp_path), "--figures"]) == 0
     [picture] = tmp_path.glob("*.png")
     assert picture.name == "where-each-is-fastest-weak-p004-tiny.png"
-    assert picture.read_bytes() == (tmp_path / "run" / picture.name).read_bytes()
     [embedded], left_out = embed_figures(read_folder(tmp_path))
     assert embedded["name"] == picture.stem and not left_out
+
+
+def rows_at(*links, scheme="3d", order="zyx", slowed=1.0, **settings):
+    """Made-up rows of 8 ranks at these rates, slower by 1 s with each."""
+    row = next(row for row in load_tables().rows if row.key == ("strong", scheme, 8))
+    for number, link in enumerate(links, 1):
+        run = emulated_run(row, 3.0 * number, slowed)
+        run.configuration.update(placement=order, **settings)
+        run.environment["emulated_cluster"] = f"4x2:{link}"
+        yield run
+
+
+def test_rows_at_several_rates_are_joined():
+    """Those of other waits, or other rates, are apart, and one that lacks a placement is none."""
+    rows = [*rows_at("unlimited", "50Mbit", slowed=1.5),
+            *rows_at("50Mbit", "unlimited", scheme="1d", order="x", batch=24),
+            *rows_at("50Mbit", "20Mbit", order="xyz"), *rows_at("50Mbit", order="yxz"),
+            *rows_at("50Mbit", "20Mbit", order="zxy", waited_scale=7.0),
+            *rows_at("50Mbit", "20Mbit", order="")]
+    joined = join_rates(rows)
+    assert [one.scales["plan"] for one in joined] == [
+        ["1d 8 x 24", "3d 2x2x2 zyx 24"], ["3d 2x2x2 xyz 24"], ["3d 2x2x2 zxy 24"]]
+    first = joined[0]
+    assert first.scales["link"] == (5e7, math.inf)
+    own, cube = sweep.read_curves(first)
+    assert cube.medians == pytest.approx(np.array([6.0, 3.0]) / 1.5 / 24)
+    assert cube.software == pytest.approx(0.1 / 1.5 / 24)
+    assert own.software == pytest.approx(0.1 / 24)
+    assert cube.predicted == pytest.approx(1.0 / 24)
+    text = " ".join(format_record(first).split())
+    assert "overtakes" in text and "4 rows, measured one after the other" in text
+    assert "has that machine's ratio" not in text
+
+
+def test_rows_with_fewer_repetitions_than_others():
+    """Nothing is invented for those that they lack."""
+    long, short = rows_at("50Mbit", "20Mbit")
+    short.scales["repetition"] = range(2)
+    for name, variable in short.raw.items():
+        short.raw[name] = replace(variable, values=variable.values[:2])
+    [record] = join_rates([long, short])
+    [curve] = sweep.read_curves(record)
+    assert np.isnan(curve.seconds).sum() == 1 and not np.isnan(curve.medians).any()
+    assert "nan" not in format_record(record) and figures.draw_sweeps([record])
