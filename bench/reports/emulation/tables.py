@@ -188,8 +188,8 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
     if errors:
         notes.append("Low and high: the bounds of the 95 % interval of the median of the latest "
                      "run's steps, less of fewer than six; those of a speed-up of one run are "
-                     "quotients of both rows' bounds. All of these are within one run each: what "
-                     "changes from run to run is in none.")
+                     "quotients of both rows' bounds. What changes from run to run is in the "
+                     "intervals of speed-ups of several runs alone.")
         notes.append(f"Errors of predictions: {errors[len(errors) // 2]:.0%} in the median, "
                      f"{errors[-1]:.0%} at most, of {len(errors)} rows.")
     return notes

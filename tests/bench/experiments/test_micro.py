@@ -9,6 +9,7 @@ from bench.checks import freivalds, operation
 from bench.errors import WrongResult
 from bench.experiments.products import collectives
 from bench.experiments.products.problem import Problem, Replay, WholeProduct, product_grid
+from bench.instruments import sampling
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
@@ -279,7 +280,7 @@ def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch):
         made.append(step)
         side, drawn = len(made) % 2, iter([1, 9, *[5] * 30])    # plain MPI's vary at first
         return lambda: taken.append(side) or 1e-6 * (5 if side else next(drawn))
-    monkeypatch.setattr(collectives, "makespans", makespans)
+    monkeypatch.setattr(sampling, "makespans", makespans)
     record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64],
                                              limits=Limits(2, 30, 60))
     rounds = np.reshape(taken, (len(COLLECTIVES), -1, 2))
