@@ -30,11 +30,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measuring.add_cluster(parser)
 
 
-def run(arguments: argparse.Namespace, comm,
-        measure_samples: Callable = measure.measure_samples) -> int:
+def run(arguments: argparse.Namespace, comm) -> int:
     """Measure or read samples, and write the file of a model fitted to them; 0 when written.
 
-    `measure_samples` is called as that of `bench.prediction.calibration.measure`.
+    Errors are those of `calibrate`.
+    """
+    return calibrate(arguments, comm, measure.measure_samples)
+
+
+def calibrate(arguments: argparse.Namespace, comm, measure_samples: Callable) -> int:
+    """Do what `run` does, with samples that `measure_samples` takes.
 
     Raises
     ------

@@ -247,7 +247,7 @@ def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, capsys):
         raise WrongResult("exp of 16 elements is not 1.64872")
 
     path = shared_tmp_path / "here.toml"
-    assert verb.run(Namespace(out=str(path), samples=None), comm, wrong) == 1
+    assert verb.calibrate(Namespace(out=str(path), samples=None), comm, wrong) == 1
     assert not path.exists()
     assert capsys.readouterr().out == (comm.rank == 0) * (
         "failed: calibrate: exp of 16 elements is not 1.64872; no file was written\n")
@@ -261,8 +261,10 @@ def test_a_machine_measures_itself(comm, shared_tmp_path, capsys):
     extent = measure.Extent(work_list.list_works(comm.size, [], [MODEL]), 2, 3, SMALL, sizes,
                             operations_alone.list_collectives(comm.size, sizes))
     path = shared_tmp_path / "here.toml"
-    assert verb.run(Namespace(out=str(path), samples=None), comm,
-                    lambda comm, progress: measure.measure_samples(comm, progress, extent)) == 0
+
+    def little(comm, progress):
+        return measure.measure_samples(comm, progress, extent)
+    assert verb.calibrate(Namespace(out=str(path), samples=None), comm, little) == 0
     machine = load_machine(str(path))
     lines = {(kind, 2, 1, pieces) for _, kind, _, _, pieces, _ in extent.collectives}
     assert {line.key for line in machine.collectives} == lines
