@@ -16,10 +16,8 @@ class Stack:
 
     Attributes
     ----------
-    layers, hidden, heads : int
-        Number of layers, features of the residual stream, attention heads.
-    batch, seq : int
-        Global number of sequences, and positions in each.
+    layers, hidden, heads, batch, seq : int
+        As in `mm3d.ModelSizes`.
     seed : int
         Seed of the initial parameters, of `mm3d.Transformer.random`, and of the masks of dropout.
     dtype : {"float64", "float32", "float16", "bfloat16"}

@@ -94,7 +94,10 @@ class Transformer(Trained):
                  parameter: Callable[..., Parameter] = Parameter,
                  initial_values: InitialValues = varied_values,
                  expert_ranks: ExpertRanks | None = None, **fields: Any) -> None:
-        self.stack = stack = replace(stack, **fields) if stack else Stack.of(fields)
+        if stack is not None and not isinstance(stack, Stack):
+            raise TypeError(f"Transformer: {stack!r} is no Stack: sizes have names, such as "
+                            f"layers=2, hidden=48, heads=4, batch=8, seq=16")
+        self.stack = stack = Stack.of(fields) if stack is None else replace(stack, **fields)
         with same_arguments(scheme.grid.comm, "Transformer") as given:
             given |= stack.fields()
         self.sizes = stack.sizes

@@ -72,3 +72,15 @@ def test_each_field_says_what_it_is(kind):
 def test_a_division_is_named_by_what_it_divides():
     assert str(DIVISIONS[4]) == "data 2, ZeRO 1, 2 stages 1f1b, 3d, 2 micro-batches"
     assert DIVISIONS[8].given() == {"data": 2, "zero": 3, "grid": (2, 2, 1), "recompute": "full"}
+
+
+@pytest.mark.parametrize("make, said", [
+    (lambda scheme, mesh: mm3d.Transformer(scheme, 2, hidden=8), "2 is no Stack: sizes have"),
+    (lambda scheme, mesh: mm3d.Transformer(scheme, layers=1), "sizes are missing: hidden, heads"),
+    (lambda scheme, mesh: mm3d.Transformer(scheme, hiden=8), "Transformer: hiden=8: there is no"),
+    (lambda scheme, mesh: mm3d.Pipeline(mesh, "1f1b", 1, data=2), "data=2 belongs to the mesh"),
+    (lambda scheme, mesh: mm3d.Pipeline(mesh, "1f1b", 1, layers=1), "Pipeline: sizes are")])
+def test_what_makes_no_stack_of_layers_is_named(make, said):
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
+    with pytest.raises(TypeError, match=said):
+        make(scheme, mm3d.Mesh(MPI.COMM_SELF, scheme="serial"))
