@@ -82,7 +82,7 @@ class MpiTransport:
         """Allocate this rank's term of a sum that is reduce-scattered.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 
-    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate this rank's term of a sum for one root.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 
