@@ -10,9 +10,8 @@ from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
-from mm3d.transport.communicators import create
+from mm3d.transport.communicators import DryCommunicator, create
 from mm3d.transport.nodes import choose_device, node_of
-from mm3d.transport.silent import DryCommunicator
 
 
 def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,

@@ -9,9 +9,9 @@ from typing import Mapping
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
+from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import can_share_memory, node_size, nodes_of_line
-from mm3d.transport.silent import DryCommunicator
 
 # The file and the class of each transport, by its name; imported when it is chosen.
 TRANSPORTS = {
