@@ -1,10 +1,9 @@
 """Define the interface of a scheme (a tensor parallelism), which the layers use.
 
-A scheme divides activations in two `Space`\\ s: the *outer* space of the residual stream, and the
-*inner* space between the two linear layers of a block.  It creates a `Product` for each way, *up*
-into the inner space and *down* into the outer one.  Megatron-LM's column- and row-parallel pair
-and the paper's exchange of the directions y and z are the same idea.  A new parallelism is one
-new file in ``mm3d/schemes/``.
+A scheme divides the outer and the inner `Space` of activations, each in its own way, and creates a
+`Product` up into the inner space and one down into the outer.  Megatron-LM's column- and
+row-parallel pair and the paper's exchange of the directions y and z are the same idea.  A new
+parallelism is one new file in ``mm3d/schemes/``.
 """
 
 from abc import abstractmethod
