@@ -15,9 +15,9 @@ from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
+from mm3d.schemes.block_matrix_product import MOVED_MATRICES, BlockMatrixProduct
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import (FORMS, MOVED_MATRICES, BlockMatrixProduct,
-                                         element_counts)
+from mm3d.schemes.matrix_product import FORMS, element_counts
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
 
