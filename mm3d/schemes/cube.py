@@ -84,8 +84,7 @@ class CubeProduct(Product):
     keep : {"none", "weight", "both"}
         Gathered operands that are saved from forward to backward; others are gathered again.
     overlap : int
-        Panels of rows in which A and C travel while products go on, see `mm3d.schemes.overlap`;
-        0 if no communication overlaps with products.
+        Panels of rows in `mm3d.schemes.overlap`; 0 if no communication overlaps with products.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,

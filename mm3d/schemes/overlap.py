@@ -38,9 +38,9 @@ from typing import Any, Callable, Protocol, Sequence
 from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.axis import Pending
 from mm3d.grid.split import Gathered, Operand, Split, gather
 from mm3d.schemes.row_panels import RowPanels
-from mm3d.transport.pending import Pending
 
 
 def progress_of(*operands: Operand | None) -> Progress:
