@@ -78,7 +78,7 @@ class CubeProduct(Product):
     Parameters
     ----------
     a, b, c : Split
-        How A, B and C are divided along these directions.
+        How A, B and C are divided along y, x, z; in a product down along z, x, y, with A_ij.
     weight : Layout
         Layout of B.
     keep : {"none", "weight", "both"}

@@ -12,12 +12,12 @@ Each *line*, the ranks along one direction, has the first transport of this list
                 this, so that an element has the same bits in whatever array it is summed
 `hierarchical`  some ranks of the line share a node, others do not
 `chain`         each rank is on a node of its own, on three or more nodes
-`mpi`           else: one rank, two nodes, a system on which ranks cannot share memory
+`mpi`           else: the line has one rank, or one rank on each of two nodes
 ==============  =================================================================================
 
-``MM3D_TRANSPORT`` changes it for arrays in host memory: ``mpi`` rules out all that share memory,
-with `chain`; ``shared`` rules out `hierarchical` and `chain`; and ``hierarchical`` takes the place
-of `chain` and, between two nodes, of `mpi`.
+``MM3D_TRANSPORT=mpi`` rules out `shared`, `hierarchical` and `chain`, and so does a system other
+than Linux on x86-64; ``shared`` rules out the latter two; ``hierarchical`` takes the place of
+`chain` and, between two nodes, of `mpi`.
 """
 
 import functools
@@ -104,7 +104,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
                       lines: Mapping[str, MPI.Intracomm | DryCommunicator],
                       backend: Backend, kind: str, node: int = 0,
                       ordered: bool = False) -> dict[str, MpiTransport]:
-    """Create the transport named by `choose_transport` along each of a grid's directions.
+    """Create the transport of each of a grid's lines, by the rule of this module.
 
     Ranks of different nodes, as `mm3d.transport.nodes.own_node` numbers them, share no memory.
     Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.  Each
