@@ -9,7 +9,6 @@ states the words it moved.  `MpiTransport` passes the arrays themselves to MPI; 
 import math
 from typing import Any, Iterator
 
-
 from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_indices, block_starts, resized_shape
 from mm3d.transport import sums
