@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.checks import attention_identities
 from bench.checks.sharded_matrices import ShardedMatrix, row_chunks
-from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE
+from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE
 from mm3d.grid.layout import Layout
 from mm3d.model.chains import Residual
 from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear

@@ -51,8 +51,8 @@ def own_gpu(gpus: list[str], comm) -> dict[str, str]:
 
     Every rank of `comm` calls it.
     """
-    from mm3d.transport.nodes import physical_node
-    node = physical_node(comm)
+    from mm3d.transport.nodes import create_node_communicator
+    node = create_node_communicator(comm)
     number = node.rank
     node.Free()
     try:
@@ -76,9 +76,9 @@ def take_census(*variables: str) -> list[dict[str, Any]]:
     """
     from mpi4py import MPI
     from bench.instruments.clock import Clock
-    from mm3d.transport.nodes import node_numbers
+    from mm3d.transport.node_words import number_nodes
     comm = MPI.COMM_WORLD
-    nodes = node_numbers(comm)
+    nodes = number_nodes(comm)
     node = nodes[comm.rank]
     gpus = find_gpus()
     clock = Clock(comm)
@@ -105,9 +105,9 @@ def exchange_buffers() -> str:
     cupy.cuda.Device(gpu_of_rank(launcher.local_rank() or 0, count)).use()
     cupy.zeros(1)
     from mpi4py import MPI
-    from mm3d.transport.nodes import physical_node
+    from mm3d.transport.nodes import create_node_communicator
     comm = MPI.COMM_WORLD
-    node = physical_node(comm)
+    node = create_node_communicator(comm)
     cupy.cuda.Device(gpu_of_rank(node.rank, count)).use()    # where no launcher has told it
     size, rank = comm.size, comm.rank
     mine, source = cupy.full(WORDS, rank + 1, dtype="float32"), (rank - 1) % size

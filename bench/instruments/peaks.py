@@ -17,7 +17,7 @@ from mm3d import launcher
 from mm3d.arrays.backend import Backend
 from mm3d.model import cost
 from mm3d.tracing import dry_run
-from mm3d.transport.nodes import physical_node
+from mm3d.transport.nodes import create_node_communicator
 
 SIZE = 512          # of the square matrices: larger ones reach no higher rate
 TIMES = 6           # least ratio of the sum's arrays together to a node's caches
@@ -51,7 +51,7 @@ def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     """
-    node = physical_node(comm)
+    node = create_node_communicator(comm)
     at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers
                          else node.size)
     caches = cache_bytes() if backend.host_buffers else math.nan

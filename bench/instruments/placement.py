@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.transport.nodes import node_numbers
+from mm3d.transport.node_words import number_nodes
 
 Sizes = dict[str, int]
 
@@ -104,7 +104,7 @@ def placement_outcome(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placeme
     chosen : str
         See `direction_order`.
     """
-    nodes, grid = node_numbers(comm), GridShape.from_sizes(shape)
+    nodes, grid = number_nodes(comm), GridShape.from_sizes(shape)
 
     def within_nodes(axis: str) -> bool:
         first = [grid.rank({**coords, axis: 0}) for coords in grid.all_coordinates()]

@@ -12,7 +12,7 @@ from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
-from mm3d.transport.nodes import node_numbers
+from mm3d.transport.node_words import number_nodes
 
 BOUNDS = ("median", "low", "high", "confidence")
 # A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.
@@ -27,7 +27,7 @@ def measured_environment(backend: str, comm) -> dict[str, Setting]:
     """Describe the machine and the job, with the greatest clock errors of all ranks."""
     clock = comm.allreduce(Clock.resolution(), MPI.MAX)
     error = comm.allreduce(Clock(comm).offset_error, MPI.MAX)
-    nodes = " ".join(map(str, node_numbers(comm)))
+    nodes = " ".join(map(str, number_nodes(comm)))
     return host.describe_host(backend, comm.size, MPI.Get_library_version(),
                               host.command_line(sys.argv[1:])) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}

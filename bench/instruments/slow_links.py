@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.transport.nodes import physical_node
+from mm3d.transport.nodes import create_node_communicator
 
 SIZES = tuple(2 ** power for power in (16, 18, 20, 22, 24, 26))    # bytes of a message
 ENOUGH = 0.02       # seconds of an exchange, beside which delays in programs hardly count
@@ -54,7 +54,7 @@ def find_slow_nodes(comm: MPI.Intracomm) -> list[SlowNode]:
     All ranks call it, and get the same.  On one or two nodes nothing is exchanged: a slow exchange
     of two does not say which one is slow.
     """
-    own = physical_node(comm)
+    own = create_node_communicator(comm)
     first = comm.Split(0 if own.rank == 0 else MPI.UNDEFINED, comm.rank)
     own.Free()
     found = None

@@ -9,14 +9,14 @@ from bench.instruments.wire import WireRecorder
 from bench.records.measurements import Group, Variable
 from mm3d.tracing.events import Collective, Event, Observer, PHASES
 from mm3d.tracing.observe import observed
-from mm3d.transport.nodes import nodes_of_line
+from mm3d.transport.nodes import gather_nodes
 
 
 class CrossingBytes(Observer):
     """Sum the bytes of collectives that nodes have to receive from others, by direction.
 
     A block crosses the link of a node once, as with bucket algorithms between nodes (see
-    `mm3d.transport.nodes.words_into_nodes`); the first rank of each line counts for all of it.
+    `mm3d.transport.node_words.words_into_nodes`); the first rank of a line counts for all of it.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class CrossingBytes(Observer):
     kinds = (Collective,)
 
     def __init__(self, grid: Any, node: int) -> None:
-        lines = {name: len(set(nodes_of_line(axis.comm, node)))
+        lines = {name: len(set(gather_nodes(axis.comm, node)))
                  for name, axis in grid.axes.items() if axis.size > 1}
         self._others = {name: (nodes - 1) * (grid[name].rank == 0)
                         for name, nodes in lines.items()}

@@ -270,7 +270,7 @@ class WaitingTransport(SilentTransport):
             return Pending(self.reduce(a, root))
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
         moving = self._carry(self.carrier.begin_reduce,
-                             self.carrier.summand((a.size,), a.dtype), root)
+                             self.carrier.reduce_term((a.size,), a.dtype), root)
         return Pending(out, None, WaitedRequest(moving, self._clock),
                        (self.backend.contiguous(a),))
 
@@ -287,7 +287,7 @@ class WaitingTransport(SilentTransport):
         self._carry(self.carrier.broadcast, self._buffer(buffer), root)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        self._carry(self.carrier.reduce, self.carrier.summand((send.size,), send.dtype), root)
+        self._carry(self.carrier.reduce, self.carrier.reduce_term((send.size,), send.dtype), root)
 
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
         self._carry(self.carrier.all_to_all, self._buffer(send), 0, sends, receives)

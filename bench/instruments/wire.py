@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.transport.nodes import physical_node
+from mm3d.transport.nodes import create_node_communicator
 
 COUNTERS = ("received_bytes", "received_packets", "sent_bytes", "sent_packets")
 DEVICES = Path("/proc/self/net/dev")
@@ -57,7 +57,7 @@ def physical_node_numbers(comm: Any) -> tuple[int, ...]:
 
     ``MM3D_NODE_SIZE`` is ignored: the nodes into which it divides one share a device.
     """
-    node = physical_node(comm)
+    node = create_node_communicator(comm)
     firsts = comm.allgather(node.bcast(comm.rank))
     node.Free()
     known = list(dict.fromkeys(firsts))

@@ -13,7 +13,7 @@ from bench.instruments.available_memory import available_memory, release_heap
 from bench.prediction import memory_fit
 from mm3d.arrays.backend import Backend
 from mm3d.model import cost
-from mm3d.transport.nodes import physical_node
+from mm3d.transport.nodes import create_node_communicator
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     limit : float, optional
         Bytes for arrays on each node, instead of those that its system has available.
     """
-    node = physical_node(comm)
+    node = create_node_communicator(comm)
     seen = available_memory() if limit is None else limit
     first, ranks = node.bcast(comm.rank), node.size
     node.Free()

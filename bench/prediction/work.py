@@ -14,7 +14,7 @@ from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
 Seconds = dict[str, float]    # by phase

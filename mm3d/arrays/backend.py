@@ -4,6 +4,10 @@ A `Backend` makes, copies and multiplies arrays, and counts their memory.  The c
 functions of the arrays' own namespace (`namespace`), so that no algorithm names a library.  The
 library is chosen once, when a grid is made (``--backend`` of the benchmarks, ``MM3D_BACKEND``),
 never in the middle of a computation.
+
+Two things are left to the files of the libraries, such as ``numpy_backend.py``: a `pool`, which
+lends memory to arrays and reuses it when they are gone, and faster `kernels` of model functions.
+Neither changes what is computed.
 """
 
 import math
@@ -38,7 +42,7 @@ class Backend:
     xp : module
         The array library.
     pool : object
-        Lends the memory of the arrays, see `mm3d.arrays.pool.Pool`.
+        Lends the memory of the arrays, and counts it.
     block : int
         Elements that elementwise work handles at a time: as many as stay in cache on a
         processor, all at once where each operation is a kernel launch.
@@ -244,6 +248,7 @@ class Backend:
 
 
 def _make_numpy() -> Backend:
+    """Make the `Backend` of NumPy, with its pool and its kernels."""
     return import_module("mm3d.arrays.numpy_backend").NumpyBackend()
 
 

@@ -1,15 +1,7 @@
-"""Divide lengths into blocks: over ranks, and into pieces that stay in cache."""
+"""Divide lengths into contiguous blocks, and find the blocks in arrays."""
 
 import itertools
-import math
-from types import ModuleType
-from typing import Any, Iterator
-
-
-Array = Any
-
-GELU_SCALE = math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715    # both of GELU's tanh form, here for all of its kernels
+from typing import Iterator
 
 
 def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -58,79 +50,3 @@ def resized_shape(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, .
     """Return `shape` with `length` in dimension `dim`."""
     dim %= len(shape)
     return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
-
-
-def row_blocks(library: Any, *arrays: Array,
-               block: int | None = None) -> Iterator[tuple[Array, ...]]:
-    """Iterate over matching views of a few rows of each array; the last dimension is a row.
-
-    Parameters
-    ----------
-    library : Backend
-        The backend of the arrays.
-    *arrays : Array
-        All with the same leading dimensions.
-    block : int, optional
-        Elements in a view of the first array, approximately; by default the library's `block`.
-    """
-    first, xp = arrays[0], library.xp
-    if len(first.shape) > 2 and not all(library.is_contiguous(a) for a in arrays):
-        for index in library.alike(first.shape[0]):
-            yield from row_blocks(library, *(a[index, ...] for a in arrays), block=block)
-        return
-    rows = math.prod(first.shape[:-1])
-    flat = [a if len(a.shape) == 2 else xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
-    step = max(1, (block or library.block) // max(1, first.shape[-1]))
-    for some in _spans(library, rows, step):
-        yield tuple(a[some, :] for a in flat)
-        if library.between_blocks is not None:
-            library.between_blocks()
-
-
-def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[tuple[Array, ...]]:
-    """Iterate over matching views of about `block` elements of arrays of the same shape.
-
-    Contiguous arrays are passed as one-dimensional views, whatever their shape; views of others
-    drop the leading dimensions along which they have one index.  Parameters as in `row_blocks`.
-    """
-    xp, block = library.xp, block or library.block
-    if all(library.is_contiguous(a) for a in arrays):
-        arrays = tuple(xp.reshape(a, (-1,)) for a in arrays)
-    first = arrays[0]
-    row = math.prod(first.shape[1:])
-    if row > block:
-        for index in library.alike(first.shape[0]):
-            yield from pieces(library, *(a[index, ...] for a in arrays), block=block)
-        return
-    for some in _spans(library, first.shape[0], block // max(1, row)):
-        yield tuple(a[some, ...] for a in arrays)
-
-
-def head_blocks(library: Any, q: Array, k: Array,
-                rows: int | None = None) -> Iterator[tuple[int, slice]]:
-    """Iterate over sequences and groups of heads whose scores have about 8 blocks of elements.
-
-    Yields the index of a sequence and a slice of its heads.  `q` and `k` are (batch, positions,
-    heads, d); scores of `rows` queries, by default all, are computed at once.
-    """
-    batch, queries, heads, _ = q.shape
-    step = max(1, 8 * library.block // max(1, (rows or queries) * k.shape[1]))
-    for b in library.alike(batch):
-        for some in _spans(library, heads, step):
-            yield b, some
-            if library.between_blocks is not None:
-                library.between_blocks()
-
-
-def _spans(library: Any, length: int, step: int) -> Iterator[slice]:
-    """Divide a length into slices of `step`, and one of what is left."""
-    whole, left = divmod(length, step)
-    for place in library.alike(whole):
-        yield slice(place * step, (place + 1) * step)
-    if left:
-        yield slice(whole * step, length)
-
-
-def by_head(xp: ModuleType | Any, a: Array) -> Array:
-    """Transpose (positions, heads, d) to (heads, positions, d)."""
-    return xp.permute_dims(a, (1, 0, 2))

@@ -1,12 +1,9 @@
 """Multiply matrices on one rank's arrays: C = A B, A B^T and A^T B."""
 
 import math
-from typing import Any, Callable
+from typing import Callable
 
-from mm3d.arrays.backend import Progress, backend_of, accumulation_dtype
-
-
-Array = Any
+from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of
 
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,

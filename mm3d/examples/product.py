@@ -1,8 +1,8 @@
 """Multiply matrices on a p x p x p cube of ranks: the paper's Algorithms 1 and 2 in plain MPI.
 
 ``mpirun -n 8 python -m mm3d.examples.product``.  Rank (i, j, k) lies at i along x, j along y and
-k along z.  It stores A_ijk: part j of row block i, column block k; B_kji: row block k, part i of
-column block j; and C_ikj: part k of row block i, column block j.
+k, the paper's l, along z.  It stores A_ijk: part j of row block i, column block k; B_kji: row
+block k, part i of column block j; and C_ikj: part k of row block i, column block j.
 """
 
 import numpy as np

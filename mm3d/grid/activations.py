@@ -1,4 +1,9 @@
-"""Describe how activations, and vectors along their features, are divided over the grid."""
+"""Describe how activations, and vectors along their features, are divided over the grid.
+
+Activations have two *spaces*: the *outer* space of the residual stream, and the *inner* space
+between the two linear layers of a block.  A product *up* leads from the outer space into the inner
+one, a product *down* back.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +19,7 @@ from mm3d.grid.split import Split
 
 @dataclass(frozen=True)
 class Space:
-    """Describe how activations (batch, sequence, ..., features) are divided over the grid.
+    """Describe how the activations of a space, (batch, sequence, ..., features), are divided.
 
     Attributes
     ----------
@@ -27,7 +32,7 @@ class Space:
     features : str
         Directions that divide the last dimension.
     vector : str
-        Layout of a vector along the features (a bias), as in ``"zx@y"``.
+        Layout of a vector along the features (a bias), as in ``"zx@y"`` (`mm3d.grid.layout`).
     gathered_along : str
         Direction along which products gather these activations; empty if they do not.
     """

@@ -15,7 +15,7 @@ from typing import Any, Iterator, Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"

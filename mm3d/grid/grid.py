@@ -9,10 +9,10 @@ from mm3d.arrays.backend import Backend
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
-from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
-from mm3d.transport.communicators import create
-from mm3d.transport.nodes import choose_device, node_of
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.choice import (IN_NODES, choose_device, choose_transport,
+                                   create_transports)
+from mm3d.transport.communicators import DryCommunicator, create
+from mm3d.transport.nodes import own_node
 
 
 def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
@@ -33,6 +33,8 @@ def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
 class GridAxes:
     """Join ranks along directions of a grid: an `Axis` for each, with its traffic.
 
+    Beside `Grid`, `mm3d.training.data_grid.DataGrid` of replicas derives from it.
+
     Attributes
     ----------
     comm, backend, shape, coords
@@ -50,7 +52,7 @@ class GridAxes:
     def _create_axes(self, names: Iterable[str], ordered: bool = False) -> dict[str, Axis]:
         """Create the axes of the directions `names`; `ordered` as in `create_transports`."""
         kind = choose_transport(self.comm, self.backend)
-        node = node_of(self.comm) if kind in IN_NODES else 0
+        node = own_node(self.comm) if kind in IN_NODES else 0
         lines = {name: join_ranks(self.comm, self.shape, name) for name in names}
         transports = create_transports(self.comm, lines, self.backend, kind, node, ordered)
         return {name: Axis(name, line, self.backend, transports[name])

@@ -5,13 +5,16 @@ the directions that divide the dimension, in this order.  On an X x Y x Z grid
 
 - ``"xy,z"`` is the paper's A_ijl: rows by x, each block of rows again by y, columns by z;
 - ``"z,yx"`` is its B_lji, ``"xz,y"`` its C_ilj;
-- ``"xy,,z"`` an activation (batch, sequence, hidden) divided in whole sequences;
-- ``"zx@y"`` a vector divided by z, then x, and kept on the diagonal of y alone: by the rank
-  along y whose coordinate is that along z (modulo Y, where Y and Z differ).
+- ``"xy,,z"`` an activation (batch, sequence, hidden) divided in whole sequences.
 
 Along a direction that is not named ranks hold copies.  Where sizes do not divide, blocks differ by
-one unit.  A 0 after a direction means that its first rank holds the whole block, and the others
-nothing: ``"xy0,z"`` is A on the face y = 0 of the grid, with rows by x and columns by z.
+one unit.  Two marks name a direction along which one rank holds the block, and the others nothing:
+
+- ``"zx@y"`` is a bias of A's columns, the paper's b_li.  It has no rows that y could divide: z
+  divides it like the columns, then x, and along y the rank on the diagonal j = l stores it (j = l
+  modulo Y, where Y and Z differ).  The products of matrices have no such layout.
+- ``"xy0,z"`` is A on the face y = 0 of the grid, with rows by x and columns by z, as
+  `mm3d.schemes.faces` stores it.
 """
 
 import math
@@ -106,31 +109,6 @@ class Layout:
         if letter in self.faces:
             return [length] + [0] * (sizes[letter] - 1)
         return block_lengths(length, sizes[letter], unit)
-
-    def owns_block(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
-        """Return whether the rank at `coords`, by default this rank, stores a block."""
-        if self.diagonal is None:
-            return True
-        sizes, coords = _resolve_place(grid, coords)
-        return coords[self.diagonal] == self.diagonal_rank(sizes, coords)
-
-    def diagonal_rank(self, grid: GridShape | Grid,
-                      coords: Mapping[str, int] | None = None) -> int:
-        """Return the coordinate, along the direction after '@', of the rank that stores the block.
-
-        `coords` are the other coordinates of the rank, by default those of this rank.
-        """
-        sizes, coords = _resolve_place(grid, coords)
-        return coords[self._along_diagonal] % sizes[self.diagonal]
-
-    @property
-    def _along_diagonal(self) -> str:
-        """Return the direction whose coordinate selects the rank on the diagonal.
-
-        It is the first direction of the last divided dimension, such as a vector's features;
-        earlier dimensions may be divided too, such as experts.
-        """
-        return next(letters[0] for letters in reversed(self.dims) if letters)
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
@@ -227,6 +205,33 @@ class Layout:
             out[place] = parts[start:start + length].reshape(
                 [s.stop - s.start for s in place])
         return out
+
+    # Layouts with '@', of vectors.
+
+    def owns_block(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
+        """Return whether the rank at `coords`, by default this rank, stores a block."""
+        if self.diagonal is None:
+            return True
+        sizes, coords = _resolve_place(grid, coords)
+        return coords[self.diagonal] == self.diagonal_rank(sizes, coords)
+
+    def diagonal_rank(self, grid: GridShape | Grid,
+                      coords: Mapping[str, int] | None = None) -> int:
+        """Return the coordinate, along the direction after '@', of the rank that stores the block.
+
+        `coords` are the other coordinates of the rank, by default those of this rank.
+        """
+        sizes, coords = _resolve_place(grid, coords)
+        return coords[self._along_diagonal] % sizes[self.diagonal]
+
+    @property
+    def _along_diagonal(self) -> str:
+        """Return the direction whose coordinate selects the rank on the diagonal.
+
+        It is the first direction of the last divided dimension, such as a vector's features;
+        earlier dimensions may be divided too, such as experts.
+        """
+        return next(letters[0] for letters in reversed(self.dims) if letters)
 
 
 def _resolve_place(grid: GridShape | Grid, coords: Mapping[str, int] | None

@@ -60,7 +60,7 @@ class Split:
         """Allocate this rank's term of a sum, for `reduce`; otherwise like `term`."""
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
-        return self.axis.transport.summand(shape, dtype)
+        return self.axis.transport.reduce_term(shape, dtype)
 
     def all_gather(self, a: Array) -> Array:
         """Gather the whole dimension from the blocks of all ranks."""

@@ -16,7 +16,7 @@ import math
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
-from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
+from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
 
 def prefer_backend_kernel(readable: Callable) -> Callable:

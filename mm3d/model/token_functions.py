@@ -11,7 +11,7 @@ from typing import Iterator
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
-from mm3d.arrays.blocks import row_blocks
+from mm3d.arrays.elementwise import row_blocks
 from mm3d.model.functional import prefer_backend_kernel
 
 

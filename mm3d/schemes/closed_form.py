@@ -28,7 +28,7 @@ class ProductShape(NamedTuple):
     Attributes
     ----------
     way : {"up", "down"}
-        "up" from the outer space of activations into the inner one, "down" back (see `Scheme`).
+        "up" from the outer space of activations into the inner one, "down" back.
     M, N, K : int
         Global sizes: A is M x N, B is N x K and C is M x K.
     units : tuple of int

@@ -7,7 +7,7 @@ reduce-scatter divides rows in C = AB and C = AB^T but columns in C = A^T B.
 In each of them a, b and c are the `Split`\\ s of A, B and C along the directions that the paper
 lists "for A, B, C".  Indices are the paper's: i along x, j along y, l along z; A_il is the block
 that the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, l).  Gradients
-are the same three forms with the directions permuted.
+are the same three forms with the directions permuted; both have dC, which is gathered once.
 """
 
 from typing import Any, Mapping
@@ -15,7 +15,6 @@ from typing import Any, Mapping
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Pending
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Gathered, Operand, Split, gather
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
@@ -35,7 +34,7 @@ def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Spli
                 accumulate_float32: bool = False) -> tuple[Array, Array]:
     """Compute dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2).
 
-    dC is gathered once.  With `accumulate_float32` dB is in float32 at least.
+    With `accumulate_float32` dB is in float32 at least.
     """
     dC = Gathered(gather(dC, c))
     return abt(dC, B, c, b, a), atb(A, dC, a, c, b, accumulate_float32)
@@ -50,10 +49,7 @@ def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 def abt_backward(dC: Operand, A: Operand, B: Operand,
                  a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """Compute dA = dC B in z, x, y and dB = dC^T A in z, y, x (Algorithm 4).
-
-    dC is gathered once.
-    """
+    """Compute dA = dC B in z, x, y and dB = dC^T A in z, y, x (Algorithm 4)."""
     dC = Gathered(gather(dC, c))
     return ab(dC, B, c, b, a), atb(dC, A, c, a, b)
 
@@ -71,10 +67,7 @@ def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split,
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
                  a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """Compute dA = B dC^T in y, x, z and dB = A dC in z, x, y (Algorithm 6).
-
-    dC is gathered once.
-    """
+    """Compute dA = B dC^T in y, x, z and dB = A dC in z, x, y (Algorithm 6)."""
     dC = Gathered(gather(dC, c))
     return abt(B, dC, b, c, a), ab(A, dC, a, c, b)
 
@@ -85,14 +78,13 @@ class CubeProduct(Product):
     Parameters
     ----------
     a, b, c : Split
-        How A, B and C are divided along these directions.
+        How A, B and C are divided along y, x, z; in a product down along z, x, y, with A_ij.
     weight : Layout
         Layout of B.
     keep : {"none", "weight", "both"}
         Gathered operands that are saved from forward to backward; others are gathered again.
     overlap : int
-        Panels of rows in which A and C travel while products go on, see `mm3d.schemes.overlap`;
-        0 if no communication overlaps with products.
+        Panels of rows in `mm3d.schemes.overlap`; 0 if no communication overlaps with products.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
@@ -101,49 +93,30 @@ class CubeProduct(Product):
         self.overlap = overlap
         self.gathered_along = b
 
-    def prefetch(self, B: Array, backward: bool) -> Pending | None:
-        if not self.overlap or (backward and self.keep != "none"):
-            return None
-        pending = self.b.prefetch(B)
-        return pending if isinstance(pending, Pending) else None
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        A_il, B_lj = gather(A, self.a), gather(B, self.b)
+        C = ab(Gathered(A_il), Gathered(B_lj), self.a, self.b, self.c)
+        return C, self.kept(A, A_il, B, B_lj)
 
-    def forward(self, A: Array, B: Array | Pending,
-                overlap: Any = None) -> tuple[Array, Any]:
-        keep_A, splits = self.keep == "both", (self.a, self.b, self.c)
-        if overlap is None:
-            A_il = gather(A, self.a)
-            B_lj = gather(B, self.b)
-            C = ab(Gathered(A_il), Gathered(B_lj), *splits)
-        else:
-            B_lj = gather(B, self.b)
-            C, A_il = overlap.ab(A, Gathered(B_lj), *splits, self.overlap, keep_A)
+    def kept(self, A: Array, A_il: Array | None, B: Operand,
+             B_lj: Array) -> tuple[Operand, Gathered | None]:
+        """Return the operands that are saved for backward; None for B, which is the weight."""
         keep_B = self.keep != "none" and B_lj is not B
-        return C, (Gathered(A_il) if keep_A else A, Gathered(B_lj) if keep_B else None)
+        return (Gathered(A_il) if self.keep == "both" else A, Gathered(B_lj) if keep_B else None)
 
-    def backward(self, dC: Array, B: Array | Pending, saved: Any,
-                 overlap: Any = None) -> tuple[Array, Array | Pending]:
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         A, B_lj = saved
-        operands = dC, A, B if B_lj is None else B_lj
-        splits = self.a, self.b, self.c
-        if overlap is None:
-            return ab_backward(*operands, *splits, self.accumulate_float32)
-        return overlap.ab_backward(*operands, *splits, self.accumulate_float32, self.overlap)
+        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
+                           self.accumulate_float32)
 
-    def backward_input(self, dC: Array, B: Array | Pending, saved: Any,
-                       overlap: Any = None) -> tuple[Array, Any]:
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         A, B_lj = saved
-        B = B if B_lj is None else B_lj
-        if overlap is None:
-            dC_ij = gather(dC, self.c)
-            dA = abt(Gathered(dC_ij), B, self.c, self.b, self.a)
-        else:
-            dA, dC_ij = overlap.abt(dC, B, self.c, self.b, self.a, self.overlap, keep=True)
-        return dA, (A, Gathered(dC_ij))
+        dC_ij = Gathered(gather(dC, self.c))
+        return abt(dC_ij, B if B_lj is None else B_lj, self.c, self.b, self.a), (A, dC_ij)
 
-    def backward_weights(self, operands: Any, overlap: Any = None) -> Array | Pending:
-        A, dC = operands
-        algorithm = atb if overlap is None else overlap.atb
-        return algorithm(A, dC, self.a, self.c, self.b, self.accumulate_float32)
+    def backward_weights(self, operands: Any) -> Array:
+        A, dC_ij = operands
+        return atb(A, dC_ij, self.a, self.c, self.b, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A, None    # backward gathers them
@@ -201,11 +174,8 @@ class Cube(Scheme):
         Whether rows are divided by whole sequences, or also by position; "auto" chooses sequences
         where X Y and X Z divide the batch.
     overlap : {False, True, 2, 4, 8}
-        Whether communication overlaps with products, see `mm3d.schemes.overlap`.  It takes memory
-        for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
-        the results are the same to the bit.  With a number, A and C travel in at most that many
-        panels of rows, shared equally by the ranks: the words are the same, the calls more, and
-        the last bits may differ, as BLAS divides the rows otherwise.
+        Whether communication overlaps with products, with a number also in that many panels of
+        rows: see `mm3d.schemes.overlap`.
     """
 
     name = "3d"
@@ -238,18 +208,19 @@ class Cube(Scheme):
         if rows == "auto":
             whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
             rows = "sequences" if whole else "positions"
-        comma = "" if rows == "sequences" else ","
-        end = "," if rows == "sequences" else ""
-        return ((f"x{comma}y{end}", "z", "zx@y", "y"), (f"x{comma}z{end}", "y", "yx@z", "z"))
+        divided = "x{}," if rows == "sequences" else "x,{}"
+        return ((divided.format("y"), "z", "zx@y", "y"), (divided.format("z"), "y", "yx@z", "z"))
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
+        # Up, A has the columns l and C the columns j.  Ranks along y make other columns of C from
+        # the same A_il: so y divides its rows once more, and gathers them.  Ranks along z have
+        # terms of the same C_ij, for other l: so z divides its rows, and their sum is scattered.
+        y, z = target.features, source.features    # down, they are exchanged
         middle = "," * (len(shape) - 1)
-        weight = Layout(f"{source.features}{middle}{target.features}x",
-                        {0: units[0], len(shape) - 1: units[1]})
-        return CubeProduct(source.rows_split(target.features), weight.split(self.grid, shape, "x"),
-                           target.rows_split(source.features), weight, self.keep,
-                           self.overlap)
+        weight = Layout(f"{z}{middle}{y}x", {0: units[0], len(shape) - 1: units[1]})
+        return CubeProduct(source.rows_split(y), weight.split(self.grid, shape, "x"),
+                           target.rows_split(z), weight, self.keep, self.overlap)
 
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -5,14 +5,13 @@ microbenchmarks and checks.
 """
 
 from abc import ABC, abstractmethod
-from typing import Callable, Mapping, Sequence
+from typing import Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
-from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
 
@@ -23,8 +22,6 @@ LOCAL_PRODUCTS = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
 # dC.
 GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
-# By form: the matrices of a `BlockMatrixProduct` that move along y and along x.
-MOVED_MATRICES = {"ab": "AB", "abt": "CB", "atb": "AC"}
 
 
 def element_counts(form: str, shape: tuple[int, int, int]) -> dict[str, int]:
@@ -110,96 +107,3 @@ class MatrixProduct(ABC):
     @abstractmethod
     def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
         """Compute dA and dB from this rank's blocks, in the layouts of A and B."""
-
-
-class BlockMatrixProduct(MatrixProduct):
-    """Multiply matrices whose rows are divided along x and columns along y.
-
-    Each form has an algorithm in which two of the three matrices move, one along y and one along
-    x.  The gradients are products of other forms, by their algorithms.
-
-    Attributes
-    ----------
-    ALGORITHMS : mapping of str to callable
-        The algorithm of each form; each scheme defines them.
-    """
-
-    LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
-    ALGORITHMS: Mapping[str, Callable[..., Array]]
-
-    def forward(self, A: Array, B: Array) -> Array:
-        return self._multiply(self.form, "ABC", {"A": A, "B": B})
-
-    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
-        blocks = {"A": A, "B": B, "C": dC}
-        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
-        return (self._multiply(form_A, names_A + "A", blocks),
-                self._multiply(form_B, names_B + "B", blocks))
-
-    @abstractmethod
-    def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
-        """Compute the product of this form whose A, B and C are the matrices `names`."""
-
-    def _moved_splits(self, form: str, names: str) -> tuple[Split, Split]:
-        """Return the `Split` of the matrix that moves along y, and of the one along x."""
-        matrix = dict(zip("ABC", names))
-        along_y, along_x = (matrix[letter] for letter in MOVED_MATRICES[form])
-        return (self.observed_split(Split(self.grid.y, 1, self.shapes[along_y][1]), along_y),
-                self.observed_split(Split(self.grid.x, 0, self.shapes[along_x][0]), along_x))
-
-
-class GridAlgorithm(ABC):
-    """Name an algorithm, and state the grids that it runs on.
-
-    `mm3d.schemes.scheme.Scheme` has layers as well; `mm3d.schemes.products_alone` multiplies plain
-    matrices only.
-
-    Attributes
-    ----------
-    name : str
-        Name by which users choose it.
-    title : str
-        Name in tables and figures.
-    directions : str
-        Letters of the grid's directions.
-    matrix_product : type of MatrixProduct, optional
-        Products of plain matrices by the algorithm; None if it has none of its own.
-    """
-
-    name: str
-    title: str
-    directions: str
-    matrix_product: type[MatrixProduct] | None = None
-
-    @classmethod
-    @abstractmethod
-    def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        """Return the default sizes of the directions for `ranks` ranks.
-
-        Raises
-        ------
-        ValueError
-            When there are none.
-        """
-
-    @classmethod
-    def check_grid(cls, grid: GridShape) -> None:
-        """Raise ValueError for a grid that it cannot use."""
-
-    @classmethod
-    def grid_shape(cls, sizes: Sequence[int] | GridShape) -> GridShape:
-        """Return the shape of the grid with these sizes of its directions.
-
-        Raises
-        ------
-        ValueError
-            When these are other directions, or a size is less than 1.
-        """
-        given = sizes
-        directions, sizes = ((given.directions, given.sizes) if isinstance(given, GridShape)
-                             else (cls.directions, tuple(given)))
-        if directions != cls.directions or len(sizes) != len(cls.directions):
-            raise ValueError(f"the grid of scheme {cls.name!r} has the directions "
-                             f"{', '.join(cls.directions) or '(none)'}, so grid={given!r} should "
-                             f"have {len(cls.directions)} sizes, one for each")
-        return GridShape(cls.directions, sizes)

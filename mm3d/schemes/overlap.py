@@ -19,8 +19,13 @@ Vectors are so short that their collectives would mostly wait until those in fli
 link: forward gathers all of them before the first weight, and backward sums their gradients after
 the last dB.
 
+With one BLAS thread a rank the results are those without overlap to the bit.  It takes memory for
+the terms of two sums of dB and for two gathered weights.
+
 With several panels of rows (`mm3d.schemes.row_panels`), during the product of each the next panel
-of A is gathered and the previous panel of C summed; in backward, panels of dC and dA.
+of A is gathered and the previous panel of C summed; in backward, panels of dC and dA.  The ranks
+share each panel equally: the words are the same, the calls more, and the last bits may differ, as
+BLAS divides the rows otherwise.
 
 The `Overlap` of a pass holds all collectives in flight; layers and parameters hold none, so any
 number of micro-batches can be between forward and backward.  MPI makes progress in panels of each
@@ -112,22 +117,28 @@ class Overlap:
 
     def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
-        B = self._weight(layer)
-        if layer.product.overlap:
-            C, saved = layer.product.forward(A, B, self)
+        B, product = self._weight(layer), layer.product
+        if product.overlap:
+            B_lj = gather(B, product.b)
+            C, A_il = self.ab(A, Gathered(B_lj), product.a, product.b, product.c, product.overlap,
+                              product.keep == "both")
+            saved = product.kept(A, A_il, B, B_lj)
+            del A_il, B_lj
         else:
-            C, saved = layer.product.forward(A, B)
+            C, saved = product.forward(A, B)
         del B
         self._prefetch_from_here()
         return C, saved
 
     def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
         """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient when summed."""
-        B = self._weight(layer)
-        if layer.product.overlap:
-            dA, dB = layer.product.backward(dC, B, saved, self)
+        B, product = self._weight(layer), layer.product
+        if product.overlap:
+            A, B_lj = saved
+            dA, dB = self.ab_backward(dC, A, B if B_lj is None else B_lj, product.a, product.b,
+                                      product.c, product.accumulate_float32, product.overlap)
         else:
-            dA, dB = layer.product.backward(dC, B, saved)
+            dA, dB = product.backward(dC, B, saved)
         self._finish_weight()
         if isinstance(dB, Pending) and not dB.done:
             self._summing = layer.weight, dB
@@ -137,17 +148,22 @@ class Overlap:
 
     def backward_input(self, layer: WeightedLayer, dC: Array, saved: Any) -> tuple[Array, Any]:
         """Compute dA = dC B^T with the weight B of `layer`; return it with the operands of dB."""
-        B = self._weight(layer)
-        if layer.product.overlap:
-            return layer.product.backward_input(dC, B, saved, self)
-        return layer.product.backward_input(dC, B, saved)
+        B, product = self._weight(layer), layer.product
+        if not product.overlap:
+            return product.backward_input(dC, B, saved)
+        A, B_lj = saved
+        dA, dC_ij = self.abt(dC, B if B_lj is None else B_lj, product.c, product.b, product.a,
+                             product.overlap, keep=True)
+        return dA, (A, Gathered(dC_ij))
 
     def backward_weights(self, layer: WeightedLayer, operands: Any) -> None:
         """Compute dB = A^T dC of the weight B of `layer`; add it to its gradient when summed."""
-        if layer.product.overlap:
-            dB = layer.product.backward_weights(operands, self)
+        product = layer.product
+        if product.overlap:
+            A, dC_ij = operands
+            dB = self.atb(A, dC_ij, product.a, product.c, product.b, product.accumulate_float32)
         else:
-            dB = layer.product.backward_weights(operands)
+            dB = product.backward_weights(operands)
         self._finish_weight()
         self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
 
@@ -292,9 +308,11 @@ class Overlap:
         """
         for n in range(self._ahead, min(max(stop, self._next + 1), len(self._passes))):
             layer, backward = self._passes[n]
-            pending = layer.product.prefetch(layer.weight.value, backward)
-            if pending is not None:
-                self._prefetched[n] = self._begin(pending)
+            product = layer.product
+            if product.overlap and not (backward and product.keep != "none"):
+                pending = product.b.prefetch(layer.weight.value)
+                if isinstance(pending, Pending):    # it can be gathered while this rank computes
+                    self._prefetched[n] = self._begin(pending)
             self._ahead = n + 1
         return self._prefetched[max(self._prefetched)] if self._prefetched else None
 

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from mm3d.arrays.backend import Array
-from mm3d.grid.axis import Pending
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
 
@@ -20,13 +19,12 @@ class Product(ABC):
         Whether dB is computed, summed over the ranks and returned in float32 if the operands
         have 16 bits.
     overlap : bool
-        Whether communication overlaps with products.  Then `forward`, `backward` and its halves
-        take the `mm3d.schemes.overlap.Overlap` of the pass as one more argument, B may be a
-        `Pending` gather, and the returned dB may be a `Pending` sum.
+        Whether `mm3d.schemes.overlap.Overlap` computes forward and backward instead, while
+        communication goes on.  Only a `mm3d.schemes.cube.CubeProduct` can have it.
     gathered_along : Split or None
         How B is divided in the direction along which it is gathered; None if it is not gathered.
     operands : dict of str to str
-        The matrix that each communicating attribute moves, by the attribute's name.
+        The matrix that each communicating attribute moves, by the attribute's name, for observers.
     """
 
     weight: Layout
@@ -73,10 +71,3 @@ class Product(ABC):
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
         """Compute dC = dA B and dB = dA^T C, for A = C B^T."""
         raise NotImplementedError(f"{type(self).__name__} has no product with B^T")
-
-    def prefetch(self, B: Array, backward: bool) -> Pending | None:
-        """Start gathering B for the next `forward`, or the next `backward`.
-
-        Returns None if B is not gathered, or cannot be gathered while this rank computes.
-        """
-        return None

@@ -1,15 +1,14 @@
 """Define the interface of a scheme (a tensor parallelism), which the layers use.
 
-A scheme divides activations in two `Space`\\ s: the *outer* space of the residual stream, and the
-*inner* space between the two linear layers of a block.  It creates a `Product` for each way, *up*
-into the inner space and *down* into the outer one.  Megatron-LM's column- and row-parallel pair
-and the paper's exchange of the directions y and z are the same idea.  A new parallelism is one
-new file in ``mm3d/schemes/``.
+A scheme divides the outer and the inner `Space` of activations, each in its own way, and creates a
+`Product` up into the inner space and one down into the outer.  Megatron-LM's column- and
+row-parallel pair and the paper's exchange of the directions y and z are the same idea.  A new
+parallelism is one new file in ``mm3d/schemes/``.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from mpi4py import MPI
 
@@ -20,8 +19,64 @@ from mm3d.grid.agreement import same_arguments
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
-from mm3d.schemes.matrix_product import GridAlgorithm
+from mm3d.schemes.matrix_product import MatrixProduct
 from mm3d.schemes.product import Product
+
+
+class GridAlgorithm(ABC):
+    """Name an algorithm, and state the grids that it runs on.
+
+    A `Scheme` has layers as well; `mm3d.schemes.products_alone` multiplies plain matrices only.
+
+    Attributes
+    ----------
+    name : str
+        Name by which users choose it.
+    title : str
+        Name in tables and figures.
+    directions : str
+        Letters of the grid's directions.
+    matrix_product : type of MatrixProduct, optional
+        Products of plain matrices by the algorithm; None if it has none of its own.
+    """
+
+    name: str
+    title: str
+    directions: str
+    matrix_product: type[MatrixProduct] | None = None
+
+    @classmethod
+    @abstractmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        """Return the default sizes of the directions for `ranks` ranks.
+
+        Raises
+        ------
+        ValueError
+            When there are none.
+        """
+
+    @classmethod
+    def check_grid(cls, grid: GridShape) -> None:
+        """Raise ValueError for a grid that it cannot use."""
+
+    @classmethod
+    def grid_shape(cls, sizes: Sequence[int] | GridShape) -> GridShape:
+        """Return the shape of the grid with these sizes of its directions.
+
+        Raises
+        ------
+        ValueError
+            When these are other directions, or a size is less than 1.
+        """
+        given = sizes
+        directions, sizes = ((given.directions, given.sizes) if isinstance(given, GridShape)
+                             else (cls.directions, tuple(given)))
+        if directions != cls.directions or len(sizes) != len(cls.directions):
+            raise ValueError(f"the grid of scheme {cls.name!r} has the directions "
+                             f"{', '.join(cls.directions) or '(none)'}, so grid={given!r} should "
+                             f"have {len(cls.directions)} sizes, one for each")
+        return GridShape(cls.directions, sizes)
 
 
 SpaceLayout = tuple[str, str, str, str]    # rows, features, vector, gathered_along of a `Space`
@@ -58,21 +113,15 @@ class Scheme(GridAlgorithm):
 
     Attributes
     ----------
-    name : str
-        Name of the scheme in `mm3d.scheme`.
+    name, title, directions, matrix_product
+        See `GridAlgorithm`; the title is by default the name, the directions are among x, y, z.
     options : mapping of str to Option
         The options of the scheme beside the grid, by name.
-    title : str
-        Name of the scheme in tables and figures; by default `name`.
-    directions : str
-        Letters of the grid's directions, among x, y and z.
     down_weight : str
         Layout of the weight of a product down, and of an embedding's table (vocabulary,
         features).  Its features are divided first as the features of outer activations are.
     divides_work : bool
         Whether the work is divided over the ranks; False if each rank does all of it.
-    matrix_product : type of MatrixProduct, optional
-        Products of plain matrices by the scheme's algorithms; None if it has none of its own.
     grid : Grid
         The ranks.
     """

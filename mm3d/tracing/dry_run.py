@@ -1,7 +1,7 @@
 """Run a step of the model dry: trace any one rank of any grid, in one process, without data.
 
 The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`) and on a
-`mm3d.transport.silent.DryCommunicator`.  The `Trace` counts every matrix product, every
+`mm3d.transport.communicators.DryCommunicator`.  The `Trace` counts every matrix product, every
 elementwise pass, every collective, and the memory over time, exactly.
 
 >>> trace = mm3d.tracing.dry_run.trace_step("3d", 4096, grid=(16, 16, 16), layers=2,
@@ -21,7 +21,7 @@ from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import SUMS, Trace
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate", "extrapolate_step",
            "trace", "trace_step"]

@@ -11,7 +11,7 @@ import numpy as np
 from mm3d.tracing.events import Collective, Event, Layer, Observer, Recomputation
 from mm3d.tracing.heartbeats import NUMBERS_PER_RANK
 from mm3d.transport.communicators import create
-from mm3d.transport.nodes import node_of
+from mm3d.transport.nodes import own_node
 
 # Fields of a rank's row: its process id; the times when its thread last looked, when it last made
 # progress, and when it last used its processor; the number of times that it has entered or left a
@@ -48,7 +48,7 @@ class StatusBoard:
 
     def __init__(self, comm: Any) -> None:
         self.size, self.rank = comm.size, comm.rank
-        node = node_of(comm)
+        node = own_node(comm)
         self.nodes = comm.allgather(node)
         local = create(comm.Split, node, comm.rank)
         path = file = None

@@ -15,7 +15,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.data_grid import DataGrid
-from mm3d.transport.nodes import choose_device
+from mm3d.transport.choice import choose_device
 
 Sizes = tuple[int, ...] | GridShape
 

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, backend_of
-from mm3d.arrays.blocks import pieces
+from mm3d.arrays.elementwise import pieces
 from mm3d.grid.agreement import compare
 
 BITS, MORE_BITS = 47, 38       # of the unit, and of the second one relative to the first

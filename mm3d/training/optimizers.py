@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, backend_of
-from mm3d.arrays.blocks import pieces
+from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.agreement import same_arguments, text_of
 from mm3d.training.loss_scaling import LossScaling

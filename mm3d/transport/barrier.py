@@ -3,7 +3,7 @@
 Each rank has a counter in shared memory.  To arrive at a barrier it adds one and wakes the ranks
 that sleep on the counter; to complete the barrier it waits until the other counters are as high.
 Stores before the arrival are visible to the others afterwards: x86-64 keeps the order of stores
-(on other processors `mm3d.transport.nodes.can_share_memory` returns False).  A waiting rank
+(on other processors `mm3d.transport.choice` takes MPI).  A waiting rank
 yields its core, and soon sleeps until it is woken.  If no other rank needs the core it polls
 longer before it sleeps, since waking takes longer than most waits.
 

@@ -1,17 +1,38 @@
-"""Choose the transport of a grid's arrays: the user's, or one that is proven to work here."""
+"""Choose the transport of a grid's arrays: the user's, or one that is proven to work here.
+
+Each *line*, the ranks along one direction, has the first transport of this list that fits:
+
+==============  =================================================================================
+`silent`        in a dry run, for ranks that do not exist
+`nccl`,         arrays on a device: the first of the three that works, or what
+`device`,       ``MM3D_TRANSPORT`` names (`mm3d.transport.on_devices`)
+`staged`
+`shared`        all ranks of the line are on one node
+`ordered`       the terms of sums must be added in the order of the ranks: data parallelism wants
+                this, so that an element has the same bits in whatever array it is summed
+`hierarchical`  some ranks of the line share a node, others do not
+`chain`         each rank is on a node of its own, on three or more nodes
+`mpi`           else: the line has one rank, or one rank on each of two nodes
+==============  =================================================================================
+
+``MM3D_TRANSPORT=mpi`` rules out `shared`, `hierarchical` and `chain`, and so does a system other
+than Linux on x86-64; ``shared`` rules out the latter two; ``hierarchical`` takes the place of
+`chain` and, between two nodes, of `mpi`.
+"""
 
 import functools
 import os
-import warnings
+import platform
+import sys
 from importlib import import_module
-from typing import Mapping
+from typing import Mapping, Sequence
 
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
+from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.nodes import can_share_memory, node_size, nodes_of_line
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.nodes import emulated_node_size, gather_nodes
 
 # The file and the class of each transport, by its name; imported when it is chosen.
 TRANSPORTS = {
@@ -20,28 +41,39 @@ TRANSPORTS = {
     "ordered": "ordered.OrderedTransport", "silent": "silent.SilentTransport",
     "device": "device.DeviceTransport", "staged": "device.StagedTransport",
     "nccl": "nccl.NcclTransport"}
-HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")
+HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")    # values of MM3D_TRANSPORT
 DEVICE_TRANSPORTS = ("device", "staged", "nccl")
-IN_NODES = ("shared", "hierarchical")    # lines inside a node share memory
+IN_NODES = ("shared", "hierarchical")    # with which lines inside a node share memory
 LEAST_NODES = 3    # of a chain; between two nodes MPI's tree is a chain
 
 
-def transport_class(name: str) -> type[MpiTransport]:
-    """Return the class of the transport called `name`."""
-    file, _, kind = TRANSPORTS[name].partition(".")
-    return getattr(import_module(f"mm3d.transport.{file}"), kind)
+def _line_transport(setting: str, nodes: Sequence[int], ordered: bool) -> str:
+    """Choose the transport of a line of ranks on these nodes, which can share memory.
+
+    `setting` is ``MM3D_TRANSPORT``: "shared", "hierarchical", or "" for the best.
+    """
+    several = len(set(nodes))
+    if several == 1:
+        return "shared"
+    if ordered:
+        return "ordered"
+    if setting == "hierarchical" or not setting and several < len(nodes):
+        return "hierarchical"
+    return "chain" if not setting and several >= LEAST_NODES else "mpi"
+
+
+def _can_share_memory() -> bool:
+    """Return whether ranks of this system can share memory as `mm3d.transport.segments` does."""
+    return (sys.platform == "linux" and platform.machine() == "x86_64"
+            and hasattr(os, "memfd_create"))
 
 
 def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
-    """Choose the transport for arrays of `backend` on all lines of a grid of `comm`.
+    """Choose the transport for arrays of `backend` on a grid of `comm`, before it has lines.
 
-    ``MM3D_TRANSPORT`` decides if it is set: ``mpi``, ``shared`` or ``hierarchical`` for arrays in
-    host memory, ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for arrays on a device.
-    Otherwise arrays in host memory are shared by the ranks of one node, see
-    `create_transports`.  For arrays on a device NCCL is chosen if it is
-    installed and every rank has a GPU to itself, else a CUDA-aware MPI if a small separate job
-    shows that it works, else copies in host memory.  All ranks of `comm` must call this, and get
-    the same name; "none" where one rank is alone.
+    It is the setting or, for arrays in host memory without one, "hierarchical": each line then
+    has its own, see `create_transports`.  All ranks of `comm` must call this, and get the same
+    name; "none" where one rank is alone.
 
     Raises
     ------
@@ -56,62 +88,25 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
                          f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
     if single:
         return "none"
-    node_size()    # raises its error first, the same on every rank
+    emulated_node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
         return wanted or "hierarchical"
-    if wanted and wanted != "nccl":
-        return wanted
-    devices = comm.allgather(backend.device_location())
-    problem = _nccl_problem(devices, comm.allgather(backend.nccl is not None))
-    if wanted and problem:
-        raise ValueError(f"MM3D_TRANSPORT=nccl: {problem}; choose device or staged")
-    if not problem:
-        return "nccl"
-    if None in devices:
-        return "staged"
-    wrong = comm.bcast(transport_class("device").find_problem() if comm.rank == 0 else None)
-    if wrong and comm.rank == 0:
-        warnings.warn(f"arrays travel through copies in host memory (MM3D_TRANSPORT=staged): "
-                      f"{problem}; {wrong}", RuntimeWarning, stacklevel=2)
-    return "staged" if wrong else "device"
+    return import_module("mm3d.transport.on_devices").choose_transport(comm, backend, wanted)
 
 
-@functools.cache
-def in_place_collectives(names: str) -> frozenset[str]:
-    """Return the collectives whose results each of these transports leaves in place.
-
-    `names` are one or more transports, such as "shared" or "mpi shared"; see
-    `mm3d.transport.mpi.MpiTransport.in_place`.
-    """
-    kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
-             for name in names.split()]
-    return frozenset.intersection(*kinds) if kinds else frozenset()
-
-
-def describe_moved_words(name: str) -> str:
-    """Describe how the words that a transport moves differ from those counted; "" if unknown."""
-    return transport_class(name).note if name in TRANSPORTS else ""
-
-
-def _nccl_problem(devices: list, installed: list[bool]) -> str:
-    """Explain why NCCL cannot serve ranks on these devices; "" if it can."""
-    if not all(installed):
-        return f"{installed.count(False)} of {len(installed)} ranks have no NCCL"
-    gpus = len(set(devices))
-    if None in devices or gpus < len(devices):
-        return f"NCCL needs a GPU for each rank, and {len(devices)} ranks have {gpus}"
-    return ""
+def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
+    """Let each rank have the device of its number on its node; all ranks of `comm` call it."""
+    if backend.has_device:
+        import_module("mm3d.transport.on_devices").choose_device(comm, backend)
 
 
 def create_transports(comm: MPI.Intracomm | DryCommunicator,
                       lines: Mapping[str, MPI.Intracomm | DryCommunicator],
                       backend: Backend, kind: str, node: int = 0,
                       ordered: bool = False) -> dict[str, MpiTransport]:
-    """Create the transport named by `choose_transport` along each of a grid's directions.
+    """Create the transport of each of a grid's lines, by the rule of this module.
 
-    Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory.
-    They use "hierarchical" where that is set, or where nothing is set and a node has several of
-    them; "chain" where nothing is set and they are on three or more nodes, each alone; else MPI.
+    Ranks of different nodes, as `mm3d.transport.nodes.own_node` numbers them, share no memory.
     Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.  Each
     line decides by itself: all its ranks fail alike, and its collectives concern no other line.
 
@@ -128,8 +123,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     node : int
         This rank's node.
     ordered : bool
-        Whether arrays in host memory must be summed in the order of the ranks: by
-        "shared" inside a node, and else by "ordered".
+        Whether arrays in host memory must be summed in the order of the ranks.
 
     Raises
     ------
@@ -159,16 +153,34 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
     """Create the transport between the ranks of one line; each calls it."""
     if isinstance(line, DryCommunicator):
         return transport_class("silent")(line, backend, ordered)
-    if kind in DEVICE_TRANSPORTS and line.size > 1:
+    if line.size > 1 and kind in DEVICE_TRANSPORTS:
         return transport_class(kind)(line, backend)
-    if kind in IN_NODES and line.size > 1 and can_share_memory():
-        nodes = nodes_of_line(line, node)
-        number = len(set(nodes))
-        if number == 1:
-            return transport_class("shared")(line, backend)
-        several = number < line.size or os.environ.get("MM3D_TRANSPORT")
-        if kind == "hierarchical" and several and not ordered:
-            return transport_class("hierarchical")(line, backend, nodes)
-        if kind == "hierarchical" and number >= LEAST_NODES and not ordered:
-            return transport_class("chain")(line, backend)
+    if line.size > 1 and kind in IN_NODES and _can_share_memory():
+        nodes = gather_nodes(line, node)
+        name = _line_transport(os.environ.get("MM3D_TRANSPORT", ""), nodes, ordered)
+        more = (nodes,) if name == "hierarchical" else ()
+        return transport_class(name)(line, backend, *more)
     return transport_class("ordered" if ordered else "mpi")(line, backend)
+
+
+def transport_class(name: str) -> type[MpiTransport]:
+    """Return the class of the transport called `name`."""
+    file, _, kind = TRANSPORTS[name].partition(".")
+    return getattr(import_module(f"mm3d.transport.{file}"), kind)
+
+
+@functools.cache
+def in_place_collectives(names: str) -> frozenset[str]:
+    """Return the collectives whose results each of these transports leaves in place.
+
+    `names` are one or more transports, such as "shared" or "mpi shared"; see
+    `mm3d.transport.mpi.MpiTransport.in_place`.
+    """
+    kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
+             for name in names.split()]
+    return frozenset.intersection(*kinds) if kinds else frozenset()
+
+
+def describe_moved_words(name: str) -> str:
+    """Describe how the words that a transport moves differ from those counted; "" if unknown."""
+    return transport_class(name).note if name in TRANSPORTS else ""

@@ -1,4 +1,4 @@
-"""Create communicators, with a clear error once MPI's few thousand are in use."""
+"""Create communicators, or stand in for those of ranks that do not exist."""
 
 from typing import Any, Callable
 
@@ -29,3 +29,54 @@ def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm
             raise
     raise RuntimeError("MPI has no communicators left: call free() of the models, meshes and "
                        "grids (scheme.grid.free()) that are not used any more")
+
+
+class DryCommunicator:
+    """Stand in for a communicator whose other ranks do not exist.
+
+    A mesh or a grid on it has all its directions, coordinates and blocks, and collectives and
+    messages that move nothing.  Received values are undefined, so it is for arrays without
+    contents.
+
+    Parameters
+    ----------
+    size, rank : int
+        Number of ranks, and the number of this one.
+    """
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} does not exist: 0 to {size - 1} would do")
+        self.size, self.rank = size, rank
+
+    def Free(self) -> None:
+        """Do nothing: there is no communicator to free."""
+
+    def Dup(self) -> "DryCommunicator":
+        """Return this communicator."""
+        return self
+
+    def Get_attr(self, key: int) -> int:
+        """Return the largest tag, which no schedule reaches."""
+        return 2 ** 62
+
+    def allgather(self, own: Any) -> list[Any]:
+        """Return this rank's object once for each rank, as if all gave the same."""
+        return [own] * self.size
+
+    def Isend(self, buffer: Any, target: int, tag: int) -> "DryRequest":
+        """Send nothing."""
+        return DryRequest()
+
+    Issend = Irecv = Isend
+
+
+class DryRequest:
+    """Stand in for the request of a message, which is complete at once."""
+
+    def Test(self) -> bool:
+        """Return True."""
+        return True
+
+    def Wait(self) -> None:
+        """Do nothing."""

@@ -9,7 +9,6 @@ states the words it moved.  `MpiTransport` passes the arrays themselves to MPI; 
 import math
 from typing import Any, Iterator
 
-
 from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_indices, block_starts, resized_shape
 from mm3d.transport import sums
@@ -82,7 +81,7 @@ class MpiTransport:
         """Allocate this rank's term of a sum that is reduce-scattered.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 
-    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate this rank's term of a sum for one root.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 

@@ -92,7 +92,7 @@ class SharedTransport(MpiTransport):
         lease.handed_out, lease.partner, lease.number = weakref.ref(term), partner, number
         return term
 
-    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         small = self._fits_message(shape, np.dtype(dtype))    # then only the root sums
         return (self.backend.empty if small else self.term)(shape, dtype)
 

@@ -234,7 +234,7 @@ def test_every_public_name_is_there():
 
 # Most files and lines.  A goal stands beside those that have not reached it: they may only fall.
 REACH = {
-    "mm3d.schemes.cube": (25, 3750),    # 3,500 lines
+    "mm3d.schemes.cube": (22, 3450),
     "mm3d.model.transformer": (45, 6500),
     "mm3d.training.gpt": (74, 11000),
     **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
@@ -243,7 +243,7 @@ REACH = {
     "bench.verbs.report": (71, 9850),
     "bench.verbs.validate": (54, 7500),
     "bench.verbs.run": (145, 22400)}    # 120 files, 16,000 lines
-EVENING = 3850    # lines; 3,500 is the goal
+EVENING = 3500    # lines
 REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
               "mm3d.schemes.__init__", "mm3d.schemes.products_alone.__init__",
               "mm3d.training.schedules.builders.__init__", "bench.verbs.__init__",

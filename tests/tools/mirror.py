@@ -13,7 +13,7 @@ import mm3d
 from mm3d.tracing.events import Gemm, Layer, Observer
 from mm3d.tracing.observe import observed
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 
 class Request:

@@ -27,7 +27,7 @@ from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 LIMITS = Limits(10, 30, 5.0)    # by default
 Step = Callable[[], object]

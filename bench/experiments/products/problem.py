@@ -11,9 +11,9 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.schemes.matrix_product import GridAlgorithm
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes.scheme import GridAlgorithm
 from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 

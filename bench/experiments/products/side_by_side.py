@@ -25,7 +25,7 @@ from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Gemm
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 COUNTS = ("words", "messages", "rounds", "stored", "operations")
 

@@ -18,7 +18,7 @@ from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Gemm, Pass
-from mm3d.transport.nodes import choose_device
+from mm3d.transport.choice import choose_device
 
 
 @dataclass(frozen=True)

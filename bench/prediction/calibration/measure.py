@@ -20,7 +20,7 @@ from bench.prediction.work import Work
 from bench.records.measurements import Measurements
 from mm3d import launcher
 from mm3d.arrays import backend as backends
-from mm3d.transport.nodes import node_numbers
+from mm3d.transport.node_words import number_nodes
 
 DTYPES = ("float32", "float64")    # of products; all else is of the first
 MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
@@ -132,7 +132,7 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
         When a result is wrong; the same on every rank.
     """
     transport = operands.default_transport(comm)
-    cluster = find_cluster(node_numbers(comm), Cluster.from_environment())
+    cluster = find_cluster(number_nodes(comm), Cluster.from_environment())
     memory = check_memory(comm.size, total_memory())
     if cluster:
         transport = transports_of_lines(comm)

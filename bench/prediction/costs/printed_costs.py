@@ -17,7 +17,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.observe import observed
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 COSTS = ("flops", "parameters", "activations", "words", "messages")
 

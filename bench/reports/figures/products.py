@@ -14,7 +14,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 RANKS = tuple(sorted({n ** 3 for n in range(2, 17)} | {2 ** n for n in range(2, 13)}))
 LARGER = 4096    # ranks of the panel of closed forms alone

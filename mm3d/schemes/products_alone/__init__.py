@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 from mm3d.schemes import registry
-from mm3d.schemes.matrix_product import GridAlgorithm
+from mm3d.schemes.scheme import GridAlgorithm
 
 PRODUCTS_ALONE: dict[str, type["ProductAlone"]] = {}    # by name
 

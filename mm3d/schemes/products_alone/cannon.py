@@ -14,10 +14,9 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
-from mm3d.schemes.matrix_product import (FORMS, MOVED_MATRICES, BlockMatrixProduct,
-                                         element_counts)
+from mm3d.schemes.matrix_product import FORMS, element_counts
 from mm3d.schemes.products_alone import ProductAlone
-from mm3d.schemes.summa import Summa
+from mm3d.schemes.summa import MOVED_MATRICES, BlockMatrixProduct, Summa
 
 
 def ab(A: Array, B: Array, a: Split, b: Split, steps: range) -> Array:

@@ -15,7 +15,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import cannon
 from mm3d.schemes.tesseract import TesseractMatrixProduct
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 from support import run_ranks
 
 SHAPE = (9, 12, 10)

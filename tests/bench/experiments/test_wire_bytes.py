@@ -26,7 +26,7 @@ import mm3d
 from bench.instruments.wire import WireRecorder
 from mm3d.tracing.events import Collective, Observer
 from mm3d.tracing.observe import observed
-from mm3d.transport.nodes import node_numbers
+from mm3d.transport.node_words import number_nodes
 from mpi4py import MPI
 
 class Crossing(Observer):
@@ -44,7 +44,7 @@ class Crossing(Observer):
 comm = MPI.COMM_WORLD
 for name in sys.argv[1:]:
     scheme = mm3d.scheme(name, comm)
-    nodes = {name: len(set(node_numbers(axis.comm))) for name, axis in scheme.grid.axes.items()}
+    nodes = {name: len(set(number_nodes(axis.comm))) for name, axis in scheme.grid.axes.items()}
     model = mm3d.Transformer(scheme, layers=1, hidden=512, heads=8, batch=8, seq=128)
     x, dy = model.random("x"), model.random("dy")
     model.backward(dy, model.forward(x)[1])

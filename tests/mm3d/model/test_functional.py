@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend, numpy_kernels
-from mm3d.arrays.blocks import row_blocks
+from mm3d.arrays.elementwise import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
 from mm3d.model.builder import Builder

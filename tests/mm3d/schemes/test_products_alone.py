@@ -9,7 +9,7 @@ import mm3d
 from bench.experiments.products.problem import Problem, product_grid
 from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 from products import FORMS
 from reference import GRIDS, SHAPES, integers
 from support import run_ranks

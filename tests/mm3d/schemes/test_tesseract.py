@@ -11,7 +11,7 @@ from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.summa import Summa, SummaProduct
 from mm3d.schemes.tesseract import Tesseract, TesseractProduct
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 from models import SIZES, Parallelism, data, differences, serial, train
 from reference import total, words
 

@@ -18,7 +18,7 @@ from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
 from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 from mirror import Mirror, mirrored
 from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
 

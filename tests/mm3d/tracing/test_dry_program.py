@@ -14,7 +14,7 @@ from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.tracing import dry_run
 from mm3d.training.optimizers import SGD, AdamW
 from mm3d.training.schedules import registry
-from mm3d.transport.silent import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator
 
 CONFIGURATIONS, AT_ONCE = 48, 4
 RANKS = 8

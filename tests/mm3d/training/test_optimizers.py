@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.arrays import backend
-from mm3d.arrays.blocks import pieces
+from mm3d.arrays.elementwise import pieces
 from mm3d.training.norms import reproducible_norm
 from pipelines import M, SIZES, run_one_stage, run_pipeline
 

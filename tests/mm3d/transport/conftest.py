@@ -4,7 +4,7 @@ import pytest
 import fakelibs
 import fakenccl
 from mm3d.arrays import backend, cupy_backend
-from mm3d.transport import choice, nccl
+from mm3d.transport import nccl, on_devices
 
 
 class Nccl(nccl.NcclTransport):
@@ -21,5 +21,5 @@ def cupy(monkeypatch, no_backends):
     fakelibs.replace_cupy(monkeypatch)
     monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
     monkeypatch.setattr(nccl, "NcclTransport", Nccl)
-    monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
+    monkeypatch.setattr(on_devices, "_nccl_problem", lambda places, installed: "")
     return backend.get("cupy")

@@ -9,7 +9,7 @@ from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.selftest import failed_collectives
 from mm3d.transport import hierarchical as transport, lanes, segments
-from mm3d.transport.nodes import node_numbers, words_into_nodes
+from mm3d.transport.node_words import number_nodes, words_into_nodes
 from models import SIZES, data, differences, serial, train
 from reference import integers, on_grid
 
@@ -86,7 +86,7 @@ class Arrivals:
 def test_a_node_receives_what_it_must_and_no_more(comm, monkeypatch, size):
     """The closed form, word by word, of every collective and root."""
     of_nodes(monkeypatch, size)
-    nodes = node_numbers(comm)
+    nodes = number_nodes(comm)
     with on_grid(comm, x=comm.size) as grid:
         if max(nodes) == 0:
             return

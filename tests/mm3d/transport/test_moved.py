@@ -14,7 +14,7 @@ from bench.reports.formats import render
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
-from mm3d.transport import choice, exchange, hierarchical, shared_memory
+from mm3d.transport import choice, exchange, hierarchical, shared_memory, silent
 from records import made_up
 from reference import on_grid
 
@@ -276,7 +276,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
 
 
 def test_every_transport_has_its_note():
-    kinds = (mm3d.transport.mpi.MpiTransport, mm3d.transport.silent.SilentTransport,
+    kinds = (mm3d.transport.mpi.MpiTransport, silent.SilentTransport,
              shared_memory.SharedTransport, hierarchical.HierarchicalTransport,
              *map(choice.transport_class, choice.DEVICE_TRANSPORTS))
     assert len({kind.note for kind in kinds}) == len(kinds) - 1    # two move alike

@@ -14,7 +14,7 @@ import mm3d
 from mm3d.grid.split import Split
 from mm3d.transport import segments
 from mm3d.transport.barrier import SLOTS
-from mm3d.transport.nodes import node_of
+from mm3d.transport.nodes import own_node
 from mm3d.transport.segments import (MAX_RETURNED, MAX_TAKEN, MESSAGE_BYTES, SEGMENT_BYTES,
                                      SharedMemory)
 from mm3d.transport.shared_memory import SharedTransport
@@ -477,7 +477,7 @@ def test_a_limit_on_the_size_of_files_is_known_at_the_start(comm):
 def test_a_wrong_node_size_is_refused(comm, monkeypatch, wrong):
     monkeypatch.setenv("MM3D_NODE_SIZE", wrong)
     with pytest.raises(ValueError, match=f"MM3D_NODE_SIZE='{wrong}': give the number of ranks"):
-        node_of(comm)
+        own_node(comm)
 
 
 def test_a_crash_leaves_nothing_behind(tmp_path):

@@ -1,0 +1,53 @@
+"""Number the nodes of a job, and count the words that each has to receive in a collective."""
+
+from typing import Sequence
+
+from mpi4py import MPI
+
+from mm3d.arrays.blocks import block_lengths
+from mm3d.transport.nodes import gather_nodes, own_node
+
+
+def number_nodes(comm: MPI.Intracomm) -> list[int]:
+    """Number the nodes in rank order, and return the node of every rank; all must call it."""
+    nodes = gather_nodes(comm, own_node(comm))
+    known = list(dict.fromkeys(nodes))
+    return [known.index(node) for node in nodes]
+
+
+def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
+                     root: int = 0) -> list[int]:
+    """Count the words that each node has to receive from others in a collective.
+
+    They are the words of bucket (ring) algorithms among nodes instead of ranks, the fewest
+    possible: each block crosses the link of a node once.
+
+    Parameters
+    ----------
+    kind : str
+        One of `mm3d.grid.axis.COLLECTIVES`.
+    blocks : sequence of int
+        Words of each rank's block; only their sum matters but for gathers, scatters and
+        all-to-alls, in which every rank sends each rank a block of that rank's length.
+    nodes : sequence of int
+        The node of each rank, numbered from 0 in the order of the ranks.
+    root : int
+        The root of a broadcast or a reduce.
+
+    Returns
+    -------
+    list of int
+        Words, by node.  A reduce goes through the nodes in a chain; its first node, the one after
+        the root's, receives none.
+    """
+    count, whole = max(nodes) + 1, sum(blocks)
+    own = [sum(words for words, at in zip(blocks, nodes) if at == node) for node in range(count)]
+    if kind == "all_reduce":
+        own = block_lengths(whole, count)
+    gathered = [whole - words for words in own]
+    scattered = [(count - 1) * words for words in own]
+    exchanged = [words * sum(at != node for at in nodes) for node, words in enumerate(own)]
+    without = nodes[root] if kind == "broadcast" else (nodes[root] + 1) % count
+    return {"all_gather": gathered, "reduce_scatter": scattered, "all_to_all": exchanged,
+            "all_reduce": [a + b for a, b in zip(gathered, scattered)]}.get(
+        kind, [whole * (node != without and count > 1) for node in range(count)])
