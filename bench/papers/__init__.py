@@ -1,5 +1,1 @@
-"""Recompute what papers print from what they print beside it, cell by cell.
-
-A paper is a file in ``printed``: the printed inputs, the printed results, and which of `formulas`
-leads from one to the other.
-"""
+"""Compute the printed numbers of papers again from those printed beside them; a file a paper."""

@@ -8,6 +8,7 @@ from bench.papers.numbers import MEANINGS
 from bench.papers.paper import Evaluated, Paper
 
 MOST_LINES = 12    # of cells that differ, for one column
+MOST_COLUMNS = 3    # that are computed, side by side
 
 
 def paper_tables(paper: Paper, columns: Sequence[Evaluated]) -> list[Part]:
@@ -17,8 +18,9 @@ def paper_tables(paper: Paper, columns: Sequence[Evaluated]) -> list[Part]:
                      if found[mark])
     notes = [f"{one.name}: {one.computed.note}" for one in columns
              if one.computed.note and not count([one])["!"]]
-    return [paper.title, *(_table([one for one in columns if one.table is table])
-                           for table in paper.tables),
+    own = [[one for one in columns if one.table is table] for table in paper.tables]
+    return [paper.title, *(_table(each[k:k + MOST_COLUMNS]) for each in own
+                           for k in range(0, len(each), MOST_COLUMNS)),
             Notes("Cells", [said, *differences(columns)]),
             Notes("Source and notes", [paper.source, *notes])]
 

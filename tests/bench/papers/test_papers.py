@@ -10,7 +10,7 @@ import pytest
 from bench.__main__ import main
 from bench.papers import formulas, paper, pipelines, tables
 from bench.papers.numbers import MEANINGS, Rounded, compute_reach, judge
-from support import run_python
+from support import ROOT, run_python
 
 SEARCHED = "zero-bubble"    # takes a minute; its rows are computed one by one
 MADE = """
@@ -157,6 +157,16 @@ def test_a_paper_has_three_hundred_cells_with_most_of_them_equal():
                             for table in paper.load(name).tables for one in table.cells))
     assert marks.total() - marks["-"] > 400 and marks["="] > marks["!"] * 4
     assert {*marks} == {"-", *MEANINGS}
+
+
+def test_the_page_of_results_is_of_these_files():
+    text = (ROOT / "results/papers/papers.txt").read_text("utf-8")
+    for name in paper.names():
+        marks = Counter("".join(one.expect for table in paper.load(name).tables
+                                for one in table.cells))
+        (line,) = re.findall(rf"^{name} +(.*) yes ", text, re.MULTILINE)
+        assert [*map(int, line.split())] == [marks.total() - marks["-"],
+                                             *(marks[mark] for mark in MEANINGS)], name
 
 
 def test_the_bubbles_of_deepseek_v3_hold_in_a_domain():
