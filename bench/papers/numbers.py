@@ -102,23 +102,23 @@ def judge(printed: Rounded | None, computed: Fraction, reach: Callable[[], Inter
     return here, "<" if searched and computed < printed.value else "!"
 
 
-def compute_reach(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Interval:
+def compute_reach(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Interval:
     """Return the least and the most that a formula gives for inputs that are printed so.
 
     These are at corners, since a formula rises with each rounded input, or falls with it.  More
     than `MOST_ROUNDED` of them are a ValueError.
     """
-    rounded = {id(one): one for value in arguments.values()
+    rounded = {id(one): one for value in inputs.values()
                for one in (value if isinstance(value, list) else [value])
                if isinstance(one, Rounded)}
     if len(rounded) > MOST_ROUNDED:
         raise ValueError(f"{len(rounded)} inputs are rounded: {MOST_ROUNDED} at most would do")
-    found = [compute(function, arguments, dict(zip(rounded, signs)))
+    found = [compute(function, inputs, dict(zip(rounded, signs)))
              for signs in itertools.product((-1, 1), repeat=len(rounded))]
     return min(found), max(found)
 
 
-def compute(function: Callable[..., Any], arguments: Mapping[str, Any],
+def compute(function: Callable[..., Any], inputs: Mapping[str, Any],
             signs: Mapping[int, int] | None = None) -> Fraction:
     """Return the value of a formula for inputs as printed, or half a unit more or less by id."""
     def plain(value: Any) -> Any:
@@ -127,4 +127,4 @@ def compute(function: Callable[..., Any], arguments: Mapping[str, Any],
         if not isinstance(value, Rounded):
             return value
         return value.value + (signs or {}).get(id(value), 0) * value.unit / 2
-    return Fraction(function(**{name: plain(value) for name, value in arguments.items()}))
+    return Fraction(function(**{name: plain(value) for name, value in inputs.items()}))
