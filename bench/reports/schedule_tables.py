@@ -1,11 +1,9 @@
-"""Make tables of pipeline schedules: their costs, and the zero-bubble paper's Table 5."""
+"""Make tables of pipeline schedules and their costs."""
 
 import itertools
-from fractions import Fraction
-from typing import Iterable, Mapping, Sequence
+from typing import Mapping
 
-from bench.prediction.zero_bubble import DIGITS, EXACT, SEARCHED, Cell, Row
-from bench.document import Column, Notes, Number, Part, Table, number_cell
+from bench.document import Column, Notes, Number, Table, number_cell
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed
@@ -53,46 +51,3 @@ def chains(timelines: Mapping[str, Timeline]) -> Notes:
         lines.append(f"{name}: {len(path)} actions and {hops} messages, from rank {ranks[0]} to "
                      f"rank {ranks[-1]}")
     return Notes("Critical path", lines)
-
-
-def table_5(rows: Sequence[tuple[Row, Sequence[Cell]]]) -> list[Part]:
-    """Make the zero-bubble paper's Table 5, published beside computed, with a mark a cell."""
-    names = {"1f1b": "1F1B", "1f1b-i": "1F1B-I", **{
-        name: name.upper() for name in ("zb-h1", "zb-h2")}, "zb-1p": "ZB-1p", "zb-2p": "ZB-2p"}
-    return [_rates("Table 5 of arXiv:2401.10241, bubble rates by Table 9", rows, EXACT, names),
-            _rates("The schedules that are searched for", rows, tuple(SEARCHED), names),
-            _verdict(cell for _, cells in rows for cell in cells)]
-
-
-def _rates(title: str, rows: Sequence[tuple[Row, Sequence[Cell]]], wanted: Sequence[str],
-           names: Mapping[str, str]) -> Table:
-    searched = wanted[0] in SEARCHED
-    columns = [Column("model"), Column("p"), Column("m")]
-    for name in wanted:
-        columns += [Column(kind, group=names[name], align=".") for kind in (
-            "publ.", "computed", *["bound"] * searched)]
-    lines = []
-    for row, cells in rows:
-        line = [row.model, row.ranks, row.microbatches]
-        for cell in cells:
-            if cell.schedule in wanted:
-                line += [_rate(cell.published), _rate(cell.computed, f" {cell.verdict}")]
-                line += [_rate(cell.least)] if cell.least is not None else []
-        lines.append(line)
-    return Table(title, columns, lines)
-
-
-def _rate(value: Fraction, mark: str = "") -> Number:
-    return Number(float(value), f"{float(round(value, DIGITS)):.{DIGITS}f}{mark}")
-
-
-def _verdict(cells: Iterable[Cell]) -> Notes:
-    marks = [cell.verdict for cell in cells]
-    return Notes("Cells", [
-        f"{marks.count('=')} of {len(marks)} agree in all printed digits (=), {marks.count('<')} "
-        f"searched ones are lower (<), {marks.count('!')} differ (!)",
-        "1F1B, ZB-H1 and ZB-H2 are timed action by action in exact fractions; 1F1B-I is by the "
-        "paper's own count of hops; ZB-1p and ZB-2p are the best that `auto` finds in the memory "
-        "of p and 2 p micro-batches",
-        "bound: the rate that no schedule with one stage a rank falls below, by the work, the "
-        "forwards that fit the memory before the first backward, and the way to later stages"])

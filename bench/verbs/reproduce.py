@@ -50,9 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"measure all rows, and then those with the most ranks twice more, so that their "
         f"speed-ups have intervals over {ROUNDS} runs; in an emulated cluster software takes "
         f"{100 * PRECISE_SHARE:g} %% of a step or less"))
-    parser.add_argument("--paper", choices=("zero-bubble",), help=(
-        "instead, without other options, compute the published table of this paper again: Table 5 "
-        "of arXiv:2401.10241, bubble rates of pipeline schedules"))
+    parser.add_argument("--paper", metavar="NAME", help=(
+        "instead, without other options, compute the printed numbers of a paper again from those "
+        "beside them, and say of each if it follows; list names the papers, all computes each; "
+        "NAME.toml is a file of yours"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     int
         0 when all rows were measured, but for rows of ``--equal-tokens`` left out for lack of
         memory; 1 when others were not; 128 plus the number of a signal.  With ``--paper`` 1 when
-        a cell differs.
+        a cell is not as its file expects.
 
     Raises
     ------
@@ -79,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         others = [word.partition("=")[0] for word in arguments.words if word.startswith("--")
                   and not "--paper".startswith(word.partition("=")[0])]
         if others:
-            raise UsageError(f"--paper {arguments.paper} computes a table and measures nothing: "
+            raise UsageError(f"--paper {arguments.paper} computes tables and measures nothing: "
                              f"leave {', '.join(others)} out")
-        return zero_bubble()
+        return recompute(arguments.paper)
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
@@ -155,13 +156,20 @@ def choose(arguments: argparse.Namespace) -> None:
         f"cores{longer}")
 
 
-def zero_bubble() -> int:
-    """Print Table 5 of the zero-bubble paper, published beside computed; 1 if a cell differs."""
-    from bench.prediction import zero_bubble    # not needed to measure
-    from bench.reports import schedule_tables
-    rows = [(row, list(zero_bubble.cells(row))) for row in zero_bubble.load().table.rows]
-    say(render(schedule_tables.table_5(rows)))
-    return int(any(cell.verdict == "!" for _, cells in rows for cell in cells))
+def recompute(name: str) -> int:
+    """Print the numbers of a paper, published beside computed; 1 if one is not as expected."""
+    from bench.papers import paper, tables    # not needed to measure
+    if name == "list":
+        say(*(f"{one:15} {paper.load(one).title}" for one in paper.names()))
+        return 0
+    found = {one: (text := paper.load(one), list(paper.evaluate(text)))
+             for one in (paper.names() if name == "all" else [name])}
+    say(render(tables.all_papers(found) if name == "all" else tables.paper_tables(*found[name])))
+    wrong = [f"  {one}: {line}" for one, (_, columns) in found.items()
+             for line in tables.unexpected(columns)]
+    if wrong:
+        complain(f"\n{len(wrong)} numbers are not as the files expect:", *wrong)
+    return int(bool(wrong))
 
 
 def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:

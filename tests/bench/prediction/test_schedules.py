@@ -1,67 +1,13 @@
-"""The verb `schedule`, its pictures' numbers, and the zero-bubble paper's Table 5."""
-import msgspec
+"""The verb `schedule`, and its pictures' numbers."""
 import pytest
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.prediction import schedule_costs, zero_bubble
+from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from mm3d.training.schedules import build, format_schedule
-from support import run_python
 
-ROWS = zero_bubble.load().table.rows
 SMALL = ["schedule", "--schedule", "zb-h1", "--stages", "3", "--microbatches", "4"]
-
-
-@pytest.fixture
-def known_only(monkeypatch):
-    """The searched schedules are ZB-H2, which takes no time."""
-    monkeypatch.setattr(zero_bubble, "build", lambda name, p, m, **how: build(
-        "zb-h2" if name == "auto" else name, p, m))
-
-
-def test_the_paper_is_there_whole():
-    assert len(ROWS) == 12 and {row.model for row in ROWS} == set(zero_bubble.load().models)
-    assert ROWS[0].published == {"1f1b": 0.2431, "1f1b-i": 0.1055, "zb-h1": 0.1585,
-                                 "zb-h2": 0.1083, "zb-1p": 0.1585, "zb-2p": 0.0433}
-    assert ROWS[-1].times.hop * 100 == 46
-
-
-@pytest.mark.parametrize("row", ROWS[:9], ids=lambda row: f"{row.model}-{row.microbatches}")
-def test_rates_that_are_computed_agree_in_every_digit(row, known_only):
-    """The rows of up to 16 ranks; those of 32 are left to the verb."""
-    found = {cell.schedule: cell for cell in zero_bubble.cells(row)}
-    assert {found[name].verdict for name in zero_bubble.EXACT} == {"="}
-
-
-@pytest.mark.slow_but_first
-@pytest.mark.parametrize("row", [ROWS[0], ROWS[4]], ids=lambda row: f"{row.model}")
-def test_searched_rates_are_at_least_as_good(row):
-    found = {cell.schedule: cell for cell in zero_bubble.cells(row)}
-    for name in zero_bubble.SEARCHED:
-        assert found[name].verdict in "=<" and found[name].computed >= found[name].least
-    if row is ROWS[0]:    # it is not only as good: none is better
-        assert round(found["zb-2p"].least, 4) == found["zb-2p"].published
-
-
-def test_a_cell_that_differs_is_marked_and_ends_with_1(known_only, monkeypatch, capsys):
-    """A digit of the file, the last one."""
-    good = msgspec.structs.replace(ROWS[3], zb_1p=1.0, zb_2p=1.0)
-    paper = zero_bubble.load()
-    for row, status in ((good, 0), (msgspec.structs.replace(good, zb_h1=0.1324), 1)):
-        table = zero_bubble.Rows([row])
-        monkeypatch.setattr(zero_bubble, "load",
-                            lambda: msgspec.structs.replace(paper, table=table))
-        assert main(["reproduce", "--paper", "zero-bubble"]) == status
-        out = capsys.readouterr().out
-        assert f"{4 - status} of 6 agree" in out and f"{status} differ (!)" in out
-        assert "0.1323 !" in out if status else "0.1323 =" in out
-
-
-def test_a_searched_rate_that_is_higher_differs():
-    cells = [zero_bubble.Cell("zb-1p", zero_bubble.exact("0.1"), zero_bubble.exact("0.2")),
-             zero_bubble.Cell("1f1b", zero_bubble.exact("0.2"), zero_bubble.exact("0.1"))]
-    assert [cell.verdict for cell in cells] == ["!", "!"]
 
 
 def test_a_schedule_is_printed_and_read_again(tmp_path, capsys):
@@ -112,11 +58,6 @@ def test_a_hop_that_is_no_number_is_refused(word, capsys):
     assert f"--hop: '{word}': a number of at least 0 would do" in capsys.readouterr().err
 
 
-def test_the_paper_is_computed_without_options_of_measurements(capsys):
-    assert main(["reproduce", "--paper", "zero-bubble", "--preset=tiny", "--fresh"]) == 2
-    assert "measures nothing: leave --preset, --fresh out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words, match", [
     (["--schedule", "zb", "--stages", "2", "--microbatches", "2"], "'zb' is unknown"),
     (["--schedule", "1f1b", "--stages", "2"], "give --microbatches too"),
@@ -157,10 +98,3 @@ def test_costs_by_micro_batches_leave_out_what_there_is_no_schedule_of():
     assert found["1f1b"][3][1] == {"bubble / cost": 0.2, "in flight": 2, "messages": 8}
     with pytest.raises(UsageError):
         schedule_costs.timed("dualpipe-v", Pipeline(2, 3))
-
-
-def test_measuring_does_not_import_what_the_paper_needs():
-    done = run_python("-c", "import sys; import bench.verbs.reproduce; print(*sys.modules)")
-    found = done.stdout.split()
-    assert "bench.verbs.reproduce" in found, done.stderr
-    assert not [name for name in found if name.startswith("mm3d.training") or "bubble" in name]

@@ -1,0 +1,1 @@
+"""Compute the printed numbers of papers again from those printed beside them; a file a paper."""

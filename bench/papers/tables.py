@@ -1,0 +1,82 @@
+"""Make the tables of papers: printed beside computed, and what differs."""
+
+from collections import Counter
+from typing import Iterable, Mapping, Sequence
+
+from bench.document import Column, Notes, Number, Part, Table
+from bench.papers.numbers import MEANINGS
+from bench.papers.paper import Evaluated, Paper
+
+MOST_LINES = 12    # of cells that differ, for one column
+MOST_COLUMNS = 3    # that are computed, side by side
+
+
+def paper_tables(paper: Paper, columns: Sequence[Evaluated]) -> list[Part]:
+    """Make the tables of a paper, with what was counted, and notes."""
+    found = count(columns)
+    said = ", ".join(f"{found[mark]} {meaning} ({mark})" for mark, meaning in MEANINGS.items()
+                     if found[mark])
+    notes = [f"{one.name}: {one.computed.note}" for one in columns
+             if one.computed.note and not count([one])["!"]]
+    own = [[one for one in columns if one.table is table] for table in paper.tables]
+    return [paper.title, *(_table(each[k:k + MOST_COLUMNS]) for each in own
+                           for k in range(0, len(each), MOST_COLUMNS)),
+            Notes("Cells", [said, *differences(columns)]),
+            Notes("Source and notes", [paper.source, *notes])]
+
+
+def _table(columns: Sequence[Evaluated]) -> Table:
+    """Make a table with a line for each row, and two columns for each that is computed."""
+    heads, lines = [Column("")], [[cell.row] for cell in columns[0].cells]
+    for one in columns:
+        printed = any(cell.printed for cell in one.cells)
+        heads += [Column(name, group=one.computed.column, align=".")
+                  for name in ("printed", "computed")[not printed:]]
+        for line, cell in zip(lines, one.cells):
+            line += [Number(float(cell.printed.value), cell.printed.text)
+                     if cell.printed else "-"] * printed
+            mark = f" {cell.verdict}" * (cell.verdict != "-")
+            line.append(Number(float(cell.computed), cell.show(cell.computed) + mark))
+    return Table(columns[0].table.name, heads, lines)
+
+
+def count(columns: Iterable[Evaluated]) -> Counter[str]:
+    """Count the verdicts of all cells with a printed number."""
+    return Counter(cell.verdict for one in columns for cell in one.cells if cell.verdict != "-")
+
+
+def differences(columns: Iterable[Evaluated]) -> list[str]:
+    """Say of cells that differ by how much, of many in a column of the first three; with notes."""
+    lines = []
+    for one in columns:
+        found = [cell for cell in one.cells if cell.verdict == "!"]
+        shown = found if len(found) <= MOST_LINES else found[:3]
+        lines += [f"{one.name}, {cell.row}: {cell.difference}" for cell in shown]
+        if shown != found:
+            lines.append(f"{one.name}: {len(found) - len(shown)} more of {len(one.cells)} differ")
+        lines += [f"{one.name}: {one.computed.note}"] * bool(found and one.computed.note)
+    return lines
+
+
+def unexpected(columns: Iterable[Evaluated]) -> list[str]:
+    """Name the cells with another verdict than the file of the paper states."""
+    return [f"{one.name}, {cell.row}: {cell.verdict} and not {cell.expected}, as "
+            f"{cell.show(cell.computed)} is computed for "
+            f"{cell.printed.text if cell.printed else 'nothing'}"
+            for one in columns for cell in one.cells if cell.verdict != cell.expected]
+
+
+def all_papers(found: Mapping[str, tuple[Paper, Sequence[Evaluated]]]) -> list[Part]:
+    """Make one line a paper, and name what differs in any."""
+    heads = [Column("paper"), Column("cells"), *(Column(mark) for mark in MEANINGS),
+             Column("as expected"), Column("source", align="<")]
+    counts = {name: count(columns) for name, (_, columns) in found.items()}
+    lines = [[name, counts[name].total(), *(counts[name][mark] for mark in MEANINGS),
+              "NO" if unexpected(columns) else "yes", paper.source.partition(",")[0]]
+             for name, (paper, columns) in found.items()]
+    every = sum(counts.values(), Counter())
+    lines.append(["all", every.total(), *(every[mark] for mark in MEANINGS), "", ""])
+    return [Table("Printed numbers, computed again from those printed beside them", heads, lines),
+            Notes("Meaning", [f"{mark} {meaning}" for mark, meaning in MEANINGS.items()]),
+            Notes("Cells that differ", [f"{name}: {line}" for name, (_, columns) in found.items()
+                                        for line in differences(columns)])]
