@@ -3,11 +3,12 @@
 A dry run counts the passes of this library: whole arrays, one operation after another.  With
 `Machine.kernels` "own" they are priced as they are.  With "fused" each layer without weights is
 one kernel, which reads and writes what the layer is given and returns; biases are added, and
-gradients of weights accumulated, within products.  `Machine.attention` says how scores are computed:
+gradients of weights accumulated, within products.  `Machine.attention` says how scores are
+computed:
 
 - "flash" (Dao et al., arXiv 2205.14135): scores stay in registers.  Backward computes them again,
   so it has five products for the two of forward.
-- "softmax": products write and read scores, which a fused softmax and dropout read and write, as
+- "softmax": products write and read scores, which fused softmax and dropout read and write, as
   in Megatron-LM before 2022: `SOFTMAX` arrays of scores in forward and in backward; backward has
   four products.
 """

@@ -1,15 +1,16 @@
 """Predict the steps of training that others have measured, and fit a machine to some of them.
 
 A CSV file has a row for each step, with the columns of vTrain (Bang et al., MICRO 2024,
-arXiv 2312.12391; `COLUMNS`).  Where it says no more, a row is Megatron-LM: 1-D tensor parallelism,
-the schedule 1F1B, float16, a vocabulary of `VOCABULARY` tokens.
+arXiv 2312.12391; `COLUMNS`), and any of `OPTIONAL`.  Where it says no more, a row is Megatron-LM
+with activations recomputed: 1-D tensor parallelism, the schedule 1F1B, a backward that repeats the
+whole forward, float16 and a vocabulary of 51200 tokens.
 """
 
 import csv
 import io
 import math
-from dataclasses import dataclass
-from typing import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -19,8 +20,9 @@ from bench.prediction.machine_model import Achieved, Machine
 from bench.prediction.pipeline_seconds import PipelineModel
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
+from mm3d.config import Config, Division, Model
 from mm3d.model.stack import Stack
-from mm3d.schemes import find_scheme
+from mm3d.schemes import find_scheme, registry
 from mm3d.training.schedules import build
 
 COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
@@ -28,8 +30,9 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
            "seq": "sequence length", "tensor": "tensor parallelism",
            "data": "data parallelism", "stages": "pipeline parallelism",
            "ms": "iteration time (ms)"}
-OPTIONAL = {"vocab": "vocabulary"}
-VOCABULARY = 51200    # of GPT-2, padded
+# Columns that may be missing or empty, with what is then assumed.
+OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
+            "tied": "yes"}
 TERMS = ("gemm", "memory", "node", "network", "latency")
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
@@ -37,31 +40,22 @@ LEAST_ACHIEVED = .02
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step: its line in the file, the fields of `COLUMNS`, and `vocab`."""
+    """A measured step: its line in the file, the training, and seconds."""
 
     line: int
-    gpus: int
-    batch: int
-    micro: int
-    hidden: int
-    heads: int
-    layers: int
-    seq: int
-    tensor: int
-    data: int
-    stages: int
-    vocab: int
+    config: Config
     seconds: float
 
     @property
-    def problem(self) -> tuple[int, ...]:
-        """Return what is trained, on how many GPUs; rows of one problem are choices."""
-        return (self.gpus, self.batch, self.hidden, self.heads, self.layers, self.seq, self.vocab)
+    def gpus(self) -> int:
+        """Return the number of GPUs."""
+        how = self.config.division
+        return how.data * how.stages * how.grid[0]
 
     @property
     def mesh(self) -> str:
-        """Name the division: tensor x data x pipeline, and the micro-batch."""
-        return f"t{self.tensor} d{self.data} p{self.stages} micro-batch {self.micro}"
+        """Name the division."""
+        return str(self.config.division)
 
 
 def read_rows(path: str) -> tuple[list[Row], list[str]]:
@@ -97,51 +91,65 @@ def _plain(name: str) -> str:
 
 def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
     """Read a row; ValueError says why it is none."""
-    values = {}
-    for name, column in (COLUMNS | OPTIONAL).items():
+    texts = {}
+    for column in (*COLUMNS.values(), *OPTIONAL):
         place = heads.get(_plain(column))
         text = cells[place].strip() if place is not None and place < len(cells) else ""
-        if not text and name in OPTIONAL:
-            text = str(VOCABULARY)
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        whole = name == "ms" or value == int(value) if math.isfinite(value) else False
-        if not whole or value <= 0:
-            raise ValueError(f"{column} is {text!r}: a {'' if name == 'ms' else 'whole '}number "
-                             f"above 0 would do")
-        values[name] = value if name == "ms" else int(value)
-    seconds = values.pop("ms") / 1e3
-    row = Row(line, **values, seconds=seconds)
-    _check(row)
-    return row
+        texts[column] = text or OPTIONAL.get(column, "")
+    values = {name: _number(column, texts[column], name != "ms")
+              for name, column in COLUMNS.items()}
+    _check(values)
+    chunks = int(_number("chunks", texts["chunks"]))
+    for column, known in (("scheme", registry()), ("recompute", ("none", "selective", "full")),
+                          ("tied", ("yes", "no"))):
+        if texts[column] not in known:
+            raise ValueError(f"{column} is {texts[column]!r}: {', '.join(known)} would do")
+    model = Model(**{name: int(values[name]) for name in (
+        "layers", "hidden", "heads", "batch", "seq")}, dtype="float16",
+        vocab=int(_number("vocabulary", texts["vocabulary"])), tied=texts["tied"] == "yes")
+    data, stages = int(values["data"]), int(values["stages"])
+    kind = find_scheme(texts["scheme"])
+    grid = kind.grid_shape(kind.default_grid(int(values["tensor"])))
+    division = Division(
+        data=data, stages=stages, scheme=texts["scheme"], grid=grid.sizes,
+        schedule=f"interleaved:{chunks}" if chunks > 1 else "1f1b",
+        microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"])
+    return Row(line, Config(model, division), values["ms"] / 1e3)
 
 
-def _check(row: Row) -> None:
-    """Raise ValueError for a row that contradicts itself."""
-    ranks = row.tensor * row.data * row.stages
-    if ranks != row.gpus:
-        raise ValueError(f"tensor {row.tensor} x data {row.data} x pipeline {row.stages} is "
-                         f"{ranks}, not {row.gpus} GPUs")
-    if row.batch % (row.data * row.micro):
-        raise ValueError(f"micro-batches of {row.micro} on {row.data} replicas do not divide the "
-                         f"batch of {row.batch}")
-    if row.hidden % row.heads:
-        raise ValueError(f"{row.heads} heads do not divide {row.hidden} features")
-    if row.layers < row.stages:
-        raise ValueError(f"{row.layers} layers are fewer than {row.stages} stages")
+def _number(column: str, text: str, whole: bool = True) -> float:
+    """Read a number above 0; ValueError names the column."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
+        raise ValueError(f"{column} is {text!r}: a {'whole ' * whole}number above 0 would do")
+    return value
 
 
-def model_of(row: Row, scheme: str = "1d", dtype: str = "float16") -> PipelineModel:
-    """Return the training that a row names."""
-    microbatches = row.batch // row.data // row.micro
-    kind = find_scheme(scheme)
-    stack = Stack(layers=row.layers, hidden=row.hidden, heads=row.heads,
-                  batch=row.batch // row.data, seq=row.seq, dtype=dtype, causal=True)
-    grid = kind.grid_shape(kind.default_grid(row.tensor))
-    return PipelineModel(build("1f1b", row.stages, microbatches), scheme, (grid,) * row.stages,
-                         stack, data=row.data, vocab=row.vocab, named="1f1b")
+def _check(row: dict[str, Any]) -> None:
+    """Raise ValueError for the numbers of a row that contradict each other."""
+    tensor, data, stages, gpus = (int(row[name]) for name in ("tensor", "data", "stages", "gpus"))
+    if tensor * data * stages != gpus:
+        raise ValueError(f"tensor {tensor} x data {data} x pipeline {stages} is "
+                         f"{tensor * data * stages}, not {gpus} GPUs")
+    if row["batch"] % (data * row["micro"]):
+        raise ValueError(f"micro-batches of {row['micro']:.0f} on {data} replicas do not divide "
+                         f"the batch of {row['batch']:.0f}")
+    if row["hidden"] % row["heads"]:
+        raise ValueError(f"{row['heads']:.0f} heads do not divide {row['hidden']:.0f} features")
+
+
+def model_of(config: Config) -> PipelineModel:
+    """Return a training to predict; ValueError where the layers cannot be divided so."""
+    model, how = config.model, config.division
+    stack = Stack.of(config.stack() | {"batch": model.batch // how.data})
+    grid = find_scheme(how.scheme).grid_shape(how.grid)
+    return PipelineModel(build(how.schedule, how.stages, how.microbatches), how.scheme,
+                         (grid,) * how.stages, stack, data=how.data, zero=how.zero,
+                         shards=how.shards, vocab=model.vocab, tied=model.tied,
+                         named=how.schedule)
 
 
 @dataclass(frozen=True)
@@ -157,13 +165,19 @@ class Outcome:
         return self.step.seconds / self.row.seconds - 1
 
 
-def predict_rows(rows: Iterable[Row], machine: Machine, repeats: bool = True,
-                 scheme: str = "1d") -> tuple[list[Outcome], list[str]]:
-    """Predict rows; return them, and a line on each that has no prediction."""
+def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], list[str]]:
+    """Predict rows; return them, and a line on each that has no prediction.
+
+    Backward of rows that recompute all repeats the whole forward, as Megatron-LM does.
+    """
     found, problems = [], []
     for row in rows:
+        how = row.config.division
+        repeats = how.recompute == "full"
+        config = replace(row.config, division=replace(
+            how, recompute="none" if repeats else how.recompute))
         try:
-            found.append(Outcome(row, predict_step(model_of(row, scheme), machine, repeats)))
+            found.append(Outcome(row, predict_step(model_of(config), machine, repeats)))
         except ValueError as error:
             problems.append(f"line {row.line}: {error}")
     return found, problems
@@ -173,14 +187,13 @@ def choices(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
     """Return, for each problem of several rows, the row predicted fastest and the fastest."""
     groups: dict[tuple, list[Outcome]] = {}
     for one in outcomes:
-        groups.setdefault(one.row.problem, []).append(one)
+        groups.setdefault((one.row.gpus, one.row.config.model), []).append(one)
     return [(min(group, key=lambda one: one.step.seconds),
              min(group, key=lambda one: one.row.seconds))
             for group in groups.values() if len(group) > 1]
 
 
-def fit_machine(rows: Sequence[Row], machine: Machine, repeats: bool = True,
-                scheme: str = "1d") -> Machine:
+def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
     """Fit the achieved fractions of a machine to measured steps, by least relative squares.
 
     The seconds of a step are a sum of terms, each over its fraction, along the path of the
@@ -194,7 +207,7 @@ def fit_machine(rows: Sequence[Row], machine: Machine, repeats: bool = True,
     if len(rows) < len(TERMS):
         raise UsageError(f"{len(rows)} rows to fit {len(TERMS)} fractions to: more are needed")
     for _ in range(FIT_ROUNDS):
-        outcomes, _ = predict_rows(rows, machine, repeats, scheme)
+        outcomes, _ = predict_rows(rows, machine)
         parts = np.array([_parts(one, machine) for one in outcomes])
         measured = np.array([one.row.seconds for one in outcomes])
         rest = np.array([one.step.seconds for one in outcomes]) - parts.sum(axis=1)
@@ -226,7 +239,7 @@ def _parts(one: Outcome, machine: Machine) -> list[float]:
 
 def _crosses(one: Outcome, machine: Machine) -> bool:
     """Return whether the ranks of a stage are on several nodes."""
-    return one.row.tensor > machine.ranks_per_node
+    return one.row.config.division.grid[0] > machine.ranks_per_node
 
 
 def _least_squares(a: np.ndarray, b: np.ndarray, least: float = 0.3,
