@@ -68,8 +68,8 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
         if isinstance(event, Gemm) and _plain(part) == ATTENTION:
             scores[phase, part] += times * event.flops
         elif isinstance(event, Boundary):
-            moved = boundary_bytes(event, phase, part, part in with_weights)
-            found.events[phase, part, Pass("fused", moved)] += times * bool(moved)
+            if moved := boundary_bytes(event, phase, part, part in with_weights):
+                found.events[phase, part, Pass("fused", moved)] += times
         elif not isinstance(event, Pass):
             found.events[phase, part, event] += times
     for (phase, part), flops in scores.items():

@@ -269,7 +269,7 @@ def predict_pipeline(model: PipelineModel, machine: Machine,
     found = {pair: _hop_seconds(model, machine, *pair)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
     times = Times.by_stage(*zip(*(steps[chunk][:3] for chunk in chunks)))
-    links = {pair: _exact(seconds) for pair, (seconds, _) in found.items()}
+    links = {pair: Fraction(seconds) for pair, (seconds, _) in found.items()}
     times = Times(times.forward, times.backward, times.weights, links=links)
     longest = [max((seconds for seconds, level in found.values() if level == wanted),
                    default=np.nan) for wanted in ("node", "network")]
@@ -338,12 +338,7 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, spent: dict[str, Term
     seconds = [achieved_seconds(machine, spent[phase]) for phase in phases]
     seconds[1] += seconds[0] * repeats
     sums = achieved_seconds(machine, spent.get(SUMS, {}))
-    return [*[*map(_exact, seconds), Fraction(0)][:3], _exact(sums)]
-
-
-def _exact(seconds: float) -> Fraction:
-    """Round to picoseconds, so that times have one small denominator and the clock is fast."""
-    return Fraction(round(seconds * 10 ** 12), 10 ** 12)
+    return [*[*map(Fraction, seconds), Fraction(0)][:3], Fraction(sums)]
 
 
 def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:

@@ -98,12 +98,13 @@ def parameters_of_rank(model: PipelineModel) -> float:
     """Return the parameters of a rank of the stage with the most, by dividing the model."""
     sizes, schedule, parts = model.sizes, model.schedule, model.parts
     layers = [sum(len(parts[one]) for one in stages) for stages in schedule.stages]
-    ends = model.vocab * sizes.hidden / model.places
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     extra = [0.0] * schedule.ranks
-    extra[first] += ends + sizes.seq * sizes.hidden / model.places
-    if last != first or not model.tied:
-        extra[last] += ends
+    if model.vocab:
+        extra[first] += (model.vocab + sizes.seq) * sizes.hidden / model.places
+        extra[last] += 2 * sizes.hidden / model.places    # the last norm
+    if model.vocab and (last != first or not model.tied):
+        extra[last] += model.vocab * sizes.hidden / model.places
     layer = cost.parameters(replace(sizes, layers=1)) / model.places
     return max(layer * count + more for count, more in zip(layers, extra))
 
