@@ -32,7 +32,7 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
            "ms": "iteration time (ms)"}
 # Columns that may be missing or empty, with what is then assumed.
 OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
-            "tied": "yes"}
+            "tied": "yes", "overlap": "no"}
 TERMS = ("gemm", "memory", "node", "network", "latency")
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
@@ -101,7 +101,7 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
     _check(values)
     chunks = int(_number("chunks", texts["chunks"]))
     for column, known in (("scheme", registry()), ("recompute", ("none", "selective", "full")),
-                          ("tied", ("yes", "no"))):
+                          ("tied", ("yes", "no")), ("overlap", ("yes", "no"))):
         if texts[column] not in known:
             raise ValueError(f"{column} is {texts[column]!r}: {', '.join(known)} would do")
     model = Model(**{name: int(values[name]) for name in (
@@ -113,7 +113,8 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
     division = Division(
         data=data, stages=stages, scheme=texts["scheme"], grid=grid.sizes,
         schedule=f"interleaved:{chunks}" if chunks > 1 else "1f1b",
-        microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"])
+        microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"],
+        in_flight=int(texts["overlap"] == "yes"))
     return Row(line, Config(model, division), values["ms"] / 1e3)
 
 
@@ -168,7 +169,8 @@ class Outcome:
 def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], list[str]]:
     """Predict rows; return them, and a line on each that has no prediction.
 
-    Backward of rows that recompute all repeats the whole forward, as Megatron-LM does.
+    Backward of rows that recompute all repeats the whole forward, as Megatron-LM does.  Rows with
+    sums in flight hide them behind the backward of the last micro-batch.
     """
     found, problems = [], []
     for row in rows:
@@ -177,7 +179,8 @@ def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], 
         config = replace(row.config, division=replace(
             how, recompute="none" if repeats else how.recompute))
         try:
-            found.append(Outcome(row, predict_step(model_of(config), machine, repeats)))
+            found.append(Outcome(row, predict_step(model_of(config), machine, repeats,
+                                                   how.in_flight > 0)))
         except ValueError as error:
             problems.append(f"line {row.line}: {error}")
     return found, problems

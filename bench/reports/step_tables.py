@@ -65,7 +65,7 @@ def _about(machine: Machine, fitted_to: int) -> list[str]:
     return [f"Priced with {kernels}; achieved fractions {source}: {figures}.",
             "Where the file does not say otherwise: 1-D tensor parallelism, 1F1B, float16, "
             "backward repeats the whole forward, 51200 tokens, ranks fill one node after the "
-            "other. Nothing hides the sums over replicas.",
+            "other, nothing hides the sums over replicas.",
             "Shares are those of the stage that works the longest; links join ranks of a stage, "
             "latency is of messages and kernels, replicas are sums of gradients."]
 
