@@ -9,7 +9,7 @@ import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,8 @@ from bench.errors import UsageError, require_known
 from bench.text_files import read_text
 from mm3d.transport.choice import HOST_TRANSPORTS
 
-TEXTS = ("name", "about", "sources", "transport", "kind", "pieces")    # all else is numbers
+TEXTS = ("name", "about", "sources", "transport", "kind", "pieces",
+         "kernels", "attention")    # all else is numbers
 SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or infinite
 LEAST = {**dict.fromkeys(("launch_seconds", "seconds_per_message", "gemm_half_size",
                           "gemm_seconds", "block", "ranks", "cores", "waiting",
@@ -153,6 +154,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         has used the caches.
     node_waiting : dict of int to float
         The same for barriers inside a node; `waiting` is then for those between nodes alone.
+    kernels, attention : {"own", "fused"}, {"flash", "softmax"}
+        The kernels that run elementwise work and attention, see `bench.prediction.kernels`.
     """
 
     name: str
@@ -177,6 +180,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: int = 0
     waiting: dict[int, float] = {}
     node_waiting: dict[int, float] = {}
+    kernels: Literal["own", "fused"] = "own"
+    attention: Literal["flash", "softmax"] = "flash"
 
     @property
     def measured_ranks(self) -> int:

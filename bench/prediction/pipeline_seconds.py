@@ -10,15 +10,16 @@ step; seconds are a model.
 import sys
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Iterable
 
 import numpy as np
 
 import mm3d
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
+from bench.prediction.kernels import with_kernels
 from bench.prediction.machine_model import Machine
-from bench.prediction.seconds import achieved_seconds, trace_terms
+from bench.prediction.seconds import Terms, achieved_seconds, trace_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.capacity import capacity_of
@@ -58,6 +59,12 @@ class PipelineModel:
         As for `mm3d.Pipeline`.
     expert_parallel : int
         As for `mm3d.Pipeline`.
+    vocab : int
+        Number of tokens of a `mm3d.GPT`; 0 for the layers alone.
+    tied : bool
+        Whether its logits are computed with the embedding's table.
+    named : str
+        The name of the schedule; "" for one without.
     """
 
     schedule: Schedule
@@ -69,6 +76,9 @@ class PipelineModel:
     zero: int = 0
     shards: int | None = None
     expert_parallel: int = 1
+    vocab: int = 0
+    tied: bool = True
+    named: str = ""
 
     @property
     def places(self) -> int:
@@ -102,7 +112,7 @@ class PipelineModel:
         """Return the global shape of the activations of a micro-batch."""
         return self.micro.batch, self.micro.seq, self.micro.hidden
 
-    @property
+    @cached_property
     def parts(self) -> list[range]:
         """Return the layers of each stage.
 
@@ -132,26 +142,38 @@ class PipelineModel:
         """Return whether the schedule runs B and W apart."""
         return any(action.kind == "W" for row in self.schedule.rows for action in row)
 
+    @property
+    def of_one_micro_batch(self) -> Schedule:
+        """Return a schedule of one micro-batch with the same kinds of actions."""
+        return build("zb-h1" if self.halves else "gpipe", self.schedule.ranks, 1)
+
     def build(self, schedule: Schedule, layers: int, comm: Any, backend: Any,
-              master: str | None = None) -> mm3d.Pipeline:
-        """Build the pipeline of `layers` layers with the micro-batches of `schedule`."""
+              master: str | None = None) -> mm3d.Pipeline | mm3d.GPT:
+        """Build the model of `layers` layers with the micro-batches of `schedule`."""
         mesh = mm3d.Mesh(comm, self.schedule.ranks, self.scheme, self.grids, backend,
                          data=self.data, shards=self.shards, **dict(self.options))
         stack = replace(self.stack, layers=layers, master=master,
                         batch=self.data * schedule.microbatches * self.micro.batch)
-        return mm3d.Pipeline(mesh, schedule, **stack.fields(), zero=self.zero,
-                             expert_parallel=self.expert_parallel)
+        how = {"zero": self.zero, "expert_parallel": self.expert_parallel}
+        if not self.vocab:
+            return mm3d.Pipeline(mesh, schedule, **stack.fields(), **how)
+        fields = {name: value for name, value in stack.fields().items() if name != "causal"}
+        return mm3d.GPT(mesh, **fields, **how, schedule=schedule, vocab=self.vocab,
+                        tied=self.tied)
 
     def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
               block: int = sys.maxsize, sums: bool = True, extrapolates: bool = True) -> Trace:
         """Run one micro-batch dry in `layers` layers of a rank, and its sums over replicas."""
-        stages = self.schedule.ranks
-        one = build("zb-h1" if self.halves else "gpipe", stages, 1)
+        stages, one = self.schedule.ranks, self.of_one_micro_batch
 
-        def step(model: mm3d.Pipeline, trace: Trace) -> None:
+        def step(model: mm3d.Pipeline | mm3d.GPT, trace: Trace) -> None:
             (dry_run.step_in_halves if self.halves else dry_run.step_of_chunks)(model, trace)
-            if sums and model.data is not None:
-                model.data.finish()
+            pipeline = model
+            if self.vocab:
+                pipeline = model.pipeline
+                dry_run.step_of_ends(model, trace, self.halves)
+            if sums and pipeline.data is not None:
+                pipeline.data.finish()
                 model.refresh()
 
         def trace_of(count: int) -> Trace:
@@ -205,12 +227,15 @@ class PredictedPipeline:
     sums : tuple of Fraction
         Seconds of each stage, after its last action, to sum gradients over replicas and to gather
         the values that the optimizer has changed.
+    spent : tuple of dict
+        Of each stage of the schedule, the result of `chunk_terms`.
     """
 
     timeline: Timeline
     inside: float
     between: float
     sums: tuple[Fraction, ...]
+    spent: tuple[dict[str, Terms], ...]
 
     @property
     def seconds(self) -> Fraction:
@@ -221,6 +246,8 @@ class PredictedPipeline:
     def without_hops(self) -> Fraction:
         """Return the seconds of the step if hops took no time."""
         times = self.timeline.times
+        if not any(times.links.values()):
+            return self.seconds
         return self._with_sums(clock(self.timeline.schedule,
                                      Times(times.forward, times.backward, times.weights)))
 
@@ -234,8 +261,11 @@ def predict_pipeline(model: PipelineModel, machine: Machine,
                      repeats: bool = False) -> PredictedPipeline:
     """Predict the times of a step on a machine; with `repeats`, backward repeats F first."""
     rank_of = model.schedule.rank_of
-    chunks = [(len(part), model.grids[rank_of[stage]]) for stage, part in enumerate(model.parts)]
-    steps = {chunk: _chunk_seconds(model, machine, *chunk, repeats) for chunk in set(chunks)}
+    chunks = [(len(part), model.grids[rank_of[stage]], _end_of(model, stage))
+              for stage, part in enumerate(model.parts)]
+    spent = {chunk: chunk_terms(model, machine, *chunk) for chunk in set(chunks)}
+    steps = {chunk: _chunk_seconds(model, machine, terms, repeats)
+             for chunk, terms in spent.items()}
     found = {pair: _hop_seconds(model, machine, *pair)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
     times = Times.by_stage(*zip(*(steps[chunk][:3] for chunk in chunks)))
@@ -245,7 +275,14 @@ def predict_pipeline(model: PipelineModel, machine: Machine,
                    default=np.nan) for wanted in ("node", "network")]
     sums = tuple(sum((steps[chunks[stage]][3] for stage in stages), Fraction(0))
                  for stages in model.schedule.stages)
-    return PredictedPipeline(clock(model.schedule, times), *longest, sums)
+    return PredictedPipeline(clock(model.schedule, times), *longest, sums,
+                             tuple(spent[chunk] for chunk in chunks))
+
+
+def _end_of(model: PipelineModel, stage: int) -> str:
+    """Name the ends of a GPT in a stage of the schedule: "first", "last", both or none."""
+    names = ["first"] * (stage == 0) + ["last"] * (stage == model.schedule.stage_count - 1)
+    return " ".join(names) if model.vocab else ""
 
 
 def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
@@ -258,11 +295,45 @@ def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
         model.data, machine.ranks_per_node, (source, target)))
 
 
-def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: GridShape,
+def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridShape,
+                end: str) -> dict[str, Terms]:
+    """Predict the seconds of one micro-batch in `layers` layers, and of sums, at full figures.
+
+    Parameters
+    ----------
+    model, machine
+        The model, and its machine.
+    layers : int
+        Number of layers.
+    grid : GridShape
+        The grid of their stage.
+    end : str
+        The ends of a GPT that the stage has: "first", "last", both or none.
+
+    Returns
+    -------
+    dict
+        By phase, the seconds of each term of `bench.prediction.seconds.TERMS`.
+    """
+    whole = model if end else replace(model, vocab=0)
+    stage = model.schedule.ranks - 1 if end == "last" else model.grids.index(grid)
+    stack = replace(model.stack, batch=model.micro.batch)
+    one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
+    trace = _traced(one, layers, stage, machine.elementwise_block)
+    trace = with_kernels(trace, machine.kernels, machine.attention, stack.dtype,
+                         stack.hidden // stack.heads)
+    return trace_terms(machine, trace)
+
+
+@cache
+def _traced(model: PipelineModel, layers: int, stage: int, block: int) -> Trace:
+    """Trace one micro-batch; machines and schedules share it."""
+    return model.trace(layers, stage=stage, block=block)
+
+
+def _chunk_seconds(model: PipelineModel, machine: Machine, spent: dict[str, Terms],
                    repeats: bool) -> list[Fraction]:
-    """Predict the seconds of F, B, W and sums of `layers` layers; W is 0 where B includes it."""
-    trace = model.trace(layers, stage=model.grids.index(grid), block=machine.elementwise_block)
-    spent = trace_terms(machine, trace)
+    """Return the seconds of F, B, W and sums of a chunk; W is 0 where B includes it."""
     phases = HALVES if model.halves else ("forward", "backward")
     seconds = [achieved_seconds(machine, spent[phase]) for phase in phases]
     seconds[1] += seconds[0] * repeats

@@ -14,9 +14,10 @@ from copy import copy
 
 import numpy as np
 
+from bench.prediction.kernels import Flash
 from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
-from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import LEAST_NODES, in_place_collectives, transport_class
 from mm3d.transport.lanes import chunk_bytes
@@ -222,7 +223,7 @@ def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
     """Predict the seconds of each phase by term, at full figures; "sums" among them if traced."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in trace.all_phases}
     for (phase, _, event), times in trace.events.items():
-        if phase not in found or isinstance(event, Overlapped):
+        if phase not in found or isinstance(event, (Overlapped, Boundary)):
             continue
         spent = found[phase]
         if isinstance(event, Collective):
@@ -230,7 +231,9 @@ def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
                 spent[term] += times * seconds
             continue
         spent["latency"] += times * machine.launch_seconds
-        if isinstance(event, Pass):
+        if isinstance(event, Flash):
+            spent["gemm"] += times * event.flops / machine.gemm_rate[event.dtype]
+        elif isinstance(event, Pass):
             spent["memory"] += times * pass_seconds(machine, event)
         else:
             spent["gemm"] += times * gemm_seconds(machine, event)

@@ -17,8 +17,8 @@ from mm3d.schemes import registry
 
 GROUP = "Plan and predict"
 # Options of predictions, and of measurements: each has no use beside the other's.
-PREDICTED = {"results": None, "table": None, "stages": None, "data": None, "grid": None,
-             "pictures": None}
+PREDICTED = {"results": None, "steps": None, "fit": None, "table": None, "stages": None,
+             "data": None, "grid": None, "pictures": None}
 MEASURED = {"layers": 1, "rounds": 20, "scheme": [], "inside": [], "dtype": "float32", "seed": 0,
             "out": host.default_out(), "stall": None, "cluster": None}
 
@@ -36,6 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_machine(parser)
     parser.add_argument("--results", metavar="DIR",
                         help="set predictions beside the measurements in this folder instead")
+    parser.add_argument("--steps", metavar="FILE.csv", help=(
+        "predict the steps of training in this file, measured by others, instead; its columns "
+        "are those of vTrain, see bench/prediction/README.rst"))
+    parser.add_argument("--fit", type=options.whole(1), metavar="GPUS", help=(
+        "with --steps: fit the achieved fractions of the machine to the rows of at most so many "
+        "GPUs first"))
     parser.add_argument("--table", metavar="NAMES", help=(
         f"rows of these tables: {', '.join(HEADINGS)}, several separated by commas, or all "
         f"(default)"))
@@ -90,6 +96,10 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     pipeline_options.check_stages(arguments)
     if not arguments.stages:
         _refuse(arguments, ["data", "grid"], "it is of --stages: give that too")
+    if arguments.fit and not arguments.steps:
+        _refuse(arguments, ["fit"], "it is of --steps: give that too")
+    if arguments.steps:
+        return _steps(arguments)
     if arguments.results:
         return _measured(arguments)
     if arguments.stages:
@@ -125,6 +135,23 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     say(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
                arguments.format))
     return 0
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    """Print predictions of the steps in a file; return 0, or 1 when no row could be predicted."""
+    from bench.prediction.published_steps import fit_machine, predict_rows, read_rows
+    from bench.reports.step_tables import step_parts
+    _refuse(arguments, [name for name in ("results", "table", "stages", "pictures")
+                        if getattr(arguments, name) is not None],
+            f"leave it out: --steps {arguments.steps} says all of its rows")
+    machine = machine_model.load_machine(arguments.machine, "float16")
+    rows, problems = read_rows(arguments.steps)
+    if arguments.fit:
+        machine = fit_machine([row for row in rows if row.gpus <= arguments.fit], machine)
+    found, more = predict_rows(rows, machine)
+    say(render(step_parts(machine, found, problems + more, arguments.fit or 0),
+               arguments.format))
+    return int(not found)
 
 
 def _refuse(arguments: argparse.Namespace, names: list[str], remedy: str) -> None:

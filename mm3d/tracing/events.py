@@ -75,13 +75,23 @@ class Layer(NamedTuple):
     part: str
 
 
+class Boundary(NamedTuple):
+    """Describe the bytes that a call of a layer is given, and those of its result.
+
+    In backward they are those of the gradients of the output and of the input.
+    """
+
+    given: int
+    made: int
+
+
 class Recomputation(NamedTuple):
     """Describe layers computed again in backward; `name` is the name of their chain."""
 
     name: str
 
 
-Event = Phase | Gemm | Pass | Collective | Overlapped | Layer | Recomputation
+Event = Phase | Gemm | Pass | Collective | Overlapped | Layer | Boundary | Recomputation
 
 
 class Observer:
@@ -107,6 +117,9 @@ class Observer:
 
     def leave(self) -> None:
         """End the event that was entered last."""
+
+    def see_layer(self, call: str, x: Any, result: Any) -> None:
+        """Look at the first argument and the result of a layer's `call`, within its event."""
 
 
 class ArrayObserver(Observer):

@@ -43,6 +43,10 @@ class ObserverGroup(Observer):
         for observer in reversed(self.observers):
             observer.leave()
 
+    def see_layer(self, call: str, x: Any, result: Any) -> None:
+        for observer in self.observers:
+            observer.see_layer(call, x, result)
+
 
 def join_observers(observers: Observers, kind: type) -> Observer | None:
     """Join the observers of a kind of events to one observer; None if there are none."""
@@ -62,7 +66,10 @@ def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
     def reported(*arrays: Any) -> Any:
         observer.enter(event)
         try:
-            return work(*arrays)
+            result = work(*arrays)
+            if isinstance(event, Layer):
+                observer.see_layer(work.__name__, arrays[0], result)
+            return result
         finally:
             observer.leave()
     return reported

@@ -4,8 +4,8 @@ from collections import Counter
 from typing import Any, Callable
 
 from mm3d.grid.axis import Traffic
-from mm3d.tracing.events import (Event, Gemm, HALVES, Layer, Observer, Overlapped, PHASES, Phase,
-                                 Recomputation)
+from mm3d.tracing.events import (Boundary, Event, Gemm, HALVES, Layer, Observer, Overlapped,
+                                 PHASES, Phase, Recomputation)
 
 RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
 # The phase outside of all passes: the ends of a GPT, messages between stages, the sums of
@@ -73,6 +73,11 @@ class Trace(Observer):
         phase, self.part, self._suffix = self._outer.pop()
         if phase != self.phase:
             self.begin_phase(phase)
+
+    def see_layer(self, call: str, x: Any, result: Any) -> None:
+        """Count the bytes that a layer is given and returns."""
+        made = result[0] if isinstance(result, tuple) else result
+        self.count_event(Boundary(getattr(x, "nbytes", 0), getattr(made, "nbytes", 0)))
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase, and add the traffic so far to the phase before."""

@@ -1,0 +1,265 @@
+"""Predict the steps of training that others have measured, and fit a machine to some of them.
+
+A CSV file has a row for each step, with the columns of vTrain (Bang et al., MICRO 2024,
+arXiv 2312.12391; `COLUMNS`), and any of `OPTIONAL`.  Where it says no more, a row is Megatron-LM
+with activations recomputed: 1-D tensor parallelism, the schedule 1F1B, a backward that repeats the
+whole forward, float16 and a vocabulary of 51200 tokens.
+"""
+
+import csv
+import io
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from bench.errors import UsageError
+from bench.prediction.machine_model import Achieved, Machine
+from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.training_step import TrainingStep, predict_step
+from bench.text_files import read_text
+from mm3d.config import Config, Division, Model
+from mm3d.model.stack import Stack
+from mm3d.schemes import find_scheme, registry
+from mm3d.training.schedules import build
+
+COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
+           "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
+           "seq": "sequence length", "tensor": "tensor parallelism",
+           "data": "data parallelism", "stages": "pipeline parallelism",
+           "ms": "iteration time (ms)"}
+# Columns that may be missing or empty, with what is then assumed.
+OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
+            "tied": "yes", "overlap": "no"}
+TERMS = ("gemm", "memory", "node", "network", "latency")
+FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
+LEAST_ACHIEVED = .02
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step: its line in the file, the training, and seconds."""
+
+    line: int
+    config: Config
+    seconds: float
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs."""
+        how = self.config.division
+        return how.data * how.stages * how.grid[0]
+
+    @property
+    def mesh(self) -> str:
+        """Name the division."""
+        return str(self.config.division)
+
+
+def read_rows(path: str) -> tuple[list[Row], list[str]]:
+    """Read measured steps; return them, and a line on each row that says no step.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, or a column is missing.
+    """
+    text = read_text(path, f"--steps {path}", "a .csv file with a step a row")
+    lines = csv.reader(io.StringIO(text))
+    heads = {_plain(name): place for place, name in enumerate(next(lines, []))}
+    missing = [name for name in COLUMNS.values() if _plain(name) not in heads]
+    if missing:
+        raise UsageError(f"--steps {path}: no column {', '.join(map(repr, missing))}: a first "
+                         f"line with {', '.join(COLUMNS.values())} would do")
+    found, problems = [], []
+    for number, cells in enumerate(lines, 2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        try:
+            found.append(_read_row(number, cells, heads))
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+    return found, problems
+
+
+def _plain(name: str) -> str:
+    """Return the name of a column without regard to case and spaces around it."""
+    return " ".join(name.lower().split())
+
+
+def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
+    """Read a row; ValueError says why it is none."""
+    texts = {}
+    for column in (*COLUMNS.values(), *OPTIONAL):
+        place = heads.get(_plain(column))
+        text = cells[place].strip() if place is not None and place < len(cells) else ""
+        texts[column] = text or OPTIONAL.get(column, "")
+    values = {name: _number(column, texts[column], name != "ms")
+              for name, column in COLUMNS.items()}
+    _check(values)
+    chunks = int(_number("chunks", texts["chunks"]))
+    for column, known in (("scheme", registry()), ("recompute", ("none", "selective", "full")),
+                          ("tied", ("yes", "no")), ("overlap", ("yes", "no"))):
+        if texts[column] not in known:
+            raise ValueError(f"{column} is {texts[column]!r}: {', '.join(known)} would do")
+    model = Model(**{name: int(values[name]) for name in (
+        "layers", "hidden", "heads", "batch", "seq")}, dtype="float16",
+        vocab=int(_number("vocabulary", texts["vocabulary"])), tied=texts["tied"] == "yes")
+    data, stages = int(values["data"]), int(values["stages"])
+    kind = find_scheme(texts["scheme"])
+    grid = kind.grid_shape(kind.default_grid(int(values["tensor"])))
+    division = Division(
+        data=data, stages=stages, scheme=texts["scheme"], grid=grid.sizes,
+        schedule=f"interleaved:{chunks}" if chunks > 1 else "1f1b",
+        microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"],
+        in_flight=int(texts["overlap"] == "yes"))
+    return Row(line, Config(model, division), values["ms"] / 1e3)
+
+
+def _number(column: str, text: str, whole: bool = True) -> float:
+    """Read a number above 0; ValueError names the column."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
+        raise ValueError(f"{column} is {text!r}: a {'whole ' * whole}number above 0 would do")
+    return value
+
+
+def _check(row: dict[str, Any]) -> None:
+    """Raise ValueError for the numbers of a row that contradict each other."""
+    tensor, data, stages, gpus = (int(row[name]) for name in ("tensor", "data", "stages", "gpus"))
+    if tensor * data * stages != gpus:
+        raise ValueError(f"tensor {tensor} x data {data} x pipeline {stages} is "
+                         f"{tensor * data * stages}, not {gpus} GPUs")
+    if row["batch"] % (data * row["micro"]):
+        raise ValueError(f"micro-batches of {row['micro']:.0f} on {data} replicas do not divide "
+                         f"the batch of {row['batch']:.0f}")
+    if row["hidden"] % row["heads"]:
+        raise ValueError(f"{row['heads']:.0f} heads do not divide {row['hidden']:.0f} features")
+
+
+def model_of(config: Config) -> PipelineModel:
+    """Return a training to predict; ValueError where the layers cannot be divided so."""
+    model, how = config.model, config.division
+    stack = Stack.of(config.stack() | {"batch": model.batch // how.data})
+    grid = find_scheme(how.scheme).grid_shape(how.grid)
+    return PipelineModel(build(how.schedule, how.stages, how.microbatches), how.scheme,
+                         (grid,) * how.stages, stack, data=how.data, zero=how.zero,
+                         shards=how.shards, vocab=model.vocab, tied=model.tied,
+                         named=how.schedule)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row with its prediction."""
+
+    row: Row
+    step: TrainingStep
+
+    @property
+    def error(self) -> float:
+        """Return by which share of the measured seconds the prediction is too long."""
+        return self.step.seconds / self.row.seconds - 1
+
+
+def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], list[str]]:
+    """Predict rows; return them, and a line on each that has no prediction.
+
+    Backward of rows that recompute all repeats the whole forward, as Megatron-LM does.  Rows with
+    sums in flight hide them behind the backward of the last micro-batch.
+    """
+    found, problems = [], []
+    for row in rows:
+        how = row.config.division
+        repeats = how.recompute == "full"
+        config = replace(row.config, division=replace(
+            how, recompute="none" if repeats else how.recompute))
+        try:
+            found.append(Outcome(row, predict_step(model_of(config), machine, repeats,
+                                                   how.in_flight > 0)))
+        except ValueError as error:
+            problems.append(f"line {row.line}: {error}")
+    return found, problems
+
+
+def choices(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+    """Return, for each problem of several rows, the row predicted fastest and the fastest."""
+    groups: dict[tuple, list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.row.gpus, one.row.config.model), []).append(one)
+    return [(min(group, key=lambda one: one.step.seconds),
+             min(group, key=lambda one: one.row.seconds))
+            for group in groups.values() if len(group) > 1]
+
+
+def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
+    """Fit the achieved fractions of a machine to measured steps, by least relative squares.
+
+    The seconds of a step are a sum of terms, each over its fraction, along the path of the
+    pipeline; the path changes with the fractions, so the sum is fitted `FIT_ROUNDS` times.
+
+    Raises
+    ------
+    UsageError
+        When there are fewer rows than fractions.
+    """
+    if len(rows) < len(TERMS):
+        raise UsageError(f"{len(rows)} rows to fit {len(TERMS)} fractions to: more are needed")
+    for _ in range(FIT_ROUNDS):
+        outcomes, _ = predict_rows(rows, machine)
+        parts = np.array([_parts(one, machine) for one in outcomes])
+        measured = np.array([one.row.seconds for one in outcomes])
+        rest = np.array([one.step.seconds for one in outcomes]) - parts.sum(axis=1)
+        inverse = _least_squares(parts / measured[:, None], 1 - rest / measured)
+        now = np.array([getattr(machine.achieved, term) for term in TERMS])
+        machine = msgspec.structs.replace(machine, achieved=Achieved(**{
+            term: float(np.clip(value, LEAST_ACHIEVED, 1.0))
+            for term, value in zip(TERMS, now / inverse)}))
+    return machine
+
+
+def _parts(one: Outcome, machine: Machine) -> list[float]:
+    """Return the seconds of a step by term of `TERMS`, where the pipeline's bubble is spread."""
+    shares = one.step.shares
+    pipeline = one.step.pipeline
+    work = sum(shares[name] for name in ("products", "elementwise", "links", "latency"))
+    stretch = (work + shares["bubble"]) / work if work else 1.0
+    level = "network" if _crosses(one, machine) else "node"
+    found = dict.fromkeys(TERMS, 0.0)
+    for name, term in (("products", "gemm"), ("elementwise", "memory"), ("latency", "latency"),
+                       ("links", level)):
+        found[term] += stretch * shares[name]
+    found["memory"] += shares["optimizer"]
+    hop = "network" if not math.isnan(pipeline.between) else "node"
+    found[hop] += shares["hops"]
+    found["network" if one.row.gpus > machine.ranks_per_node else "node"] += shares["replicas"]
+    return [found[term] for term in TERMS]
+
+
+def _crosses(one: Outcome, machine: Machine) -> bool:
+    """Return whether the ranks of a stage are on several nodes."""
+    return one.row.config.division.grid[0] > machine.ranks_per_node
+
+
+def _least_squares(a: np.ndarray, b: np.ndarray, least: float = 0.3,
+                   most: float = 4.0) -> np.ndarray:
+    """Return the factors within bounds that minimize the squares of a x - b.
+
+    Factors at a bound are held there, and the others fitted again.
+    """
+    x, free = np.ones(a.shape[1]), np.ones(a.shape[1], bool)
+    free &= np.abs(a).max(axis=0) > 1e-3    # a term that no row has
+    for _ in range(a.shape[1]):
+        if not free.any():
+            break
+        x[free] = np.linalg.lstsq(a[:, free], b - a[:, ~free] @ x[~free], rcond=None)[0]
+        outside = free & ((x < least) | (x > most))
+        if not outside.any():
+            break
+        x = np.clip(x, least, most)
+        free &= ~outside
+    return x

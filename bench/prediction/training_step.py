@@ -1,0 +1,172 @@
+"""Predict a step of training a GPT by a machine model: seconds, their shares, and memory by kind.
+
+The step is a dry run of `mm3d.GPT` (`bench.prediction.pipeline_seconds`): embedding, layers, head
+and loss, sums of gradients over replicas.  The optimizer is added from the bytes that one fused
+kernel of AdamW moves.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from bench.cases.variants import itemsize
+from bench.prediction.machine_model import Machine
+from bench.prediction.memory_fit import state_bytes
+from bench.prediction.pipeline_seconds import (HALVES, PipelineModel, PredictedPipeline,
+                                               largest_peak_bytes, predict_pipeline)
+from bench.prediction.seconds import achieved_seconds, collective_terms
+from mm3d.model import cost
+from mm3d.tracing.events import Collective, PHASES
+from mm3d.training.schedules import build
+
+SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
+GRADIENT_READS = 2    # by the norm that is clipped, and by the step
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The predicted seconds of a step of training.
+
+    Attributes
+    ----------
+    seconds : float
+        Of the step.
+    shares : dict of str to float
+        Seconds of the stage that works the longest, by `SHARES`: products; elementwise passes;
+        links between its ranks; latency of messages and of kernels; hops between stages that the
+        step waits for; sums and gathers over replicas; optimizer; and all else, the bubble.
+    pipeline : PredictedPipeline
+        The times of all stages.
+    """
+
+    seconds: float
+    shares: dict[str, float]
+    pipeline: PredictedPipeline
+
+
+def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
+                 overlap: bool = False) -> TrainingStep:
+    """Predict a step of training.
+
+    Parameters
+    ----------
+    model, machine
+        A model with a vocabulary, and its machine.
+    repeats : bool
+        Whether backward repeats the whole forward, as Megatron-LM does where activations are
+        recomputed; this library leaves out the last product.
+    overlap : bool
+        Whether sums over replicas go on behind the backward of the last micro-batch.
+    """
+    found = predict_pipeline(model, machine, repeats)
+    times, schedule = found.timeline.times, model.schedule
+    busy = [sum((times.of("F", one) + times.of("BW", one) for one in stages), Fraction(0))
+            for stages in schedule.stages]
+    rank = max(range(schedule.ranks), key=busy.__getitem__)
+    sums = float(max(found.sums))
+    if overlap:
+        last = float(min(sum((times.of("BW", one) for one in stages), Fraction(0))
+                         for stages in schedule.stages))
+        sums = max(0.0, sums - last)
+    sums += tied_seconds(model, machine)
+    optimizer = optimizer_seconds(model, machine)
+    waits = float(found.timeline.makespan)
+    spent = dict.fromkeys(SHARES, 0.0)
+    for stage in schedule.stages[rank]:
+        for term, seconds in _terms_of_micro(model, machine, found, stage, repeats).items():
+            spent[term] += seconds * schedule.microbatches
+    spent["hops"] = float(found.seconds - found.without_hops)
+    spent["bubble"] = max(0.0, waits - sum(spent.values()))
+    spent |= {"replicas": sums, "optimizer": optimizer}
+    return TrainingStep(waits + sums + optimizer, spent, found)
+
+
+def _terms_of_micro(model: PipelineModel, machine: Machine, found: PredictedPipeline, stage: int,
+                    repeats: bool) -> dict[str, float]:
+    """Return the seconds of a micro-batch in a stage of the schedule, by the first `SHARES`."""
+    spent = found.spent[stage]
+    phases = HALVES if model.halves else PHASES[1:]
+    names = {"gemm": "products", "memory": "elementwise", "node": "links", "network": "links",
+             "latency": "latency"}
+    total = dict.fromkeys(names.values(), 0.0)
+    for phase, times in ((PHASES[0], 1 + repeats), *((one, 1) for one in phases)):
+        for term, seconds in spent[phase].items():
+            total[names[term]] += times * seconds / getattr(machine.achieved, term)
+    return total
+
+
+def parameters_of_rank(model: PipelineModel) -> float:
+    """Return the parameters of a rank of the stage with the most, by dividing the model."""
+    sizes, schedule, parts = model.sizes, model.schedule, model.parts
+    layers = [sum(len(parts[one]) for one in stages) for stages in schedule.stages]
+    first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
+    extra = [0.0] * schedule.ranks
+    if model.vocab:
+        extra[first] += (model.vocab + sizes.seq) * sizes.hidden / model.places
+        extra[last] += 2 * sizes.hidden / model.places    # the last norm
+    if model.vocab and (last != first or not model.tied):
+        extra[last] += model.vocab * sizes.hidden / model.places
+    layer = cost.parameters(replace(sizes, layers=1)) / model.places
+    return max(layer * count + more for count, more in zip(layers, extra))
+
+
+def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
+    """Predict the seconds of AdamW with a clipped norm, one kernel of the largest stage.
+
+    It reads gradients twice, reads and writes masters and moments, and writes values.
+    """
+    size = itemsize(model.stack.dtype)
+    wide = max(size, 4)
+    moved = (GRADIENT_READS * size + 6 * wide + size * (size == 2))
+    share = (model.shards or model.data) if model.zero else 1
+    return achieved_seconds(machine, {"memory": moved * parameters_of_rank(model) / share
+                                      / machine.memory_bandwidth})
+
+
+def tied_seconds(model: PipelineModel, machine: Machine) -> float:
+    """Predict the seconds in which the first and the last stage sum a tied table's gradient."""
+    schedule = model.schedule
+    first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
+    if not model.tied or first == last:
+        return 0.0
+    whole = model.vocab * model.sizes.hidden / model.places * itemsize(model.stack.dtype)
+    return achieved_seconds(machine, collective_terms(machine, Collective(
+        "all_reduce", "s", 2, abs(last - first) * model.places, int(whole))))
+
+
+def model_flops(model: PipelineModel) -> dict[str, float]:
+    """Count the operations of a step, of all replicas: "model", and "hardware" with recomputation.
+
+    The model's are those of all products forward and twice again backward, scores without regard
+    to the mask, and the head, as Narayanan et al. (arXiv 2104.04473) count.
+    """
+    sizes, stack = model.sizes, model.stack
+    useful = sum(cost.flops(sizes, stack.experts).values())
+    useful += 6 * sizes.tokens * sizes.hidden * model.vocab
+    again = cost.flops_again(sizes, stack.recompute, stack.experts)
+    return {"model": model.data * useful, "hardware": model.data * (useful + again)}
+
+
+def memory_by_kind(model: PipelineModel) -> dict[str, float]:
+    """Return the peak bytes of a rank by kind, exact in all, by a dry run of a step.
+
+    Values, gradients, masters and moments are those of the stage with the most parameters;
+    "activations" is all else at the peak, buffers and intermediate arrays among them.
+    """
+    peak = largest_peak_bytes(shortened(model), optimizer=True)
+    size, count = itemsize(model.stack.dtype), parameters_of_rank(model)
+    narrow, shards = size == 2, model.shards or model.data
+    wide = max(size, 4)
+    kinds = {"values": (size, 0, 0, 0), "gradients": (0, wide, 0, 0),
+             "masters": (0, 0, 4 * narrow, 0), "moments": (0, 0, 0, 2 * wide)}
+    found = {name: count * state_bytes(model.zero, shards, *of) for name, of in kinds.items()}
+    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
+
+
+def shortened(model: PipelineModel) -> PipelineModel:
+    """Return the model with fewer micro-batches, which need as much memory."""
+    schedule = model.schedule
+    fewer = min(schedule.microbatches, 2 * schedule.ranks)
+    if fewer == schedule.microbatches or not model.named:
+        return model
+    return replace(model, schedule=build(model.named, schedule.ranks, fewer),
+                   stack=replace(model.stack, batch=model.micro.batch * fewer))

@@ -1,0 +1,91 @@
+"""Make tables of predicted steps of training beside the measured steps of others."""
+
+from typing import Sequence
+
+import numpy as np
+
+from bench.document import Column, Notes, Part, Table
+from bench.prediction.machine_model import Machine
+from bench.prediction.published_steps import TERMS, Outcome, choices
+from bench.prediction.training_step import SHARES
+
+COLUMNS = [
+    Column("line", of=lambda one: one.row.line),
+    Column("GPUs", of=lambda one: one.row.gpus),
+    Column("hidden", of=lambda one: one.row.config.model.hidden),
+    Column("layers", of=lambda one: one.row.config.model.layers),
+    Column("batch", of=lambda one: one.row.config.model.batch),
+    Column("division", align="<", of=lambda one: one.row.mesh),
+    Column("measured", "s", align=".", of=lambda one: one.row.seconds),
+    Column("predicted", "s", align=".", of=lambda one: one.step.seconds),
+    Column("error", "%", align=".", form="+.1f", of=lambda one: 100 * one.error),
+    *(Column(name, "%", "share of the predicted step", ".", form=".0f",
+             of=lambda one, name=name: 100 * one.step.shares[name] / one.step.seconds)
+      for name in SHARES)]
+
+
+def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence[str],
+               fitted_to: int = 0) -> list[Part]:
+    """Make the table of predicted rows, the choices, and a last line on the errors.
+
+    Parameters
+    ----------
+    machine : Machine
+        The machine, fitted or not.
+    outcomes, problems
+        The rows, and lines on those without a prediction.
+    fitted_to : int
+        The most GPUs of the rows that it was fitted to; 0 for none.
+    """
+    parts: list[Part] = [Table(f"Measured steps of training, and predictions (a model): "
+                               f"{machine.about}", COLUMNS,
+                               [[column.cell(one) for column in COLUMNS] for one in outcomes])]
+    if problems:
+        parts.append(Notes("Left out:", list(problems)))
+    parts.append(Notes("About these predictions:", _about(machine, fitted_to)))
+    found = choices(outcomes)
+    if found:
+        parts.append(_choice_table(found))
+    if fitted_to:
+        groups = [(f"fitted, at most {fitted_to} GPUs: ", True), ("not fitted: ", False)]
+        parts += [name + error_line(chosen) for name, fits in groups if (chosen := [
+            one for one in outcomes if (one.row.gpus <= fitted_to) == fits])]
+    if outcomes:
+        parts.append(error_line(outcomes))
+    return parts
+
+
+def _about(machine: Machine, fitted_to: int) -> list[str]:
+    """Say how rows were predicted, and what was fitted."""
+    kernels = ("this library's own kernels" if machine.kernels == "own" else
+               f"fused kernels, attention by {machine.attention}")
+    figures = ", ".join(f"{term} {getattr(machine.achieved, term):.3g}" for term in TERMS)
+    source = (f"fitted to the rows of at most {fitted_to} GPUs" if fitted_to else
+              "of the machine file, fitted to none of these rows")
+    return [f"Priced with {kernels}; achieved fractions {source}: {figures}.",
+            "Where the file does not say otherwise: 1-D tensor parallelism, 1F1B, float16, "
+            "backward repeats the whole forward, 51200 tokens, ranks fill one node after the "
+            "other, nothing hides the sums over replicas.",
+            "Shares are those of the stage that works the longest; links join ranks of a stage, "
+            "latency is of messages and kernels, replicas are sums of gradients."]
+
+
+def _choice_table(found: Sequence[tuple[Outcome, Outcome]]) -> Table:
+    """Make the table of the rows that are predicted to be the fastest of their problem."""
+    columns = [
+        Column("GPUs", of=lambda pair: pair[0].row.gpus),
+        Column("hidden", of=lambda pair: pair[0].row.config.model.hidden),
+        Column("batch", of=lambda pair: pair[0].row.config.model.batch),
+        Column("predicted fastest", align="<", of=lambda pair: pair[0].row.mesh),
+        Column("measured fastest", align="<", of=lambda pair: pair[1].row.mesh),
+        Column("behind", "%", align=".", form=".1f", of=lambda pair: 100 * (
+            pair[0].row.seconds / pair[1].row.seconds - 1))]
+    return Table("The row predicted fastest, and by how much it was slower than the fastest",
+                 columns, [[column.cell(pair) for column in columns] for pair in found])
+
+
+def error_line(outcomes: Sequence[Outcome]) -> str:
+    """Say the errors of rows: their mean, median and largest absolute values."""
+    errors = 100 * np.abs([one.error for one in outcomes])
+    return (f"{len(errors)} rows: mean error {errors.mean():.1f} %, median "
+            f"{np.median(errors):.1f} %, largest {errors.max():.1f} %")

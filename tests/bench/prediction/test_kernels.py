@@ -1,0 +1,95 @@
+"""Fused kernels: what each moves and computes, from the same dry run."""
+
+import msgspec
+import pytest
+
+from bench.errors import UsageError
+from bench.prediction import machine_model
+from bench.prediction.kernels import Flash, with_kernels
+from bench.prediction.seconds import trace_terms
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Boundary, Gemm, Pass
+
+SIZES = {"layers": 1, "hidden": 32, "heads": 4, "batch": 2, "seq": 8}
+ELEMENTS, SCORES, HEAD = 2 * 8 * 32, 2 * 4 * 8 * 8, 8    # of an activation, of all scores
+
+
+def traced(kernels="fused", attention="flash", dtype="float16", **options):
+    trace = dry_run.trace_step("serial", 1, dtype=dtype, **SIZES, **options)
+    return trace, with_kernels(trace, kernels, attention, dtype, HEAD)
+
+
+def moved(trace) -> dict:
+    """Arrays of the size of an activation that passes move, by phase and part."""
+    found = {}
+    for (phase, part, event), times in trace.events.items():
+        if isinstance(event, Pass) and event.operation == "fused":
+            found[phase, part] = found.get((phase, part), 0) + times * event.bytes / ELEMENTS / 2
+    return found
+
+
+def test_own_kernels_are_those_of_the_dry_run():
+    trace, found = traced("own")
+    assert found is trace
+
+
+def test_one_kernel_reads_and_writes_the_ends_of_its_layer():
+    found = moved(traced()[1])
+    assert found["forward", "ln1"] == 2 and found["backward", "ln1"] == 3
+    assert found["forward", "gelu"] == 8 and found["backward", "gelu"] == 12
+    assert found["forward", "attention"] == 4 and found["backward", "attention"] == 7
+    assert found["forward", "residual"] == 2 * 3 and found["backward", "residual"] == 2 * 3
+    assert ("forward", "mlp.up") not in found and found["backward", "mlp.up"] == 4    # the bias's
+
+
+def test_boundaries_are_the_bytes_of_the_arrays():
+    trace, _ = traced(dtype="float64")
+    assert trace.events["forward", "attention.qkv", Boundary(8 * ELEMENTS, 3 * 8 * ELEMENTS)] == 1
+    assert trace.events["backward", "attention.qkv", Boundary(3 * 8 * ELEMENTS, 8 * ELEMENTS)] == 1
+
+
+@pytest.mark.parametrize("phase, products", [("forward", 2), ("backward", 5)])
+def test_flash_computes_scores_again_in_backward(phase, products):
+    trace, found = traced()
+    flash = [(event, times) for (when, _, event), times in found.events.items()
+             if isinstance(event, Flash) and when == phase]
+    assert flash == [(Flash(products * 2 * SCORES * HEAD, "float16"), 1)]
+    kept = [event for (when, part, event) in found.events
+            if isinstance(event, Gemm) and part == "attention"]
+    assert not kept
+
+
+@pytest.mark.parametrize("phase, products, arrays", [("forward", 2, 4), ("backward", 4, 5)])
+def test_softmax_moves_scores_and_keeps_them(phase, products, arrays):
+    _, found = traced(attention="softmax")
+    flops = sum(times * event.flops for (when, part, event), times in found.events.items()
+                if isinstance(event, Gemm) and (when, part) == (phase, "attention"))
+    assert flops == pytest.approx(products * 2 * SCORES * HEAD)
+    assert found.events[phase, "attention", Pass("softmax", arrays * SCORES * 2)] == 1
+    assert {event.dtype for (_, part, event) in found.events
+            if isinstance(event, Gemm) and part == "attention"} == {"float16"}
+
+
+def test_work_done_again_is_that_of_forward():
+    found = traced(attention="softmax", recompute="full")[1]
+    assert found.events["backward", "attention (again)", Pass("softmax", 4 * SCORES * 2)] == 1
+    assert moved(found)["backward", "ln1 (again)"] == 2
+
+
+def test_seconds_of_fused_kernels_are_bytes_and_operations_over_rates():
+    machine = msgspec.structs.replace(machine_model.load_machine("dgx-a100"), launch_seconds=0.0)
+    _, found = traced()
+    spent = trace_terms(machine, found)["forward"]
+    arrays = sum(value for (phase, _), value in moved(found).items() if phase == "forward")
+    assert spent["memory"] == pytest.approx(arrays * 2 * ELEMENTS / machine.memory_bandwidth)
+    without = trace_terms(machine, traced(attention="softmax")[1])["forward"]
+    assert without["memory"] - spent["memory"] == pytest.approx(
+        4 * SCORES * 2 / machine.memory_bandwidth)
+
+
+def test_a_machine_with_other_kernels_is_refused(tmp_path):
+    text = (machine_model.__file__.rpartition("/")[0] + "/machines/dgx-a100.toml")
+    file = tmp_path / "mine.toml"
+    file.write_text(open(text).read().replace('"fused"', '"best"'))
+    with pytest.raises(UsageError, match="best"):
+        machine_model.load_machine(str(file))

@@ -1,0 +1,165 @@
+"""Steps of training: their prediction, and files of steps that others measured."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from bench.__main__ import main
+from bench.errors import UsageError
+from bench.prediction import machine_model
+from bench.prediction.machine_model import Achieved
+from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, model_of,
+                                              predict_rows, read_rows)
+from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,
+                                            optimizer_seconds, parameters_of_rank, predict_step)
+from mm3d.model.stack import Stack
+from mm3d.schemes import find_scheme
+from mm3d.training.schedules import build
+from support import status_of
+
+A100 = machine_model.load_machine("dgx-a100")
+HEAD = ",".join(["Parameters (billion)", *COLUMNS.values()])
+GOOD = ["1,8,16,2,256,4,4,64,2,4,1,5", "1,8,16,2,256,4,4,64,1,4,2,6",
+        "1,8,16,1,256,4,4,64,1,8,1,4", "1,8,16,2,256,4,4,64,4,2,1,7",
+        "1,8,16,1,256,4,4,64,2,2,2,6", "1,8,16,4,512,8,4,128,8,1,1,9"]
+
+
+def written(tmp_path, *lines, head=HEAD) -> str:
+    file = tmp_path / "steps.csv"
+    file.write_text("\ufeff" + "\n".join([head, *lines]) + "\n", encoding="utf-8")
+    return str(file)
+
+
+def gpt(stages=2, microbatches=4, ranks=1, **more) -> PipelineModel:
+    stack = Stack(layers=4, hidden=64, heads=4, batch=8, seq=16, dtype="float16", causal=True)
+    grid = find_scheme("1d").grid_shape((ranks,))
+    return PipelineModel(build("1f1b", stages, microbatches), "1d", (grid,) * stages, stack,
+                         vocab=more.pop("vocab", 100), named="1f1b", **more)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_of_the_largest_stage_are_those_of_a_dry_run(tied):
+    for stages in (1, 2):
+        model = gpt(stages, tied=tied)
+        held = max(model.trace(4 // stages, stage=stage, extrapolates=False).parameters
+                   for stage in range(stages))
+        assert parameters_of_rank(model) == held / 4    # values and gradients of 2 bytes each
+
+
+def test_shares_of_a_step_are_its_seconds():
+    found = predict_step(gpt(data=4), A100)
+    assert [*found.shares] == [*SHARES] and min(found.shares.values()) >= 0
+    assert sum(found.shares.values()) == pytest.approx(found.seconds)
+    assert found.shares["replicas"] > 0 and found.shares["bubble"] > 0
+    alone = predict_step(gpt(1), A100)
+    assert alone.shares["hops"] == 0 and alone.shares["bubble"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_repeated_forward_costs_a_forward():
+    once, again = (predict_step(gpt(1), A100, repeats=repeats) for repeats in (False, True))
+    forward = float(once.pipeline.timeline.times.forward[0])
+    assert again.seconds - once.seconds == pytest.approx(4 * forward)
+
+
+def test_the_ends_of_a_gpt_take_time_in_their_stages():
+    with_ends, without = (predict_step(gpt(3, vocab=vocab, tied=False), A100).pipeline.timeline
+                          .times for vocab in (50000, 0))
+    assert with_ends.forward[1] == without.forward[1]
+    assert with_ends.forward[0] > without.forward[0]
+    assert with_ends.backward[2] > without.backward[2]
+
+
+def test_the_optimizer_moves_its_state_once_and_zero_divides_it():
+    model = gpt(1, data=4)
+    whole = optimizer_seconds(model, A100)
+    assert whole == pytest.approx(parameters_of_rank(model) * (2 * 2 + 6 * 4 + 2)
+                                  / (A100.memory_bandwidth * A100.achieved.memory))
+    assert optimizer_seconds(replace(model, zero=1), A100) == pytest.approx(whole / 4)
+
+
+def test_memory_by_kind_is_the_peak_of_the_dry_run():
+    found = memory_by_kind(gpt(2, 4))
+    assert found["all"] == sum(value for name, value in found.items() if name != "all")
+    count = parameters_of_rank(gpt(2, 4))
+    assert [found[name] / count for name in ("values", "gradients", "masters", "moments")] == [
+        2, 4, 4, 8]
+    many = memory_by_kind(replace(gpt(2, 16), stack=replace(gpt().stack, batch=32)))
+    assert many["all"] == found["all"]    # more micro-batches need no more
+
+
+def test_operations_are_those_of_narayanan():
+    """F = 72 B s l h^2 (1 + s / 6h + V / 12 l h), their equation 3 without recomputation."""
+    found = model_flops(gpt(data=2))
+    B, s, h, layers, V = 16, 16, 64, 4, 100
+    assert found["model"] == found["hardware"] == pytest.approx(
+        72 * B * s * layers * h ** 2 * (1 + s / (6 * h) + V / (12 * h * layers)))
+
+
+def test_rows_are_read_and_the_rest_named(tmp_path):
+    path = written(tmp_path, GOOD[0], "1,9,16,2,256,4,4,64,2,4,1,5", "1,8,16,3,256,4,4,64,2,4,1,5",
+                   "1,8,16,2,256,5,4,64,2,4,1,5", "1,8,16,2,256,4,4,64,2,4,1,", "", "1,8",
+                   "1,8,16.5,2,256,4,4,64,2,4,1,5", GOOD[1])
+    rows, problems = read_rows(path)
+    assert [(row.line, row.gpus, row.seconds) for row in rows] == [(2, 8, .005), (10, 8, .006)]
+    assert [line.partition(":")[0] for line in problems] == [
+        f"line {number}" for number in (3, 4, 5, 6, 8, 9)]
+    assert "is 8, not 9 GPUs" in problems[0] and "do not divide" in problems[1]
+    assert "heads" in problems[2] and "''" in problems[3] and "'16.5'" in problems[5]
+
+
+def test_optional_columns_say_what_a_row_is(tmp_path):
+    names = ",vocabulary,scheme,recompute,chunks,tied"
+    rows, problems = read_rows(written(
+        tmp_path, GOOD[1] + ",1000,1d-sp,none,2,no", GOOD[1] + ",,,,,",
+        GOOD[1] + ",1,4d,none,1,no", head=HEAD + names))
+    assert len(problems) == 1 and problems[0].startswith("line 4: scheme is '4d': ")
+    model, plain = (model_of(row.config) for row in rows)
+    assert (model.vocab, model.scheme, model.tied, model.named) == (
+        1000, "1d-sp", False, "interleaved:2")
+    assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
+
+
+def test_a_file_without_a_column_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no column 'micro batch'"):
+        read_rows(written(tmp_path, GOOD[0], head=HEAD.replace("micro batch", "mini batch")))
+    with pytest.raises(UsageError, match="no such file"):
+        read_rows(str(tmp_path / "none.csv"))
+
+
+def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):
+    """Rows whose seconds are a machine's own are fitted to it, but for terms that are small."""
+    rows, _ = read_rows(written(tmp_path, *GOOD))
+    true = msgspec.structs.replace(A100, achieved=Achieved(.5, .6, .4, .7, .5))
+    made = [replace(one.row, seconds=one.step.seconds) for one in predict_rows(rows, true)[0]]
+    fitted = fit_machine(made, A100)
+    errors = [abs(one.error) for one in predict_rows(made, fitted)[0]]
+    assert max(errors) < .02 < max(abs(one.error) for one in predict_rows(made, A100)[0])
+    with pytest.raises(UsageError, match="4 rows"):
+        fit_machine(rows[:4], A100)
+
+
+def test_the_choice_is_the_row_predicted_fastest(tmp_path):
+    rows, _ = read_rows(written(tmp_path, *GOOD[:3]))
+    (first, best), = choices(predict_rows(rows, A100)[0])
+    assert best.row.seconds == .004
+    assert first.step.seconds == min(one.step.seconds for one in predict_rows(rows, A100)[0])
+
+
+def test_the_verb_prints_errors_and_fails_without_rows(tmp_path, capsys):
+    path = written(tmp_path, *GOOD[:2], "1,9,16,2,256,4,4,64,2,4,1,5")
+    assert main(["predict", "--steps", path, "--machine", "dgx-a100"]) == 0
+    said = capsys.readouterr().out
+    assert "line 4: tensor 2 x data 4 x pipeline 1 is 8, not 9 GPUs" in said
+    assert said.rstrip().splitlines()[-1].startswith("2 rows: mean error ")
+    assert main(["predict", "--steps", written(tmp_path, "1,9,16,2,256,4,4,64,2,4,1,5"),
+                 "--machine", "dgx-a100"]) == 1
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--fit", "8"], "--fit 8: it is of --steps"),
+    (["--steps", "x.csv", "--table", "weak"], "--table weak: leave it out")])
+def test_options_of_steps_go_together(words, message, capsys):
+    assert status_of(main, ["predict", *words]) == 2
+    assert message in capsys.readouterr().err
