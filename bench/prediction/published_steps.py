@@ -170,7 +170,7 @@ def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], 
     """Predict rows; return them, and a line on each that has no prediction.
 
     Backward of rows that recompute all repeats the whole forward, as Megatron-LM does.  Rows with
-    sums in flight hide them behind the backward of the last micro-batch.
+    sums in flight hide them, as `predict_step` says of `overlap`.
     """
     found, problems = [], []
     for row in rows:

@@ -55,7 +55,8 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
         Whether backward repeats the whole forward, as Megatron-LM does where activations are
         recomputed; this library leaves out the last product.
     overlap : bool
-        Whether sums over replicas go on behind the backward of the last micro-batch.
+        Whether sums over replicas go on behind the backward of the last micro-batch, and gathers
+        behind the forward of the first.
     """
     found = predict_pipeline(model, machine, repeats)
     times, schedule = found.timeline.times, model.schedule
@@ -64,9 +65,7 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
     rank = max(range(schedule.ranks), key=busy.__getitem__)
     sums = float(max(found.sums))
     if overlap:
-        last = float(min(sum((times.of("BW", one) for one in stages), Fraction(0))
-                         for stages in schedule.stages))
-        sums = max(0.0, sums - last)
+        sums = max(0.0, sums - float(min(busy)))
     sums += tied_seconds(model, machine)
     optimizer = optimizer_seconds(model, machine)
     waits = float(found.timeline.makespan)

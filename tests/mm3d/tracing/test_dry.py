@@ -107,7 +107,8 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
         for (phase, _, event), times in trace.events.items():
             if isinstance(event, Collective):    # MPI is given pieces that were put together
                 event = event._replace(pieces=False)
-            if not isinstance(event, (Pass, Boundary)) and getattr(event, "call", "") != "progress":
+            counted = not isinstance(event, (Pass, Boundary))
+            if counted and getattr(event, "call", "") != "progress":
                 noted[phase, event] += times
         assert noted == watch.seen, str(case)
         assert trace.traffic == {phase: real[phase] for phase in PHASES}, str(case)
