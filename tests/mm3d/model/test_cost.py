@@ -11,15 +11,12 @@ from mm3d.grid.axis import Axis
 from mm3d.model import cost
 from mm3d.schemes import cube
 from mm3d.schemes.closed_form import ProductShape
-from reference import (SHAPES, every_grid, grids, grids_and_squares, integers, on_grid,
-                       relative_error, schemes, total, words)
+from models import EACH_ONCE, Parallelism
+from reference import (SHAPES, every_grid, grids, integers, on_grid, relative_error, total, words)
 
 # Everything divides; nothing does, and there are fewer sequences and heads than ranks.
 MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
-          "uneven": dict(layers=2, hidden=15, heads=3, batch=3, seq=5)}
-OPTIONS = [("3d", {}), ("3d", dict(keep="weight", rows="sequences")),
-           ("3d", dict(keep="both", rows="positions")),
-           *((name, {}) for name in mm3d.SCHEMES if name != "3d")]
+          "uneven": dict(layers=1, hidden=15, heads=3, batch=3, seq=5)}
 
 
 def of_phases(model, count) -> dict:
@@ -47,13 +44,13 @@ def spy(monkeypatch, owner, *names) -> list:
 
 # --- The model as counted ------------------------------------------------------------------
 
-@grids_and_squares
+@pytest.mark.ranks(1, 4, 8, slow=(6,))
 def test_collectives_words_flops_and_parameters_of_the_model(comm, monkeypatch):
     """Where nothing divides, and in 3-D where everything does."""
-    for sizes, (name, options) in [(MODELS["even"], OPTIONS[0]),
-                                   *((MODELS["uneven"], case) for case in OPTIONS)]:
-        for scheme in schemes(comm, name, **options):
-            check_model(comm, scheme, sizes, options, monkeypatch)
+    for parallelism in [Parallelism("serial"), *EACH_ONCE[comm.size]]:
+        with parallelism.on(comm) as scheme:
+            for name in ("uneven", "even") if parallelism == Parallelism("3d") else ("uneven",):
+                check_model(comm, scheme, MODELS[name], parallelism.options, monkeypatch)
 
 
 def check_model(comm, scheme, sizes, options, monkeypatch):

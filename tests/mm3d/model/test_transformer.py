@@ -13,8 +13,6 @@ from reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("transport")
 
-every_size = pytest.mark.parametrize("sizes, causal", [
-    ("even", False), ("uneven", True), ("few", False)])
 every_grid_once = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))    # of EACH_ONCE
 
 
@@ -43,7 +41,7 @@ def plain_transformer(x, state, layers, heads, causal):
     return x
 
 
-@every_size
+@pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True), ("few", False)])
 def test_serial_model_is_the_definition(sizes, causal):
     """Forward against plain NumPy; every gradient against central differences of that."""
     size = SIZES[sizes]
@@ -62,7 +60,9 @@ def test_serial_model_is_the_definition(sizes, causal):
 
 
 @every_grid_once
-@every_size
+@pytest.mark.parametrize("sizes, causal", [
+    ("uneven", True), *(pytest.param(sizes, False, marks=pytest.mark.slow)
+                        for sizes in ("even", "few"))])
 def test_equals_serial(comm, sizes, causal):
     """Output, input gradient and parameter gradients, on every scheme and grid, before and after
     a step of SGD; and those of float32 beside float64."""

@@ -1,4 +1,6 @@
 """The distributed products, forward and backward: the same bits as one rank's, in every form."""
+from itertools import cycle
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,8 @@ from mm3d.grid.split import Split
 from mm3d.schemes import cube, summa
 from mm3d.schemes.closed_form import Move, ProductShape
 from products import FORMS, Case
-from reference import (SHAPES, every_grid, grids, grids_and_squares, integers, moved, on_grid,
-                       schemes, words)
+from reference import (GRIDS, SHAPES, every_grid, grids, grids_and_squares, integers, moved,
+                       on_grid, schemes, words)
 
 pytestmark = pytest.mark.usefixtures("transport")
 KEEP = cube.Cube.options["keep"].choices
@@ -85,35 +87,34 @@ class LayerCase:
 
 
 OPTIONS = [*({"keep": keep} for keep in KEEP), {"rows": "positions"}, {"rows": "sequences"}]
-every_way = pytest.mark.parametrize("way", ["up", "down"])
-OTHERS = [name for name in mm3d.SCHEMES if name != "3d"]
 
 
 @grids_and_squares
-@every_way
+@pytest.mark.parametrize("way", ["up", "down"])
 def test_the_linear_products_of_all_schemes(comm, way):
-    """Of 3-D half of the options on the way up, and the other half down."""
-    for name in OTHERS:
-        check_linear_products(comm, way, name)
-    for options in OPTIONS[way == "down"::2]:
-        check_linear_products(comm, way, "3d", **options)
-
-
-def check_linear_products(comm, way, name, **options):
     """Bits of the serial product from operands left as they are, and no word more or less than
-    the scheme states."""
-    for scheme in schemes(comm, name, **options):
-        for batch, seq in ((8, 4), (3, 5), (1, 7)):
-            case = LayerCase(scheme, way, batch, seq)
-            for layout, got, expected in case.compare():
-                assert np.array_equal(got, layout.shard(expected, scheme.grid)), (scheme, batch)
-            for layout, local, a in zip(case.layouts, case.blocks, case.arrays):
-                assert np.array_equal(local, layout.shard(a, scheme.grid)), (scheme, batch)
-        for phase, moves in zip(("forward", "backward"),
-                                scheme.product_moves(scheme.grid.shape,
-                                                     ProductShape(way, *case.sizes), **options)):
-            check_moves(comm, case, phase, moves)
-        check_rounding(scheme, way)
+    the scheme states; of 3-D each grid with one of the options in turn."""
+    for scheme in schemes(comm, *(name for name in mm3d.SCHEMES if name != "3d")):
+        check_linear_product(comm, scheme, way, {})
+    turns = OPTIONS if way == "up" else OPTIONS[::-1]
+    for sizes, options in zip(GRIDS[comm.size] if comm.size != 4 else [], cycle(turns)):
+        scheme = mm3d.scheme("3d", comm, sizes, **options)
+        check_linear_product(comm, scheme, way, options)
+        scheme.grid.free()
+
+
+def check_linear_product(comm, scheme, way, options):
+    for batch, seq in ((8, 4), (3, 5), (1, 7)):
+        case = LayerCase(scheme, way, batch, seq)
+        for layout, got, expected in case.compare():
+            assert np.array_equal(got, layout.shard(expected, scheme.grid)), (scheme, batch)
+        for layout, local, a in zip(case.layouts, case.blocks, case.arrays):
+            assert np.array_equal(local, layout.shard(a, scheme.grid)), (scheme, batch)
+    for phase, moves in zip(("forward", "backward"),
+                            scheme.product_moves(scheme.grid.shape,
+                                                 ProductShape(way, *case.sizes), **options)):
+        check_moves(comm, case, phase, moves)
+    check_rounding(scheme, way)
 
 
 def check_moves(comm, case, phase, moves: list[Move]):
