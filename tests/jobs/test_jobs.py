@@ -274,7 +274,8 @@ def test_ranks_that_do_not_answer_are_asked_once_more(tmp_path, falters):
     (0, 124), (0, 137), (120, 124), (120, 137), (120, 139), (0, 3)])
 def test_the_time_tells_whether_ranks_that_are_asked_ran_out_of_it(tmp_path, limit, status):
     """Not their status: srun ends with 137 too, when a rank fails at once."""
-    executed(tmp_path, limit=limit, timeout=f"""if [[ "$*" == *census ]]; then exit {status}; fi""")
+    executed(tmp_path, limit=limit,
+             timeout=f"""if [[ "$*" == *census ]]; then exit {status}; fi""")
     found, = (tmp_path / "out").rglob("census.status")
     assert found.read_text() == ("timeout\n" if limit == 0 else f"{status}\n")
 
