@@ -312,13 +312,13 @@ def test_a_step_on_several_nodes_is_that_by_mpi(comm, monkeypatch, size, grid, o
 @pytest.mark.parametrize("how", ["Wait", "Test", "broadcast"])
 def test_a_shorter_message_from_another_node_is_found(comm, how):
     """By the rank that receives it; rank 1 waits for more than rank 0 sends."""
-    lane = lanes.Lane(comm)
-    a = np.zeros(20 + 4 * comm.rank)
+    lane, n = lanes.Lane(comm), lanes.DIRECT_BYTES    # words, which go in a chain
+    a = np.zeros(n + 4 * comm.rank)
 
     def call() -> None:
         if how == "broadcast":
             return lane.broadcast(a, 0)
-        small = np.zeros(20)
+        small = np.zeros(n)
         request = lane.exchange([small, small], [a, a])
         while how == "Test" and not request.Test():
             pass
