@@ -12,6 +12,8 @@ from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.recomputation import POLICIES, Policy, parse_policy
 from mm3d.model.chains import Recomputed
+from mm3d.schemes.product import Product
+from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
@@ -252,17 +254,21 @@ def test_tracing_tells_what_is_computed_again(comm):
         assert not any(name.startswith("reduce-scatter d") for name in first)
 
 
-@pytest.mark.ranks(1)
-def test_a_scheme_that_does_not_say_how_multiplies_again(comm, monkeypatch):
+class Forgetful(SerialProduct):
+    """A product that does not say how what it saves is found again."""
+
+    recompute_saved = Product.recompute_saved
+
+
+def test_a_scheme_that_does_not_say_how_multiplies_again():
     """A product of somebody's own: its forward is done again, and the results are right."""
     expected, counts = [], []
-    from mm3d.schemes.serial import SerialProduct
-    for own in (True, False):
-        if not own:
-            monkeypatch.delattr(SerialProduct, "recompute_saved")
-        with Parallelism("serial").on(comm, "numpy") as scheme:
+    for kind in (SerialProduct, Forgetful):
+        with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **MODELS["even"], recompute="full")
             trace = Trace()
+            for linear in model.linears:
+                linear.product.__class__ = kind
             with observed(scheme.grid, trace, model):
                 expected.append(results(model))
             counts.append(trace.flops_again())
