@@ -130,7 +130,7 @@ def test_ranks_go_on_where_the_kernel_takes_no_shared_memory_back(comm, monkeypa
 
 
 @proc
-@pytest.mark.ranks(2, 8)
+@pytest.mark.ranks(4)
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm, monkeypatch):
     """Some hundred MiB of many sizes, 3 MiB alive, counted by the system over all ranks."""

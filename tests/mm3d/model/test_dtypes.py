@@ -61,8 +61,8 @@ def watched(monkeypatch):
         yield library
 
 
-@pytest.mark.ranks(*SOME)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.ranks(*SOME, first=(4, 8))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_no_promotion(comm, watched, dtype):
     """All arrays of a step have the model's type, but for masks and positions; with float16,
     sums and attention's probabilities are float32, of which only sums travel."""
