@@ -18,7 +18,6 @@ from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.split import Split
 from mm3d.transport import choice, cuda_aware, exchange
-from mm3d.transport.pending import Pending
 from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
@@ -68,25 +67,42 @@ def test_the_model_equals_the_serial_one(comm, carried):
         assert not wrong, f"{parallelism} {carried}: {wrong}"
 
 
+class Begun:
+    """A transport that keeps what it has begun."""
+
+    def __init__(self, transport, begun: list) -> None:
+        self.transport, self.begun = transport, begun
+
+    def __getattr__(self, name):
+        called = getattr(self.transport, name)
+
+        def begin(*arguments):
+            self.begun.append(called(*arguments))
+            return self.begun[-1]
+        return begin if name.startswith("begin_") else called
+
+
 @pytest.fixture
-def underway(monkeypatch):
-    """Of each product, how many collectives go on meanwhile."""
-    begun, found = [], []
-    make, multiply = Pending.__init__, cupy_backend.CupyBackend.gemms
+def underway(carried):
+    """Watches a scheme: of each product, how many collectives go on meanwhile."""
+    library, begun, found = backend.get("cupy"), [], []
+    multiply, kernels = library.gemms, library.kernels
 
-    def made(self, *arguments, **more):
-        make(self, *arguments, **more)
-        begun.append(self)
-
-    def multiplied(self, *arguments):
+    def multiplied(*arguments):
         found.append(sum(one.finish is not None for one in begun))
-        return multiply(self, *arguments)
+        return multiply(*arguments)
 
-    monkeypatch.setattr(Pending, "__init__", made)
-    monkeypatch.setattr(cupy_backend.CupyBackend, "gemms", multiplied)
+    def watch(scheme) -> list[int]:
+        begun.clear()
+        found.clear()
+        for axis in scheme.grid.axes.values():
+            axis.transport = Begun(axis.transport, begun)
+        return found
     # Of the other kernels, which take long without a GPU, it asks nothing.
-    monkeypatch.setattr(backend.get("cupy"), "kernels", None)
-    return found
+    library.gemms, library.kernels = multiplied, None
+    yield watch
+    del library.gemms
+    library.kernels = kernels
 
 
 @pytest.mark.ranks(4, slow=(8,), first=(4,))
@@ -102,9 +118,9 @@ def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
             parallelism = Parallelism("3d", grid, dict(keep=keep, overlap=overlap))
             with parallelism.on(comm, "cupy") as scheme:
                 model = mm3d.Transformer(scheme, **SIZES["uneven"], **options, causal=True)
-                underway.clear()
+                multiplied = underway(scheme)
                 results = train(model, *data(**SIZES["uneven"]))
-                counted = sum(underway)
+                counted = sum(multiplied)
                 found.append({name: scheme.grid.backend.to_host(a).copy()
                               for name, a in results.items()})
                 moved.append(sorted(map(str, scheme.grid.traffic().items())))
