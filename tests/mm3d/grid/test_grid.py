@@ -146,17 +146,17 @@ def test_all_reduce_reduce_and_broadcast(comm):
     with on_grid(comm, comm.size) as grid:
         for shape, dtype in product([(16,), (2, 3, 5), (1,), (0, 3)], DTYPES):
             terms = [integers(shape, r, dtype) for r in range(comm.size)]
-            mine, roots = terms[comm.rank], {0, comm.size // 2, comm.size - 1}
-            for a in (mine.copy(), strided(mine)):
+            mine, roots = terms[comm.rank], sorted({0, comm.size // 2, comm.size - 1})
+            for make, root in product((np.copy, strided), roots):
+                a = make(mine)    # a broadcast is received in place
                 got = grid.x.all_reduce(a)
                 assert np.array_equal(got, sum(terms)) and got.dtype == dtype
-                for root in roots:
-                    got = grid.x.reduce(a, root)
-                    assert (got is None) == (comm.rank != root)
-                    assert got is None or (np.array_equal(got, sum(terms)) and got.dtype == dtype)
-                    assert np.array_equal(a, mine)
-                    got = grid.x.broadcast(a, root)
-                    assert np.array_equal(got, terms[root]) and got.dtype == dtype
+                got = grid.x.reduce(a, root)
+                assert (got is None) == (comm.rank != root)
+                assert got is None or (np.array_equal(got, sum(terms)) and got.dtype == dtype)
+                assert np.array_equal(a, mine)
+                got = grid.x.broadcast(a, root)
+                assert np.array_equal(got, terms[root]) and got.dtype == dtype
 
 
 @pytest.mark.ranks(8)
