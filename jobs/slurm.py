@@ -77,7 +77,7 @@ class Queue:
         return look_up(job)
 
 
-def run_command(*command: str, limit: float | None = None) -> str:
+def run_command(*command: str, limit: float = LIMIT) -> str:
     """Run one of Slurm's commands; return its output.
 
     Raises
@@ -87,7 +87,6 @@ def run_command(*command: str, limit: float | None = None) -> str:
     """
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(VARIABLES) or name in KEPT}
-    limit = limit or LIMIT
     try:
         done = subprocess.run(command, capture_output=True, encoding=CHILDREN_PRINT,
                               errors="replace", timeout=limit, env=env,
@@ -106,7 +105,7 @@ def run_command(*command: str, limit: float | None = None) -> str:
     return done.stdout + (done.stderr if "--test-only" in command else "")
 
 
-def submit(script: Path, *options: str) -> str:
+def submit(script: Path, *options: str, limit: float = LIMIT) -> str:
     """Submit a script; return the job's number, with its cluster where sbatch says it: 12;here.
 
     Raises
@@ -117,7 +116,7 @@ def submit(script: Path, *options: str) -> str:
     """
     doubt = f"look with squeue whether it has taken {script.name}, and cancel it"
     try:
-        text = run_command("sbatch", "--parsable", *options, str(script))
+        text = run_command("sbatch", "--parsable", *options, str(script), limit=limit)
     except SlurmError as error:
         if IN_DOUBT.search(str(error)):
             raise SlurmError(f"{error}; {doubt}") from error
@@ -177,13 +176,13 @@ def read_queue(clusters: Iterable[str] = ("",), homes: Iterable[str] = ("",)) ->
     return queue
 
 
-def look_up(job: str) -> State:
+def look_up(job: str, limit: float = SHORT_LIMIT) -> State:
     """Look up the state of a job that squeue does not show: ended, or another user's."""
     number, cluster = number_of(job), on_cluster(cluster_of(job))
     name, problem = "", ""
     try:
         text = run_command("scontrol", *cluster, "--oneliner", "show", "job", number,
-                           limit=SHORT_LIMIT)
+                           limit=limit)
         name = (SHOWN.findall(text) or [""])[-1]
         problem = f"scontrol says nothing of job {job}"
     except SlurmError as error:
@@ -192,7 +191,7 @@ def look_up(job: str) -> State:
         with contextlib.suppress(SlurmError):    # without a database it fails
             text = run_command(
                 "sacct", *(cluster or ["--federation"]), "--noheader", "--allocations",
-                "--parsable2", "--format=State", f"--jobs={number}", limit=SHORT_LIMIT)
+                "--parsable2", "--format=State", f"--jobs={number}", limit=limit)
             name = (ACCOUNTED.findall(text) or [name])[-1]
     if problem and not name:
         return State(UNKNOWN, problem)

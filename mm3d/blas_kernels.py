@@ -14,12 +14,13 @@ PROCESSORS = Path("/proc/cpuinfo")    # of Linux
 HEAD_BYTES = 8192                     # in which the first processor is described
 
 
-def set_default(environ: MutableMapping[str, str] = os.environ) -> None:
+def set_default(environ: MutableMapping[str, str] = os.environ,
+                processors: Path = PROCESSORS) -> None:
     """Set `VARIABLE` in `environ` to `fastest_kernels`, unless the user has set it.
 
     Too late once NumPy has started OpenBLAS, which then keeps its own choice.
     """
-    if "numpy" not in sys.modules and (kernels := fastest_kernels()):
+    if "numpy" not in sys.modules and (kernels := fastest_kernels(processors)):
         environ.setdefault(VARIABLE, kernels)
 
 

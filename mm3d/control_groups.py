@@ -7,7 +7,8 @@ from pathlib import Path, PurePosixPath
 SELF, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def group_folders(controller: str) -> list[Path]:
+def group_folders(controller: str, own: Path | None = None,
+                  groups: Path | None = None) -> list[Path]:
     """List the folders of this process' control groups that may limit it, with those above them.
 
     A container often sees its own group as the topmost, under a name that is not there.
@@ -16,24 +17,30 @@ def group_folders(controller: str) -> list[Path]:
     ----------
     controller : str
         What is limited: "cpu", "memory".
+    own : Path, default SELF
+        The file that names this process' groups.
+    groups : Path, default GROUPS
+        The folder of all groups.
     """
+    own, groups = own or SELF, groups or GROUPS
     found: dict[Path, None] = {}
-    for line in os.fsdecode(SELF.read_bytes()).splitlines() if SELF.exists() else ():
+    for line in os.fsdecode(own.read_bytes()).splitlines() if own.exists() else ():
         _, kinds, name = line.split(":", 2)
         if kinds and controller not in kinds.split(","):
             continue
         for top in ([controller, kinds] if kinds else [".", "unified"]):    # version 1, 2
             inside = PurePosixPath(name.lstrip("/"))
-            found |= dict.fromkeys(GROUPS / top / part for part in (inside, *inside.parents))
+            found |= dict.fromkeys(groups / top / part for part in (inside, *inside.parents))
     return list(found)
 
 
-def cpu_quota() -> float | None:
+def cpu_quota(own: Path | None = None, groups: Path | None = None) -> float | None:
     """Return how many cores' time this process may use, such as 0.5; None without a limit.
 
-    It is the least quota of its control groups, of version 1 or 2, and of those above them.
+    It is the least quota of its control groups, of version 1 or 2, and of those above them; the
+    parameters are those of `group_folders`.
     """
-    found = [quota for folder in group_folders("cpu")
+    found = [quota for folder in group_folders("cpu", own, groups)
              if (quota := _quota(folder)) is not None]
     return min(found, default=None)
 

@@ -18,6 +18,7 @@ import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when i
 
 import functools
 import gc
+import inspect
 import os
 import re
 import shutil
@@ -226,6 +227,15 @@ def pytest_ignore_collect(collection_path, config):
     """With --several-ranks, spare all ranks the import of files without a test for them."""
     if config.getoption("several_ranks") and collection_path.suffix == ".py":
         return True if not re.search(r"\bcomm\b", collection_path.read_text()) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """With --several-ranks, spare all ranks the making of tests without the marker `ranks`."""
+    if (collector.config.getoption("several_ranks") and inspect.isfunction(obj)
+            and name.startswith("test_") and not collector.get_closest_marker("ranks")):
+        marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
+        return None if "ranks" in marks else []
 
 
 def by_shared_memory(item: pytest.Item) -> bool:

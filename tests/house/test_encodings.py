@@ -10,6 +10,7 @@ FILES = [path for package in ("mm3d", "bench", "jobs") for path in (ROOT / packa
 BINARY = {"os.open", "h5py.File.open", "webbrowser.open"}
 TEXT = {"open", "read_text", "write_text", "fdopen", "TextIOWrapper", "TemporaryFile",
         "NamedTemporaryFile"}
+PROGRAMS = {"run", "Popen", "check_output"}
 BYTES = {"TemporaryFile", "NamedTemporaryFile"}    # by default
 OWN = {"read_text"}    # of `bench.text_files` and of trainings, called by that name alone
 
@@ -18,8 +19,10 @@ def left_to_the_locale(tree: ast.Module) -> set[int]:
     """The lines with calls that read or write text without naming its encoding."""
     found = set()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        if name not in TEXT | PROGRAMS:
+            continue
         whole = ast.unparse(call.func)
-        name = whole.rpartition(".")[2]
         words = {word.arg: word.value for word in call.keywords}
         literal = {value.value for value in (*call.args, *words.values())
                    if isinstance(value, ast.Constant) and isinstance(value.value, str)}
@@ -27,7 +30,7 @@ def left_to_the_locale(tree: ast.Module) -> set[int]:
         binary = any("b" in mode for mode in modes) or name in BYTES and not modes
         text = (name in TEXT and whole not in BINARY | OWN and not binary
                 or {"text", "universal_newlines", "errors"} & words.keys()
-                and name in {"run", "Popen", "check_output"})
+                and name in PROGRAMS)
         named = "encoding" in words or name == "read_text" and call.args
         if text and not named:
             found.add(call.lineno)

@@ -100,6 +100,10 @@ def test_the_largest_row_fits_the_paper_s_gpus():
     assert 13.6 < found.peak / 2 ** 30 < 15
 
 
-def test_every_published_row_fits_the_paper_s_gpus():
-    for row in load_tables().rows:
+@pytest.mark.parametrize("gpus", [64, *(pytest.param(n, marks=pytest.mark.slow)
+                                        for n in (8, 16, 36))])
+def test_every_published_row_fits_the_paper_s_gpus(gpus):
+    rows = [row for row in load_tables().rows if row.gpus == gpus]
+    assert rows
+    for row in rows:
         assert fitting.fit_row(load_site("gpu4"), make_case(row, "paper")).fits, row

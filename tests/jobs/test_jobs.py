@@ -194,13 +194,15 @@ def test_a_folder_that_slurm_would_misread(tmp_path, folder):
         scripts.check_path(tmp_path / folder)
 
 
-def executed(tmp_path, status=0, more="", variables=(), **programs):
+def executed(tmp_path, status=0, more="", variables=(), limit=scripts.LIMIT, **programs):
     """Run a row's script with stubs: its exit status, output, and why it ended."""
     env = stubs(tmp_path, **programs)
     name = site_file(tmp_path, GOOD + f'[software]\npython = "python"\n{more}')
     mine = work(tmp_path, name)
-    script = tmp_path / "row.sh"
-    script.write_text(scripts.row_script(mine, ROW))
+    script, clock = tmp_path / "row.sh", "SECONDS - begun)) -lt "
+    text = scripts.row_script(mine, ROW)
+    assert f"{clock}{scripts.LIMIT} " in text
+    script.write_text(text.replace(f"{clock}{scripts.LIMIT} ", f"{clock}{limit} "))
     done = subprocess.run(["bash", str(script)], text=True, timeout=60, capture_output=True,
                           env=env | {"SLURM_JOB_ID": "7"} | dict(variables))
     return done, (mine.runs(ROW) / "ended-7").read_text().strip()
@@ -270,11 +272,10 @@ def test_ranks_that_do_not_answer_are_asked_once_more(tmp_path, falters):
 
 @pytest.mark.parametrize("limit, status", [
     (0, 124), (0, 137), (120, 124), (120, 137), (120, 139), (0, 3)])
-def test_the_time_tells_whether_ranks_that_are_asked_ran_out_of_it(
-        tmp_path, monkeypatch, limit, status):
+def test_the_time_tells_whether_ranks_that_are_asked_ran_out_of_it(tmp_path, limit, status):
     """Not their status: srun ends with 137 too, when a rank fails at once."""
-    monkeypatch.setattr(scripts, "LIMIT", limit)
-    executed(tmp_path, timeout=f"""if [[ "$*" == *census ]]; then exit {status}; fi""")
+    executed(tmp_path, limit=limit,
+             timeout=f"""if [[ "$*" == *census ]]; then exit {status}; fi""")
     found, = (tmp_path / "out").rglob("census.status")
     assert found.read_text() == ("timeout\n" if limit == 0 else f"{status}\n")
 
@@ -395,9 +396,9 @@ def test_what_was_seen_by_somebody_else(tmp_path):
     assert "did not end within 60 seconds: srun: error: no such" in doctor(status="timeout")[1]
 
 
-def test_how_a_row_stands(tmp_path, monkeypatch):
+def test_how_a_row_stands(tmp_path, commands):
     mine, row = work(tmp_path, site_file(tmp_path)), ROW.row
-    monkeypatch.setattr(slurm, "look_up", lambda job: slurm.State("TIMEOUT", ""))
+    commands.answer("scontrol", "echo JobState=TIMEOUT")
     (mine.folder / "logs").mkdir(parents=True)
     mine.runs(ROW).mkdir(parents=True)
 
@@ -427,12 +428,11 @@ def test_how_a_row_stands(tmp_path, monkeypatch):
     assert standing()[0] == "done"
 
 
-def test_how_pipelines_and_trainings_stand(tmp_path, monkeypatch, capsys):
+def test_how_pipelines_and_trainings_stand(tmp_path, commands, capsys):
     """Beside the rows: state, job, log and its last line."""
-    numbers, queue = iter("789"), {}
-    monkeypatch.setattr(slurm, "submit", lambda *command: next(numbers))
-    monkeypatch.setattr(slurm, "read_queue", lambda *clusters: slurm.Queue(queue))
-    monkeypatch.setattr(slurm, "look_up", lambda job: slurm.State("TIMEOUT", ""))
+    count = tmp_path / "count"
+    commands.answer("sbatch", f"echo >> {count}; echo $((6 + $(wc -l < {count})))")
+    commands.answer("scontrol", "echo JobState=TIMEOUT")
     given = ["--site", site_file(tmp_path), "--out", str(tmp_path / "out")]
     single = [*given, "--ranks", "8", "--submit", "--name"]
     assert main(["pipeline", *single, "flow", "--", "--stages", "4"]) == 0
@@ -441,8 +441,8 @@ def test_how_pipelines_and_trainings_stand(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
     def status(**states):
-        queue.clear()
-        queue.update({job[1:]: slurm.State(state, "Priority") for job, state in states.items()})
+        commands.answer("squeue", "".join(f"echo '{job[1:]}|{state}|Priority'\n"
+                                          for job, state in states.items()))
         assert main(["status", *given, "--table", "weak", "--scheme", "3d", "--ranks", "8"]) == 0
         row, *others = capsys.readouterr().out.splitlines()
         assert row == "weak 3-D 8 ranks: not submitted"
@@ -481,10 +481,11 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
 
 
 @pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
-def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, array, job):
+def test_a_job_that_cannot_be_noted_is_named(
+        commands, tmp_path, monkeypatch, capsys, array, job):
     """Half a line fits on the disk; the queue has the job, so somebody must know."""
-    monkeypatch.setattr(slurm, "read_queue", lambda *clusters: slurm.Queue())
-    monkeypatch.setattr(slurm, "submit", lambda *command: "77")
+    commands.answer("squeue", "")
+    commands.answer("sbatch", "echo 77")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
     verb = ["--site", site_file(tmp_path), "--table", "weak", "--scheme", "3d", "--ranks", "8",

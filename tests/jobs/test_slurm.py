@@ -11,7 +11,6 @@ from mpi4py import MPI
 
 import slurm_cluster
 from bench.cases.selection import select_rows
-from jobs import slurm
 from jobs.__main__ import main
 from slurm_cluster import Cluster
 from slurm_user import ENDLESS, PATIENCE, User, check_run
@@ -118,12 +117,11 @@ def test_a_full_queue(tmp_path, monkeypatch, capsys):
         user = User(full, tmp_path, ("--table", "all", "--ranks", "8"), ranks=8, gpus=0)
         for name, value in full.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(slurm, "LIMIT", 10)
         full.command("scontrol", "update", "PartitionName=all", "State=DOWN")
         assert main(user.argv("submit")) == 1
         said = capsys.readouterr()
         assert len(re.findall(r"^job \S+: ", said.out, re.M)) == 2
-        assert "the queue took 2 of 4 rows: sbatch did not end within 10 seconds" in said.err
+        assert "the queue took 2 of 4 rows: sbatch did not end within 60 seconds" in said.err
         assert "temporarily unable to accept job" in said.err
         # Whatever else the user asks of squeue, who is not shown these jobs.
         monkeypatch.setenv("SQUEUE_STATES", "RUNNING")

@@ -11,9 +11,11 @@ import pytest
 
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
+from bench.records import run_file
 from jobs import site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
+from records import made_up
 
 SITE = """
 about = "a cluster"
@@ -31,31 +33,6 @@ HOSTILE = {
     "SLURM_TIME_FORMAT": "%s", "SLURM_CLUSTERS": "elsewhere", "SLURM_BITSTR_LEN": "1",
     "SBATCH_EXPORT": "NONE", "SBATCH_CLUSTERS": "elsewhere", "SRUN_EXPORT_ENV": "NONE",
     "SALLOC_PARTITION": "other", "SLURM_EXPORT_ENV": "NIL", "SLURM_DISTRIBUTION": "cyclic"}
-
-
-class Commands:
-    """A PATH with programs that answer as told, and write down their arguments and variables."""
-
-    def __init__(self, folder, monkeypatch):
-        self.folder, self.said = folder / "bin", folder / "said"
-        self.folder.mkdir()
-        monkeypatch.setenv("PATH", f"{self.folder}:/usr/bin:/bin")
-        for name in ("sbatch", "squeue", "sacct", "scontrol"):
-            self.answer(name, "exit 1")
-
-    def answer(self, name, body):
-        path = self.folder / name
-        path.write_text(f'#!/bin/bash\necho "$(basename "$0") $*" >> {self.said}\n'
-                        f"env >> {self.said}.env\n{body}\n")
-        path.chmod(0o755)
-
-    def asked(self, name):
-        return [line for line in self.said.read_text().splitlines() if line.startswith(name)]
-
-
-@pytest.fixture
-def commands(tmp_path, monkeypatch):
-    return Commands(tmp_path, monkeypatch)
 
 
 def arguments(tmp_path, verb, *options, more=()):
@@ -132,23 +109,23 @@ LOST = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; ex
     ("echo JobState=REVOKED", "echo RUNNING", "RUNNING"),
     ("echo JobState=REVOKED", "echo TIMEOUT", "TIMEOUT"),
     ("echo JobState=REVOKED", LOST, "REVOKED"), (GONE, "echo OUT_OF_MEMORY", "OUT_OF_MEMORY")])
-def test_the_state_of_a_job_that_squeue_does_not_show(
-        commands, monkeypatch, scontrol, sacct, name):
-    monkeypatch.setattr(slurm, "SHORT_LIMIT", 0.5 if "sleep" in scontrol else 20)
+def test_the_state_of_a_job_that_squeue_does_not_show(commands, scontrol, sacct, name):
     commands.answer("scontrol", scontrol)
     commands.answer("sacct", sacct)
-    assert slurm.look_up("7").name == name
+    assert slurm.look_up("7", 0.5 if "sleep" in scontrol else 20).name == name
 
 
-@pytest.mark.parametrize("state, standing", [
-    ("PENDING", "waiting"), ("CONFIGURING", "waiting"), ("REQUEUED", "waiting"),
-    ("REQUEUE_HOLD", "waiting"), ("RUNNING", "running"), ("SUSPENDED", "running"),
-    ("COMPLETING", "running"), ("STAGE_OUT", "running"), ("RESIZING", "running"),
-    ("REVOKED", "running"), ("STOPPED", "running"), ("NEW_STATE", "running"),
-    ("PREEMPTED", "failed"), ("TIMEOUT", "failed"), ("CANCELLED", "failed"),
-    ("NODE_FAIL", "failed"), ("BOOT_FAIL", "failed"), ("DEADLINE", "failed"), ("", "failed"),
-    ("?", "cannot tell")])
-@pytest.mark.parametrize("kind", ["row", "training"])
+@pytest.mark.parametrize("kind, state, standing", [
+    *(("row", *one) for one in (
+        ("PENDING", "waiting"), ("CONFIGURING", "waiting"), ("REQUEUED", "waiting"),
+        ("REQUEUE_HOLD", "waiting"), ("RUNNING", "running"), ("SUSPENDED", "running"),
+        ("COMPLETING", "running"), ("STAGE_OUT", "running"), ("RESIZING", "running"),
+        ("REVOKED", "running"), ("STOPPED", "running"), ("NEW_STATE", "running"),
+        ("PREEMPTED", "failed"), ("TIMEOUT", "failed"), ("CANCELLED", "failed"),
+        ("NODE_FAIL", "failed"), ("BOOT_FAIL", "failed"), ("DEADLINE", "failed"),
+        ("", "failed"), ("?", "cannot tell"))),
+    ("training", "PENDING", "waiting"), ("training", "RUNNING", "running"),
+    ("training", "TIMEOUT", "failed"), ("training", "?", "cannot tell")])
 def test_a_job_that_squeue_does_not_show_is_under_way_by_its_final_state(
         commands, tmp_path, capsys, kind, state, standing):
     """It may be somebody else's, who submitted it into the same folder."""
@@ -169,15 +146,17 @@ def test_a_job_that_squeue_does_not_show_is_under_way_by_its_final_state(
 
 
 def test_a_row_that_was_stopped_is_not_submitted_while_its_next_job_is_under_way(
-        commands, tmp_path, capsys, monkeypatch):
+        commands, tmp_path, capsys):
     commands.answer("squeue", "")
     commands.answer("scontrol", "echo JobState=RUNNING")
     given = arguments(tmp_path, "status")
     mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
     mine.folder.mkdir(parents=True)
     standings.record_submission(mine, ROW, "7")
-    stopped = type("Run", (), {"ended_by": "stopped", "samples": {"forward": [1]}})
-    monkeypatch.setattr(standings, "list_results", lambda work, case: [(None, stopped)])
+    mine.runs(ROW).mkdir(parents=True)
+    stopped = made_up(ROW.row, preset="tiny")
+    stopped.configuration["ended_by"] = "stopped"
+    run_file.write_run(stopped, mine.runs(ROW), ROW.name)
     assert main(given) == 0
     assert capsys.readouterr().out == "weak 3-D 8 ranks: running, job 7\n"
 
@@ -271,11 +250,10 @@ def test_a_cluster_that_is_gone_keeps_nobody_from_the_others(commands, tmp_path,
      ">&2; exit 1", True), ("sleep 9", True),
     ("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1", False)])
 def test_a_lost_answer_of_sbatch_leaves_in_doubt_whether_it_took_the_job(
-        commands, tmp_path, monkeypatch, body, doubt):
-    monkeypatch.setattr(slurm, "LIMIT", 0.5 if "sleep" in body else 60)
+        commands, tmp_path, body, doubt):
     commands.answer("sbatch", body)
     with pytest.raises(slurm.SlurmError) as caught:
-        slurm.submit(tmp_path / "x.sh")
+        slurm.submit(tmp_path / "x.sh", limit=0.5 if "sleep" in body else 60)
     assert str(caught.value).endswith("; look with squeue whether it has taken x.sh, and cancel "
                                       "it") == doubt
 

@@ -28,13 +28,14 @@ def test_kernels_of_256_bits_are_the_fastest_on_zen_4_alone(tmp_path, was, now, 
     assert blas_kernels.fastest_kernels(tmp_path / "none") is None
 
 
-def test_they_are_chosen_before_numpy_starts_unless_the_user_has(monkeypatch):
-    monkeypatch.setattr(blas_kernels, "fastest_kernels", lambda: "Haswell")
+def test_they_are_chosen_before_numpy_starts_unless_the_user_has(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    file.write_text(ZEN4)
     late, chosen, user = {}, {}, {"OPENBLAS_CORETYPE": "SkylakeX"}
     monkeypatch.setitem(sys.modules, "numpy", object())    # which has started OpenBLAS
-    blas_kernels.set_default(late)
+    blas_kernels.set_default(late, file)
     monkeypatch.delitem(sys.modules, "numpy")
-    blas_kernels.set_default(chosen)
-    blas_kernels.set_default(user)
+    blas_kernels.set_default(chosen, file)
+    blas_kernels.set_default(user, file)
     assert late == {} and chosen == {"OPENBLAS_CORETYPE": "Haswell"}
     assert user == {"OPENBLAS_CORETYPE": "SkylakeX"}

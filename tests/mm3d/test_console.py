@@ -98,10 +98,12 @@ say(sys.stdout.isatty(), sys.stdout.fileno())
 
 def other_ways(tree):
     """Lines that print in another way than by `mm3d.console`."""
+    wrong = ("print", "tqdm.write", "sys.stdout", "sys.stderr", "traceback.print_exc",
+             "traceback.print_exception")
+    ends = {name.rpartition(".")[2] for name in wrong}
     return [node.lineno for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "tqdm.write")
-            or isinstance(node, ast.Attribute) and ast.unparse(node) in (
-                "sys.stdout", "sys.stderr", "traceback.print_exc", "traceback.print_exception")]
+            if getattr(node, "attr", getattr(node, "id", "")) in ends
+            and ast.unparse(node) in wrong]
 
 
 def test_there_is_one_way_to_print():

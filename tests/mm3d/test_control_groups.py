@@ -26,16 +26,14 @@ from support import run_command
     ("0::/", {"cpu.max": "what"}, None),
     (None, {"cpu.max": "50000 100000"}, None),
 ])
-def test_the_least_quota_of_the_groups(tmp_path, monkeypatch, groups, files, quota):
+def test_the_least_quota_of_the_groups(tmp_path, groups, files, quota):
     if groups is not None:
         (tmp_path / "self").write_text(groups + "\n")
     for name, text in files.items():
         path = tmp_path / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    monkeypatch.setattr(control_groups, "SELF", tmp_path / "self")
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
-    assert control_groups.cpu_quota() == quota
+    assert control_groups.cpu_quota(tmp_path / "self", tmp_path / "groups") == quota
 
 
 PROGRAM = """

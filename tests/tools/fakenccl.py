@@ -9,12 +9,12 @@ NCCL_UINT8, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_INT32, NCCL_INT64 = (
 NCCL_SUM = "sum"
 
 available = True
-line = None         # the communicator of the ranks that are about to make a group
 _open = None        # calls since groupStart
 
 
 def get_unique_id() -> tuple[int, ...]:
-    return tuple(np.random.default_rng().integers(-128, 128, 128).tolist())
+    """A number of the world's rank that asks, and others that tell one group from another."""
+    return MPI.COMM_WORLD.rank, *np.random.default_rng().integers(-128, 128, 127).tolist()
 
 
 def groupStart() -> None:
@@ -51,8 +51,20 @@ class NcclCommunicator:
     """The calls of CuPy's, by address, count and type."""
 
     def __init__(self, size: int, key: tuple[int, ...], rank: int) -> None:
-        assert (size, rank) == (line.size, line.rank) and len(set(line.allgather(key))) == 1
-        self.comm = line.Dup()
+        """All ranks of the group tell the one that made the key who they are."""
+        world, tag = MPI.COMM_WORLD, 1000 + (key[1] + 128) * 256 + key[2] + 128
+        if rank == 0:
+            places = {0: world.rank}
+            for _ in range(size - 1):
+                places |= world.recv(tag=tag)
+            for other in range(1, size):
+                world.send(places, places[other], tag)
+        else:
+            world.send({rank: world.rank}, key[0], tag)
+            places = world.recv(source=key[0], tag=tag)
+        group = world.group.Incl([places[other] for other in range(size)])
+        self.comm = world.Create_group(group, tag)
+        assert (size, rank) == (self.comm.size, self.comm.rank)
 
     def destroy(self) -> None:
         self.comm.Free()

@@ -38,23 +38,25 @@ class Parallelism(NamedTuple):
 CHOSEN = {ranks: [Parallelism(name) for name in mm3d.SCHEMES
                   if name != "serial" and fits(name, ranks)] for ranks in (1, 4, 6, 8)}
 
-# Slabs, lines and uneven grids; rows in whole sequences and not; operands kept and not.
-PARALLELISMS = {
-    1: CHOSEN[1],
-    4: [*CHOSEN[4], Parallelism("3d", (1, 2, 2), {"keep": "both"}),
-        Parallelism("3d", (2, 2, 1), {"rows": "positions"}), Parallelism("2.5d", (1, 1, 4))],
-    6: [*CHOSEN[6], Parallelism("3d", (3, 2, 1)), Parallelism("3d", (2, 1, 3)),
-        Parallelism("3d", (2, 1, 3), {"keep": "weight"}),
-        Parallelism("faces", (3, 2, 1)), Parallelism("faces", (1, 2, 3))],
-    8: [*CHOSEN[8], *(Parallelism("3d", grid) for grid in (
-            (4, 2, 1), (1, 2, 4), (2, 4, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8))),
-        *(Parallelism("3d", (2, 2, 2), options) for options in (
-            {"keep": "weight"}, {"keep": "both"}, {"rows": "positions"}, {"rows": "sequences"}))]}
-
-# One of each kind, for what depends little on the grid.
+# One of each kind, for what depends little on the grid: on 4 ranks what 8 do not show.
 SOME = {1: [Parallelism("serial"), Parallelism("3d")],
         4: [one for one in CHOSEN[4] if not fits(one.name, 8)],
         8: [*CHOSEN[8], Parallelism("3d", (1, 2, 4), {"rows": "positions", "keep": "both"})]}
+
+SLABS = [Parallelism("3d", (1, 2, 2), {"keep": "both"}),
+         Parallelism("3d", (2, 2, 1), {"rows": "positions"}), Parallelism("2.5d", (1, 1, 4))]
+
+# Slabs and uneven grids; rows in whole sequences and not; operands kept and not.
+PARALLELISMS = {
+    1: CHOSEN[1],
+    4: [*CHOSEN[4], *SLABS],
+    6: [*CHOSEN[6], Parallelism("3d", (3, 2, 1)), Parallelism("3d", (2, 1, 3)),
+        Parallelism("3d", (2, 1, 3), {"keep": "weight"}),
+        Parallelism("faces", (3, 2, 1)), Parallelism("faces", (1, 2, 3))],
+    8: [*SOME[8], Parallelism("3d", (4, 1, 2), {"keep": "weight"}),
+        Parallelism("3d", (2, 4, 1), {"rows": "sequences"})]}
+# The same for what runs on 8 ranks, too.
+EACH_ONCE = PARALLELISMS | {4: [*SOME[4], *SLABS]}
 
 SIZES = {    # the last two fit no grid of several ranks evenly
     "even": dict(layers=1, hidden=16, heads=8, batch=8, seq=8),

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mm3d.arrays import idle_memory
-from mm3d.arrays.idle_memory import MIN_BOUND_BYTES, GRANULARITY_BYTES, IdleMemory, size_class
+from mm3d.arrays.idle_memory import (GRANULARITY_BYTES, MIN_BOUND_BYTES, WINDOW_PIECES, IdleMemory,
+                                     size_class)
 from mm3d.arrays.pool import MIN_HUGE_BYTES, Pool
 from mm3d.grid.split import Split
 from reference import integers, on_grid
@@ -46,32 +46,32 @@ def test_size_classes_are_few_and_less_than_an_eighth_too_large():
     assert len({size_class(n) for n in range(1, 1 << 30, 99_999)}) < 200
 
 
-def test_what_has_lain_idle_longest_goes_first(monkeypatch):
-    monkeypatch.setattr(idle_memory, "MIN_BOUND_BYTES", 10)
-    found = IdleMemory()
+def test_what_has_lain_idle_longest_goes_first():
+    """Of sizes in tenths of the least bound."""
+    found, part = IdleMemory(), MIN_BOUND_BYTES // 10
     for size, piece in ((4, "a"), (2, "b"), (4, "c"), (3, "d")):
-        found.put(size, piece)
-    assert found.bytes == 13 and found.bound == 10
-    assert found.take_surplus() == ["a"] and found.take_surplus() == [] and found.bytes == 9
-    number, piece = found.get(4)
-    assert piece == "c" and found.get(4) is None and found.get(5) is None
-    found.undo_get(4, (number, piece))
-    found.put(8, "e")
-    assert found.take_surplus() == ["b", "c", "d"] and found.bytes == 8
-    found.note_in_use(9)
-    assert found.bound == 18
+        found.put(size * part, piece)
+    assert found.bytes == 13 * part and found.bound == MIN_BOUND_BYTES
+    assert found.take_surplus() == ["a"] and found.take_surplus() == []
+    assert found.bytes == 9 * part
+    number, piece = found.get(4 * part)
+    assert piece == "c" and found.get(4 * part) is None and found.get(5) is None
+    found.undo_get(4 * part, (number, piece))
+    found.put(8 * part, "e")
+    assert found.take_surplus() == ["b", "c", "d"] and found.bytes == 8 * part
+    found.note_in_use(9 * part)
+    assert found.bound == 18 * part
 
 
-def test_the_bound_follows_what_is_used_of_late(monkeypatch):
-    monkeypatch.setattr(idle_memory, "WINDOW_PIECES", 5)
-    found = IdleMemory()
-    bounds = []
-    for turn in range(30):
+def test_the_bound_follows_what_is_used_of_late():
+    found, bounds = IdleMemory(), []
+    for turn in range(6 * WINDOW_PIECES):
         found.put(1, turn)
         found.get(1)
-        found.note_in_use(MIN_BOUND_BYTES * (3 if turn < 8 else 1))
+        found.note_in_use(MIN_BOUND_BYTES * (3 if turn < 1.6 * WINDOW_PIECES else 1))
         bounds.append(found.bound // MIN_BOUND_BYTES)
-    assert bounds[7] == 6 and bounds[-1] == 2 and bounds == sorted(bounds, reverse=True)
+    assert bounds[int(1.6 * WINDOW_PIECES)] == 6 and bounds[-1] == 2
+    assert bounds == sorted(bounds, reverse=True)
 
 
 @proc
@@ -130,7 +130,7 @@ def test_ranks_go_on_where_the_kernel_takes_no_shared_memory_back(comm, monkeypa
 
 
 @proc
-@pytest.mark.ranks(2, 8)
+@pytest.mark.ranks(4)
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm, monkeypatch):
     """Some hundred MiB of many sizes, 3 MiB alive, counted by the system over all ranks."""
@@ -168,18 +168,33 @@ def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm,
         del alive
 
 
+class NothingIdle(IdleMemory):
+    """Memory that goes back to the system as soon as nobody uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def put(self, size, piece):
+        super().put(size, piece)
+        self.sizes.append(size)
+
+    def take_surplus(self):
+        sizes, self.sizes = self.sizes, []
+        return [found[1] for size in sizes if (found := self.get(size))]
+
+
 @pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 def test_no_memory_is_taken_away_from_who_uses_it(comm, monkeypatch):
-    """Nearly all goes back at each meeting; random sizes, delays and lifetimes, exact integers."""
+    """All goes back at each meeting; random sizes, delays and lifetimes, exact integers."""
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
-    monkeypatch.setattr(idle_memory, "MIN_BOUND_BYTES", 0)
-    monkeypatch.setattr(IdleMemory, "note_in_use", lambda self, in_use: None)    # bound 0
     late, order = random.Random(comm.rank), random.Random(comm.size)
     kept, emptied = [], 0
     with on_grid(comm, x=comm.size) as grid:
         regions = grid.x.transport.memory.regions
+        regions.idle = NothingIdle()
         for turn in range(300):
             split = Split(grid.x, 0, comm.size)
             whole = integers((comm.size, order.choice((900, 1000, 3000, 9000))), turn)

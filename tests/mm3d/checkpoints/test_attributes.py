@@ -8,18 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mm3d
 from mm3d.checkpoints.index_file import CHECKSUM_LINE, read_index
 from checkpoint_models import as_before, everything, same, transformer
 
 
-def refused(comm, folder, **options) -> str:
+def refused(model, folder, **options) -> str:
     """The one line that all ranks raise, with nothing written."""
     with pytest.raises(ValueError) as caught:
-        mm3d.save(folder, transformer(comm), **options)
-    lines = comm.allgather(str(caught.value))
+        mm3d.save(folder, model, **options)
+    lines = model.comm.allgather(str(caught.value))
     assert len(set(lines)) == 1 and "\n" not in lines[0] and not os.listdir(folder)
     return lines[0]
 
@@ -28,63 +27,55 @@ class Name(str, enum.Enum):
     FIRST = "first"
 
 
-@pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("name, value", [
+# Attributes that would be lost; steps and numbers to keep that are not whole.
+LOST = [
     ("note", None), ("note", Path("x")), ("note", {}), ("note", {"a": {"b": 1}}),
     ("tags", ["a", "b"]), ("seed", 2 ** 64), ("seed", -2 ** 63 - 1), ("text", "a\0b"),
     ("text", "\ud800"), ("text", "\udc80"), ("text", b"bytes"), ("rate", 1j),
     ("rate", np.longdouble(1) / 3), ("all", np.arange(3)),
-    ("comment", "mine"), ("format", "mine"), ("dropout_step", 7)])
-def test_attributes_that_would_be_lost_are_refused(comm, shared_tmp_path, name, value):
+    ("comment", "mine"), ("format", "mine"), ("dropout_step", 7),
+    ("step", -1), ("step", 10.0), ("step", True), ("step", "10"), ("step", 2 ** 70),
+    ("step", np.float64(3)), ("step", math.nan), ("keep", 0), ("keep", -1), ("keep", 2.0),
+    ("keep", None), ("keep", True), ("keep", "3")]
+
+
+@pytest.mark.ranks(1, 4)
+def test_what_would_be_lost_is_refused(comm, shared_tmp_path):
     """On every rank and before anything is written; others would wait for rank 0."""
-    assert refused(comm, shared_tmp_path, **{name: value}).startswith(f"{name}={value!r}: ")
+    model = transformer(comm)
+    for name, value in LOST:
+        assert refused(model, shared_tmp_path, **{name: value}).startswith(f"{name}={value!r}: ")
 
 
 @pytest.mark.parametrize("name", ("", "a\0b", "\ud800", "n" * 70000))
 def test_names_that_hdf5_does_not_have(tmp_path, name):
-    refused(MPI.COMM_SELF, tmp_path, **{name: 1})
-
-
-@pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("name, value", [
-    ("step", -1), ("step", 10.0), ("step", True), ("step", "10"), ("step", 2 ** 70),
-    ("step", np.float64(3)), ("step", math.nan), ("keep", 0), ("keep", -1), ("keep", 2.0),
-    ("keep", None), ("keep", True), ("keep", "3")])
-def test_steps_and_numbers_to_keep_are_whole(comm, shared_tmp_path, name, value):
-    assert refused(comm, shared_tmp_path, **{name: value}).startswith(f"{name}={value!r}: ")
+    refused(transformer(), tmp_path, **{name: 1})
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ("step", "keep", "note", "folder"))
-def test_ranks_that_differ_are_named(comm, shared_tmp_path, name):
-    """Before anything is written, and before anything is read."""
+def test_ranks_that_differ_are_named(comm, shared_tmp_path):
+    """Before anything is written, and before anything is read; no rank waits for another."""
     model, last = transformer(comm), comm.rank == 3
-    options = dict(folder=shared_tmp_path, step=1, keep=3, note="a")
-    other = dict(folder=shared_tmp_path / "other", step=2, keep=4, note=None)[name]
-    if last and other is None:
-        del options[name]
-    elif last:
-        options[name] = other
-    both = {key: options[key] for key in ("folder", "step")}
-    acts = [lambda: mm3d.save(model=model, **options), lambda: mm3d.restore(model=model, **both)]
-    for act in acts if name in both else acts[:1]:
-        with pytest.raises(ValueError, match=rf"the ranks differ in (attribute )?{name} \("
-                           ) as caught:
+
+    def check(act, said: str) -> None:
+        with pytest.raises(ValueError, match=said) as caught:
             act()
         assert len({*comm.allgather(str(caught.value))}) == 1
         assert not os.listdir(shared_tmp_path)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("options", (dict(step=2.5), dict(keep=0), dict(note="\0")))
-def test_what_one_rank_alone_may_not_give_is_refused_on_all(comm, shared_tmp_path, options):
-    """No rank waits for it."""
-    model = transformer(comm)
-    given = dict(step=1) | (options if comm.rank == 3 else {})
-    with pytest.raises(ValueError, match="refused on rank 3: .* would do") as caught:
-        mm3d.save(shared_tmp_path, model, **given)
-    assert len({*comm.allgather(str(caught.value))}) == 1
-    assert not os.listdir(shared_tmp_path)
+    for name, other in dict(folder=shared_tmp_path / "other", step=2, keep=4, note=None).items():
+        options = dict(folder=shared_tmp_path, step=1, keep=3, note="a")
+        if last and other is None:
+            del options[name]
+        elif last:
+            options[name] = other
+        both = {key: options[key] for key in ("folder", "step")}
+        said = rf"the ranks differ in (attribute )?{name} \("
+        check(lambda: mm3d.save(model=model, **options), said)
+        if name in both:
+            check(lambda: mm3d.restore(model=model, **both), said)
+    for options in dict(step=2.5), dict(keep=0), dict(note="\0"):
+        given = dict(step=1) | (options if last else {})
+        check(lambda: mm3d.save(shared_tmp_path, model, **given), "refused on rank 3: .* would do")
 
 
 def test_numbers_of_the_optimizer_are_checked_too(tmp_path):

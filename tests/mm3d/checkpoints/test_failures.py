@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(comm, shared_tmp_path, monkey
     assert "step 2" in line and f"No space left on device (rank {comm.size - 1}" in line
     monkeypatch.undo()
     if comm.rank == 0:
-        monkeypatch.setattr("mm3d.checkpoints.folder.sync", full)
+        monkeypatch.setattr(os, "fsync", full)
     assert "No space left" in lines(comm, lambda: mm3d.save(shared_tmp_path, model, step=2))
     monkeypatch.undo()
     comm.Barrier()

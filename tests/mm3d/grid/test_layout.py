@@ -1,6 +1,9 @@
 """Layouts: which block of an array a rank holds, and how blocks make the array again."""
+from itertools import product
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from mm3d.grid.activations import Space
@@ -11,41 +14,31 @@ from reference import SHAPES, block, every_grid, grids, integers, on_grid
 SPECS = {1: ["xyz", "zx", "y", ""],
          2: ["xy,z", "z,yx", "xz,y", "y,zx", ",zyx", "x,", "zyx,", ","],
          3: ["xy,,z", "x,y,z", "x,z,y", "z,,yx", ",x,", ",,"]}
-FEW = {"", "z,yx", "zyx,", "x,", "x,z,y", "xy,,z", "z,,yx"}    # the others are slow
-SPECS = pytest.mark.parametrize("spec, dims", [
-    pytest.param(s, d, marks=[pytest.mark.slow] * (s not in FEW))
-    for d, specs in SPECS.items() for s in specs])
+SPECS = [(spec, dims) for dims, specs in SPECS.items() for spec in specs]
 
 
 @every_grid
-@SPECS
-def test_shard_is_the_block_that_array_split_gives_and_unshard_undoes_it(comm, spec, dims):
-    """Bitwise, with sizes that nothing divides, some smaller than the number of parts."""
-    layout = mm3d.Layout(spec)
-    for grid in grids(comm):
+def test_shard_is_the_block_that_array_split_gives_and_unshard_undoes_it(comm):
+    """Bitwise, with sizes that nothing divides, some smaller than the number of parts.  Every rank
+    knows the block of every other, and all ranks together hold each element as often as there are
+    ranks along no letter."""
+    for grid, spec, dims in ((grid, *case) for grid in grids(comm) for case in SPECS):
+        layout = mm3d.Layout(spec)
         for shape in SHAPES:
             A = np.random.default_rng(0).standard_normal(shape[:dims])
             local = layout.shard(A, grid)
-            assert np.array_equal(local, block(A, spec, grid)), (grid, shape)
+            assert np.array_equal(local, block(A, spec, grid)), (grid, spec, shape)
             assert layout.local_shape(grid, A.shape) == local.shape
             assert np.array_equal(A[layout.slices(grid, A.shape)], local)
-            assert np.array_equal(layout.unshard(local, grid, A.shape), A), (grid, shape)
-
-
-@every_grid
-@SPECS
-def test_every_rank_knows_the_block_of_every_other(comm, spec, dims):
-    """All ranks together hold each element as often as there are ranks along no letter."""
-    layout, shape = mm3d.Layout(spec), SHAPES[0][:dims]
-    for grid in grids(comm):
+        assert np.array_equal(layout.unshard(local, grid, A.shape), A), (grid, spec)
         copies = np.prod([n for c, n in grid.shape.items() if c not in spec], dtype=int)
-        held = np.zeros(shape, int)
+        held = np.zeros(A.shape, int)
         for coords in grid.shape.all_coordinates():
-            held[layout.slices(grid, shape, coords)] += 1
-        assert (held == copies).all(), grid
-        mine = [layout.local_shape(grid.shape, shape, coords)
+            held[layout.slices(grid, A.shape, coords)] += 1
+        assert (held == copies).all(), (grid, spec)
+        mine = [layout.local_shape(grid.shape, A.shape, coords)
                 for coords in grid.shape.all_coordinates()]
-        assert comm.allgather(layout.local_shape(grid, shape)) == mine
+        assert comm.allgather(local.shape) == mine, (grid, spec)
 
 
 def test_blocks_need_the_shape_of_a_grid_and_no_ranks():
@@ -71,11 +64,10 @@ def test_blocks_of_activations_need_the_shape_of_a_grid_and_no_ranks():
 
 
 @every_grid
-@pytest.mark.parametrize("spec", ["xy,z", "z,yx", "x,zy", "yzx,"])
-def test_a_split_is_the_step_from_the_line_to_the_rank(comm, spec):
+def test_a_split_is_the_step_from_the_line_to_the_rank(comm):
     """Gathering along a letter takes it out of the layout; its extent is what comes before it."""
     for grid in grids(comm):
-        for shape in SHAPES:
+        for spec, shape in product(("xy,z", "z,yx", "x,zy", "yzx,"), SHAPES):
             A = integers(shape[:2], 0)
             for dim, letters in enumerate(spec.split(",")):
                 letter = letters[-1:]
@@ -107,16 +99,13 @@ def test_units_stay_together_along_the_first_letter(comm):
 
 
 @every_grid
-@pytest.mark.parametrize("spec, n", [
-    ("zx@y", 13), ("yx@z", 24), ("x@z", 3), ("z@y", 13), *(
-        pytest.param(*one, marks=pytest.mark.slow) for one in (
-            ("zx@y", 3), ("yx@z", 13), ("x@z", 24), ("z@y", 24)))])
-def test_a_diagonal_vector_has_one_owner_for_each_element(comm, spec, n):
+def test_a_diagonal_vector_has_one_owner_for_each_element(comm):
     """The owner's coordinate along the direction after '@' is that of the first letter before
     it, modulo the size where the two differ; letters not named hold copies."""
-    layout, b = mm3d.Layout(spec), integers((n,), 0)
-    dealt, line = spec.split("@")
-    for grid in grids(comm):
+    cases = [*product(("zx@y", "yx@z", "x@z", "z@y"), (3, 13, 24))]
+    for grid, spec, n in ((grid, *case) for grid in grids(comm) for case in cases):
+        layout, b = mm3d.Layout(spec), integers((n,), 0)
+        dealt, line = spec.split("@")
         owner = grid.coords[line] == grid.coords[dealt[0]] % grid.shape[line]
         assert layout.owns_block(grid) == owner
         local = layout.shard(b, grid)
@@ -127,24 +116,19 @@ def test_a_diagonal_vector_has_one_owner_for_each_element(comm, spec, n):
 
 
 @pytest.mark.ranks(1, 8)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "bool"])
-def test_the_dtype_and_every_bit_survive(comm, dtype):
-    A = np.frombuffer(np.random.default_rng(0).bytes(7 * 5 * 8), np.uint8)
-    A = (A[:35] > 99).reshape(7, 5) if dtype == "bool" else A.view(dtype)[:35].reshape(7, 5)
-    for grid in grids(comm):
-        layout = mm3d.Layout("xy,z")
-        local = layout.shard(A.T.copy().T, grid)
-        assert local.dtype == A.dtype and local.flags.c_contiguous
-        assert layout.unshard(local, grid, A.shape).tobytes() == A.tobytes()
-
-
-@pytest.mark.ranks(1, 8)
-def test_a_shard_is_a_copy(comm):
-    for grid in grids(comm):
-        A = integers((8, 8), 0)
-        local = mm3d.Layout("xy,z").shard(A, grid)
-        local += 10
-        assert np.array_equal(A, integers((8, 8), 0))
+def test_the_dtype_and_every_bit_survive_in_a_copy(comm):
+    with on_grid(comm, 1, 1, 1) if comm.size == 1 else on_grid(comm, 2, 2, 2) as grid:
+        for dtype in ("float64", "float32", "float16", "int64", "bool"):
+            A = np.frombuffer(np.random.default_rng(0).bytes(7 * 5 * 8), np.uint8)
+            A = (A[:35] > 99).reshape(7, 5) if dtype == "bool" else A.view(dtype)[:35].reshape(
+                7, 5)
+            before, layout = A.tobytes(), mm3d.Layout("xy,z")
+            A = A.T.copy().T
+            local = layout.shard(A, grid)
+            assert local.dtype == A.dtype and local.flags.c_contiguous
+            assert layout.unshard(local, grid, A.shape).tobytes() == before
+            local[...] = 0
+            assert A.tobytes() == before
 
 
 @pytest.mark.parametrize("spec", ["xx,z", "x,x", "xy,zx", "zx@z", "zx@", "zx@yy", "@y"])
@@ -153,25 +137,25 @@ def test_a_direction_twice_or_a_bad_diagonal_is_refused(spec):
         mm3d.Layout(spec)
 
 
-@pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("spec, shape, message", [
     ("xw,z", (4, 4), "names the direction 'w', which the grid does not have: it has x, y, z"),
     ("z@w", (4,), "names the direction 'w'"),
     ("xy,z", (4, 4, 4), r"is for 2 dimensions, but the array has 3: \(4, 4, 4\)"),
-    ("xy,z", (4,), "is for 2 dimensions, but the array has 1"),
-])
-def test_arrays_and_grids_that_do_not_fit_a_layout_are_refused(comm, spec, shape, message):
-    for grid in grids(comm):
-        for call in (mm3d.Layout(spec).local_shape, mm3d.Layout(spec).slices):
-            with pytest.raises(ValueError, match=message):
-                call(grid, shape)
+    ("xy,z", (4,), "is for 2 dimensions, but the array has 1")])
+def test_arrays_and_grids_that_do_not_fit_a_layout_are_refused(spec, shape, message):
+    grid, layout = GridShape("xyz", (2, 2, 2)), mm3d.Layout(spec)
+    coords = grid.coordinates(3)
+    for call in (lambda: layout.local_shape(grid, shape, coords),
+                 lambda: layout.slices(grid, shape, coords)):
         with pytest.raises(ValueError, match=message):
-            mm3d.Layout(spec).shard(np.zeros(shape), grid)
+            call()
+    with on_grid(MPI.COMM_SELF, 1, 1, 1) as grid:
+        with pytest.raises(ValueError, match=message):
+            layout.shard(np.zeros(shape), grid)
 
 
-@pytest.mark.ranks(1, 8)
-def test_a_wrong_block_is_refused_before_any_communication(comm):
-    for grid in grids(comm):
+def test_a_wrong_block_is_refused():
+    with on_grid(MPI.COMM_SELF, 1, 1, 1) as grid:
         with pytest.raises(ValueError, match=r"the block of an array of \(8, 8\) in layout"):
             mm3d.Layout("xy,z").unshard(np.zeros((9, 9)), grid, (8, 8))
 

@@ -11,22 +11,12 @@ from mm3d.grid.axis import Axis
 from mm3d.model import cost
 from mm3d.schemes import cube
 from mm3d.schemes.closed_form import ProductShape
-from reference import (every_grid, grids, grids_and_squares, integers, on_grid, relative_error,
-                       schemes, total, words)
+from models import EACH_ONCE, Parallelism
+from reference import (SHAPES, every_grid, grids, integers, on_grid, relative_error, total, words)
 
 # Everything divides; nothing does, and there are fewer sequences and heads than ranks.
 MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
-          "uneven": dict(layers=2, hidden=15, heads=3, batch=3, seq=5)}
-every_model = pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
-OPTIONS = [("3d", {}), ("3d", dict(keep="weight", rows="sequences")),
-           ("3d", dict(keep="both", rows="positions")),
-           *((name, {}) for name in mm3d.SCHEMES if name != "3d")]
-every_scheme = pytest.mark.parametrize("name, options", OPTIONS, ids=str)
-# Where everything divides, 3-D stands for the others.
-every_case = pytest.mark.parametrize("sizes, name, options", [
-    pytest.param(MODELS[sizes], *case, id=f"{sizes}-{case[0]}-{case[1]}",
-                 marks=[pytest.mark.slow] * (sizes == "even" and case != OPTIONS[0]))
-    for sizes in MODELS for case in OPTIONS])
+          "uneven": dict(layers=1, hidden=15, heads=3, batch=3, seq=5)}
 
 
 def of_phases(model, count) -> dict:
@@ -54,44 +44,47 @@ def spy(monkeypatch, owner, *names) -> list:
 
 # --- The model as counted ------------------------------------------------------------------
 
-@grids_and_squares
-@every_case
-def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, monkeypatch):
+@pytest.mark.ranks(1, 4, 8, slow=(6,))
+def test_collectives_words_flops_and_parameters_of_the_model(comm, monkeypatch):
+    """Where nothing divides, and in 3-D where everything does."""
+    for parallelism in [Parallelism("serial"), *EACH_ONCE[comm.size]]:
+        with parallelism.on(comm) as scheme:
+            for name in ("uneven", "even") if parallelism == Parallelism("3d") else ("uneven",):
+                check_model(comm, scheme, MODELS[name], parallelism.options, monkeypatch)
+
+
+def check_model(comm, scheme, sizes, options, monkeypatch):
     """By direction and kind of collective: words over all ranks, and calls on each. No
     multiplication is done twice; backward computes the scores again, less the logarithms of their
-    sums, which is one more term for each head and which `flops` leaves out."""
-    matmuls = spy(monkeypatch, np, "matmul")
-    described = ModelSizes(**sizes)
-    flops = cost.flops(described)
-    flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
-                          * (sizes["hidden"] + sizes["heads"]))
-    for scheme in schemes(comm, name, **options):
+    sums, which is one more term for each head and which `flops` leaves out.  In 3-D and on
+    squares each parameter is on one rank."""
+    described, model = ModelSizes(**sizes), mm3d.Transformer(scheme, **sizes)
+    with monkeypatch.context() as patch:
+        matmuls = spy(patch, np, "matmul")
+
         def count():
             done = sum(2 * math.prod(a.shape) * b.shape[-1] for _, a, b in matmuls)
             matmuls.clear()
             return scheme.grid.traffic(), done
-        counted = of_phases(mm3d.Transformer(scheme, **sizes), count)
-        moves = cost.moves(name, scheme.grid.shape, described, **options)
-        closed = cost.words(name, scheme.grid.shape, described, **options)
-        for phase, (traffic, done) in counted.items():
-            sums = total(comm, {key: t.words for key, t in traffic.items()})
-            calls = {key: t.calls for key, t in traffic.items()}
-            assert sums == closed[phase], (scheme, phase)
-            assert sums == {key: move.words for key, move in moves[phase].items()}
-            assert calls == {key: move.calls for key, move in moves[phase].items()}, scheme
-            assert all(t.bytes == 4 * t.words for t in traffic.values())
-            assert comm.allreduce(done) == flops[phase] * (comm.size if name == "serial" else 1)
-
-
-@grids_and_squares
-@every_model
-def test_parameters_are_stored_once(comm, sizes):
-    """In 3-D over all ranks together, and the count is that of the global shapes."""
-    expected = cost.parameters(ModelSizes(**sizes))
-    for scheme in schemes(comm, "3d", "2d"):
-        parameters = mm3d.Transformer(scheme, **sizes).parameters
-        assert sum(math.prod(p.shape) for p in parameters) == expected
-        assert comm.allreduce(sum(p.value.size for p in parameters)) == expected, scheme
+        counted = of_phases(model, count)
+    flops = cost.flops(described)
+    flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
+                          * (sizes["hidden"] + sizes["heads"]))
+    moves = cost.moves(scheme.name, scheme.grid.shape, described, **options)
+    closed = cost.words(scheme.name, scheme.grid.shape, described, **options)
+    for phase, (traffic, done) in counted.items():
+        sums = total(comm, {key: t.words for key, t in traffic.items()})
+        calls = {key: t.calls for key, t in traffic.items()}
+        assert sums == closed[phase], (scheme, phase)
+        assert sums == {key: move.words for key, move in moves[phase].items()}
+        assert calls == {key: move.calls for key, move in moves[phase].items()}, scheme
+        assert all(t.bytes == 4 * t.words for t in traffic.values())
+        assert comm.allreduce(done) == flops[phase] * (
+            comm.size if scheme.name == "serial" else 1)
+    expected = cost.parameters(described)
+    assert sum(math.prod(p.shape) for p in model.parameters) == expected
+    if scheme.name in ("3d", "2d"):
+        assert comm.allreduce(sum(p.value.size for p in model.parameters)) == expected, scheme
 
 
 # --- One product: the formula and the bound ------------------------------------------------
@@ -107,36 +100,31 @@ def words_of_product(grid, m, n, k) -> int:
 
 
 @every_grid
-def test_words_of_a_rank_where_everything_divides(comm):
-    """w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) with w(n) = (n-1)/n, on each rank."""
+def test_words_of_a_product(comm):
+    """Where everything divides, w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) with w(n) = (n-1)/n on
+    each rank; where nothing does, as many over all ranks."""
     for grid in grids(comm):
         X, Y, Z = grid.shape.values()
-        m, n, k = 2 * X * Y * Z, 3 * X * Y * Z, 5 * X * Y * Z
-        formula = ((Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k) // comm.size
-        assert words_of_product(grid, m, n, k) == formula, grid
 
-
-@every_grid
-@pytest.mark.parametrize("m, n, k", [(7, 11, 13), (5, 17, 3), (19, 2, 9)])
-def test_words_of_all_ranks_where_nothing_divides(comm, m, n, k):
-    for grid in grids(comm):
-        X, Y, Z = grid.shape.values()
-        formula = (Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k
-        assert comm.allreduce(words_of_product(grid, m, n, k)) == formula, grid
-        forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("up", m, n, k))
-        assert sum(move.words for move in forward) == formula, grid
+        def formula(m, n, k):
+            return (Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k
+        sizes = 2 * X * Y * Z, 3 * X * Y * Z, 5 * X * Y * Z
+        assert words_of_product(grid, *sizes) == formula(*sizes) // comm.size, grid
+        for sizes in SHAPES:
+            assert comm.allreduce(words_of_product(grid, *sizes)) == formula(*sizes), grid
+            forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("up", *sizes))
+            assert sum(move.words for move in forward) == formula(*sizes), grid
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("sizes, m, n, k", [
-    ((2, 2, 2), 8, 8, 8), ((2, 2, 2), 16, 16, 16),     # three directions: a cube of a product
-    ((4, 2, 1), 16, 2, 8),                             # two: a flat one
-    ((8, 1, 1), 64, 8, 8), ((1, 1, 8), 8, 64, 8), ((1, 8, 1), 8, 8, 64)])    # one: a long one
-def test_words_reach_the_lower_bound(comm, sizes, m, n, k):
+def test_words_reach_the_lower_bound(comm):
     """Ratio 1.000 in each of its three regimes, counted, on every rank."""
-    with on_grid(comm, *sizes) as grid:
-        ratio = words_of_product(grid, m, n, k) / cost.lower_bound(m, n, k, comm.size)
-        assert ratio == pytest.approx(1, rel=1e-12)
+    for sizes, shape in (((2, 2, 2), (16, 16, 16)),       # three directions: a cube of a product
+                         ((4, 2, 1), (16, 2, 8)),         # two: a flat one
+                         ((1, 1, 8), (8, 64, 8))):        # one: a long one
+        with on_grid(comm, *sizes) as grid:
+            ratio = words_of_product(grid, *shape) / cost.lower_bound(*shape, comm.size)
+            assert ratio == pytest.approx(1, rel=1e-12), sizes
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -182,11 +170,11 @@ def test_words_of_both_phases_by_what_is_kept(keep, share):
 
 # --- Lines of ranks are old friends --------------------------------------------------------
 
-@pytest.mark.ranks(3, 8)
-@every_model
-def test_ranks_along_x_are_fully_sharded_data_parallelism(comm, sizes):
+@pytest.mark.ranks(3)
+def test_ranks_along_x_are_fully_sharded_data_parallelism(comm):
     """ZeRO-3: all parameters gathered forward, the weights again in backward, all gradients
     reduce-scattered; besides, nothing. Each rank moves all but what it stores."""
+    sizes = MODELS["uneven"]
     scheme = mm3d.scheme("3d", comm, grid=(comm.size, 1, 1))
     model = mm3d.Transformer(scheme, **sizes)
     every = model.parameters
@@ -203,7 +191,7 @@ def test_ranks_along_x_are_fully_sharded_data_parallelism(comm, sizes):
     scheme.grid.free()
 
 
-@pytest.mark.ranks(3, 8)
+@pytest.mark.ranks(3)
 def test_ranks_along_x_compute_what_sharded_data_parallelism_does(comm):
     """A linear layer against one written out on MPI: rows dealt, B in shards of columns."""
     m, n, k, rank = 19, 5, 2 * comm.size, comm.rank
@@ -224,11 +212,11 @@ def test_ranks_along_x_compute_what_sharded_data_parallelism_does(comm):
         assert np.array_equal(dA, dC[rows] @ gathered.T) and np.array_equal(dB_mine, dB)
 
 
-@pytest.mark.ranks(3, 8)
-@every_model
-def test_ranks_along_y_are_megatron_with_sequence_parallelism(comm, sizes, monkeypatch):
+@pytest.mark.ranks(3)
+def test_ranks_along_y_are_megatron_with_sequence_parallelism(comm, monkeypatch):
     """The same gathers and reduce-scatters in the same order, block for block, and the same
     numbers; vectors, which one stores on the diagonal and the other in copies, apart."""
+    sizes = MODELS["uneven"]
     calls = spy(monkeypatch, Axis, "all_gather", "reduce_scatter")
     found = []
     for name, options in (("3d", dict(grid=(1, comm.size, 1), rows="positions")), ("1d-sp", {})):

@@ -16,10 +16,10 @@ from reference import relative_error
 
 
 @pytest.fixture(params=[8, 16384], ids=["blocks", "whole"])
-def blocks(request, monkeypatch):
+def blocks(request, monkeypatch, no_backends):
     """Work in blocks of two rows of 4, of some heads and of two queries, and a last smaller one;
     and in one go."""
-    monkeypatch.setattr(backend.get("numpy"), "block", request.param)
+    backend.get("numpy").block = request.param
     monkeypatch.setattr(numpy_kernels, "QUERY_BLOCK", 2)
 
 
@@ -153,11 +153,11 @@ def test_attention_with_large_scores():
     assert np.array_equal(y, v[:, ::-1]) and np.array_equal(lse, np.full((1, 1, 4), 5000.0))
 
 
-def test_hidden_scores_are_left_out(monkeypatch):
+def test_hidden_scores_are_left_out(monkeypatch, no_backends):
     """Under a causal mask, block by block: 1 + 2 + 3 + 4 of 16 parts, in backward as well."""
     library, counted = backend.get("numpy"), []
     monkeypatch.setattr(numpy_kernels, "QUERY_BLOCK", 2)
-    monkeypatch.setattr(library, "block", 8)
+    library.block = 8
 
     class Counting:
         """NumPy, but for its products."""
@@ -168,7 +168,7 @@ def test_hidden_scores_are_left_out(monkeypatch):
         def matmul(self, a, b, out):
             counted.append(a.size * b.shape[-1])
             return np.matmul(a, b, out=out)
-    monkeypatch.setattr(library, "xp", Counting())
+    library.xp = Counting()
     q, k, v, dy = (normal(n, 1, 8, 3, 4) for n in range(4))
     parts = [3 * 2 * 2 * 4] * 10    # of two queries and two positions
     _, lse = functional.attention_forward(q, k, v, 0, True, np.empty_like(q))

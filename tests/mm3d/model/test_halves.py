@@ -9,6 +9,7 @@ import mm3d
 from mirror import mirrored
 from mm3d.arrays import backend
 from mm3d.model import cost
+from mm3d.schemes.product import Product
 from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
@@ -230,64 +231,18 @@ def test_observers_see_the_halves():
         "attention.qkv", "attention.proj", "mlp.up", "mlp.down"}
 
 
-def before_its_input(linear, monkeypatch):
-    """The weights' half has the dY of the micro-batch before: its own was not there yet."""
-    first, found = linear.backward_input, [None]
+class Undivided(SerialProduct):
+    """A product that does not say how its backward is divided."""
 
-    def backward_input(dy, saved, overlap=None):
-        dx, (x, own) = first(dy, saved, overlap)
-        found.append(own)
-        return dx, (x, own if found[-2] is None else found[-2])
-    monkeypatch.setattr(linear, "backward_input", backward_input)
+    backward_input, backward_weights = Product.backward_input, Product.backward_weights
 
 
-def of_another_micro_batch(linear, monkeypatch):
-    """Kept in the layer, the operands are those of the last micro-batch."""
-    first, second, held = linear.backward_input, linear.backward_weights, []
-
-    def backward_input(dy, saved, overlap=None):
-        dx, operands = first(dy, saved, overlap)
-        held.append(operands)
-        return dx, operands
-    monkeypatch.setattr(linear, "backward_input", backward_input)
-    monkeypatch.setattr(linear, "backward_weights",
-                        lambda operands, overlap=None: second(held[-1], overlap))
-
-
-def in_both_halves(linear, monkeypatch):
-    """Backward in one piece, and then the weights' half as well."""
-    first = linear.backward_input
-
-    def backward_input(dy, saved, overlap=None):
-        dx, operands = first(dy, saved, overlap)
-        linear.backward_weights(operands, overlap)
-        return dx, operands
-    monkeypatch.setattr(linear, "backward_input", backward_input)
-
-
-def in_no_half(linear, monkeypatch):
-    """The weights' half is forgotten."""
-    monkeypatch.setattr(linear, "backward_weights", lambda operands, overlap=None: None)
-
-
-@pytest.mark.parametrize("wrong", [before_its_input, of_another_micro_batch, in_both_halves,
-                                   in_no_half])
-def test_wrong_weights_halves_are_seen(wrong, monkeypatch):
-    """In the gradient of that weight, and in no other."""
-    with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
-        model = mm3d.Transformer(scheme, **SIZES["few"])
-        expected = run(model, "Fa Fb Da Db")
-        wrong(model.linears[1], monkeypatch)
-        found = run(model, "Fa Fb Ba Bb Wa Wb")
-        assert different(found, expected) == ["layers.0.attention.proj.weight"]
-
-
-def test_a_product_that_does_not_say_how_is_not_divided(monkeypatch):
+def test_a_product_that_does_not_say_how_is_not_divided():
     """Its backward is done in the first half, and what is kept is the gradient of the weight."""
     with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
+        expected = run(mm3d.Transformer(scheme, **SIZES["even"]), "Fa Fb Fc Da Db Dc")
         model = mm3d.Transformer(scheme, **SIZES["even"])
-        expected = run(model, "Fa Fb Fc Da Db Dc")
-        monkeypatch.delattr(SerialProduct, "backward_input")
-        monkeypatch.delattr(SerialProduct, "backward_weights")
+        for linear in model.linears:
+            linear.product.__class__ = Undivided
         assert different(of_three(model, "abc"), expected) == []
         assert different(of_three(model, "cab"), expected) != []

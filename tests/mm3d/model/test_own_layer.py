@@ -70,7 +70,7 @@ def counted_step(model, comm, trace):
     return counted, kept
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_dry_runs_are_what_is_counted_with_another_layer(comm, recompute):
     """Traffic and kept bytes of a model between two such layers; words are those of the model

@@ -6,21 +6,14 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.model.builder import Builder
 from mm3d.model.saved_arrays import saved_arrays
-from mm3d.model.layers import Linear
-from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train
-from reference import integers, relative_error
+from models import (EACH_ONCE, PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial,
+                    train)
+from reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("transport")
 
-every_size = pytest.mark.parametrize("sizes, causal", [
-    ("even", False), ("uneven", True), ("few", False)])
-every_grid = pytest.mark.ranks(1, 4, 8, slow=(6,))    # of PARALLELISMS
-every_grid_once = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))
-some_grids = pytest.mark.ranks(*SOME, first=(8,))
-# 8 ranks would show nothing more.
-four_ranks = pytest.mark.ranks(1, 4, slow=(6,))
+every_grid_once = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))    # of EACH_ONCE
 
 
 def layer_norm(x, weight, bias):
@@ -48,7 +41,7 @@ def plain_transformer(x, state, layers, heads, causal):
     return x
 
 
-@every_size
+@pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True), ("few", False)])
 def test_serial_model_is_the_definition(sizes, causal):
     """Forward against plain NumPy; every gradient against central differences of that."""
     size = SIZES[sizes]
@@ -66,44 +59,38 @@ def test_serial_model_is_the_definition(sizes, causal):
         assert abs((up - down) / (2 * h) - slope) <= 1e-6 * np.linalg.norm(results[name]), name
 
 
-def compare_with_serial(comm, parallelisms, sizes, dtype, causal, forward, backward, steps=0):
-    expected = serial(sizes, causal, steps)
-    for parallelism in parallelisms[comm.size]:
-        with parallelism.on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **SIZES[sizes], dtype=dtype, causal=causal)
-            results = train(model, *data(**SIZES[sizes]), steps)
-            wrong = differences(model, results, expected, forward, backward)
-        assert not wrong, f"{parallelism}: {wrong}"
-
-
 @every_grid_once
-@every_size
+@pytest.mark.parametrize("sizes, causal", [
+    ("uneven", True), *(pytest.param(sizes, False, marks=pytest.mark.slow)
+                        for sizes in ("even", "few"))])
 def test_equals_serial(comm, sizes, causal):
-    """Output, input gradient and parameter gradients, on every scheme and grid."""
-    compare_with_serial(comm, PARALLELISMS, sizes, "float64", causal, 1e-12, 1e-11)
-
-
-@some_grids
-@pytest.mark.parametrize("sizes", SIZES)
-def test_float32_equals_serial(comm, sizes):
-    """The same in float32, against the float64 model."""
-    compare_with_serial(comm, SOME, sizes, "float32", True, 1e-5, 5e-5)
-
-
-@pytest.mark.ranks(1, 4, slow=(6, 8))
-def test_sgd_steps_equal_serial(comm):
-    """Three steps of SGD leave the same parameters everywhere."""
-    compare_with_serial(comm, PARALLELISMS, "uneven", "float64", False, 1e-11, 1e-11, steps=3)
+    """Output, input gradient and parameter gradients, on every scheme and grid, before and after
+    a step of SGD; and those of float32 beside float64."""
+    for parallelism in EACH_ONCE[comm.size]:
+        with parallelism.on(comm) as scheme:
+            for dtype, steps, *limits in (("float64", 1, 1e-12, 1e-11),
+                                          ("float32", 0, 1e-5, 5e-5)):
+                model = mm3d.Transformer(scheme, **SIZES[sizes], dtype=dtype, causal=causal)
+                results = train(model, *data(**SIZES[sizes]), steps)
+                wrong = differences(model, results, serial(sizes, causal, steps), *limits)
+                assert not wrong, f"{parallelism}, {dtype}: {wrong}"
 
 
 @every_grid_once
-def test_weights_are_dealt_over_all_ranks(comm):
-    """Of each weight exactly 1/P lies on each rank where everything divides.  Other schemes store
-    no more than their layouts say."""
-    size = dict(layers=1, hidden=48, heads=24, batch=1, seq=1)
-    for parallelism in PARALLELISMS[comm.size]:
+def test_parameters_and_random_numbers_of_a_grid(comm):
+    """The same numbers, to the bit, on every grid as on one rank.  Of each weight exactly 1/P lies
+    on each rank where everything divides.  Other schemes store no more than their layouts say."""
+    def drawn(scheme):
+        model = mm3d.Transformer(scheme, **SIZES["uneven"], seed=5, dtype="float64")
+        return model, {"y": model.random("output"), "dx": model.random("gradient"),
+                       **{p.name: p.value for p in model.parameters}}
+
+    with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
+        expected = drawn(scheme)[1]
+    for parallelism in EACH_ONCE[comm.size]:
         with parallelism.on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **size)
+            assert not differences(*drawn(scheme), expected, 0, 0), parallelism
+            model = mm3d.Transformer(scheme, layers=1, hidden=48, heads=24, batch=1, seq=1)
         for p in model.parameters:
             assert p.value.shape == p.grad.shape
             if len(p.public_shape) == 2:
@@ -112,23 +99,6 @@ def test_weights_are_dealt_over_all_ranks(comm):
                 owns = not any(grid.coords[c] for c in faces)
                 assert p.value.size * dealt == whole * owns, p.name
                 assert dealt == comm.size or parallelism.name not in ("1d", "1d-sp", "2d", "3d")
-
-
-@four_ranks
-@pytest.mark.parametrize("sizes", ["even", "uneven"])
-def test_random_numbers_do_not_depend_on_the_grid(comm, sizes):
-    """The same parameters and activations, to the bit, on every grid as on one rank."""
-    def drawn(scheme):
-        model = mm3d.Transformer(scheme, **SIZES[sizes], seed=5, dtype="float64")
-        return model, {"y": model.random("output"), "dx": model.random("gradient"),
-                       **{p.name: p.value for p in model.parameters}}
-
-    with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
-        expected = drawn(scheme)[1]
-    for parallelism in PARALLELISMS[comm.size]:
-        with parallelism.on(comm) as scheme:
-            model, found = drawn(scheme)
-            assert not differences(model, found, expected, 0, 0), parallelism
 
 
 def test_random_numbers_depend_on_seed_and_name():
@@ -182,11 +152,11 @@ def test_state_and_load(comm):
 @pytest.mark.ranks(1, 4, slow=(8,))
 def test_micro_batches_in_flight(comm):
     """Forward, forward, backward, backward gives to the bit what one after the other does, and
-    gradients add up until they are set to zero."""
-    size = SIZES["uneven"]
-    for parallelism in SOME[comm.size]:
+    gradients add up until they are set to zero.  x, dy and what forward saved are as before, so
+    that backward can run again."""
+    for parallelism in (SOME if comm.size > 1 else PARALLELISMS)[comm.size]:
         with parallelism.on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **size, dtype="float64", causal=True)
+            model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
             x, dy = ([model.random(f"{name} {n}") for n in range(2)] for name in ("x", "dy"))
             apart, alone = [], []
             for a, da in zip(x, dy):
@@ -196,30 +166,21 @@ def test_micro_batches_in_flight(comm):
                 alone.append([p.grad.copy() for p in model.parameters])
             model.zero_gradients()
             (y0, saved0), (y1, saved1) = (model.forward(a) for a in x)
-            together = [y0, model.backward(dy[0], saved0), y1, model.backward(dy[1], saved1)]
-        assert all(map(np.array_equal, apart, together)), parallelism
-        for p, first, second in zip(model.parameters, *alone):
-            assert np.array_equal(p.grad, first + second), f"{parallelism}: {p.name}"
+            kept = [a.copy() for a in saved_arrays(saved0)]
+            together = [y0.copy(), model.backward(dy[0], saved0), y1,
+                        model.backward(dy[1], saved1)]
+            assert all(map(np.array_equal, apart, together)), parallelism
+            for p, first, second in zip(model.parameters, *alone):
+                assert np.array_equal(p.grad, first + second), f"{parallelism}: {p.name}"
+            y0[...] = np.nan    # the caller's own: nothing that was saved may be part of it
+            assert np.array_equal(model.backward(dy[0], saved0), apart[1]), parallelism
+            assert all(map(np.array_equal, kept, saved_arrays(saved0))), parallelism
+            for name, arrays in (("x", x), ("dy", dy)):
+                assert all(np.array_equal(a, model.random(f"{name} {n}"))
+                           for n, a in enumerate(arrays)), parallelism
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
-def test_inputs_are_not_overwritten(comm):
-    """x, dy and what forward saved are as before, so that backward can run again."""
-    for parallelism in SOME[comm.size]:
-        with parallelism.on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **SIZES["even"], dtype="float64", causal=True)
-            x, dy = model.random("x"), model.random("dy")
-            y, saved = model.forward(x)
-            y[...] = np.nan    # the caller's own: nothing that was saved may be part of it
-            kept = [a.copy() for a in saved_arrays(saved)]
-            first, second = model.backward(dy, saved), model.backward(dy, saved)
-            assert np.array_equal(x, model.random("x")), parallelism
-            assert np.array_equal(dy, model.random("dy")), parallelism
-        assert all(map(np.array_equal, kept, saved_arrays(saved))), parallelism
-        assert np.array_equal(first, second), parallelism
-
-
-@four_ranks
+@pytest.mark.ranks(1, slow=(4, 6))    # several ranks are compared with one
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_sees_every_position(comm, causal):
     """A changed token changes all outputs of its sequence, under a causal mask those from its own
@@ -244,43 +205,3 @@ def test_attention_sees_every_position(comm, causal):
             for name, a in found.items():
                 place = model.outer.layout().slices(scheme.grid, model.shape)
                 assert np.array_equal(a, reached[name][place]), f"{parallelism}: {name}"
-
-
-@four_ranks
-@pytest.mark.parametrize("sizes", SIZES)
-def test_two_products_restore_the_layout(comm, sizes):
-    """Into the inner space and back: in exact integers the product of the global matrices, each
-    time where its space says, and in the end where it was at first."""
-    _, h, _, batch, seq = SIZES[sizes].values()
-    X, W, V = integers((batch, seq, h), 1), integers((h, 4 * h), 2), integers((4 * h, h), 3)
-    b, c = integers((4 * h,), 4), integers((h,), 5)
-    for parallelism in PARALLELISMS[comm.size]:
-        with parallelism.on(comm) as scheme:
-            outer, inner = scheme.spaces(batch, seq)
-            build = Builder(scheme, outer, inner, np.float64)
-            into, back = Linear(build, "into", "up", W.shape), Linear(build, "back", "down",
-                                                                      V.shape)
-            for layer, weight, bias in ((into, W, b), (back, V, c)):
-                layer.weight.load(weight)
-                layer.bias.load(bias)
-            x = outer.layout().shard(X, scheme.grid)
-            y, _ = into.forward(x)
-            z, _ = back.forward(y)
-            Y = inner.layout().unshard(y, scheme.grid, (batch, seq, 4 * h))
-            Z = outer.layout().unshard(z, scheme.grid, X.shape)
-        assert np.array_equal(Y, X @ W + b), parallelism
-        assert z.shape == x.shape and np.array_equal(Z, Y @ V + c), parallelism
-
-
-@pytest.mark.ranks(2, slow=(8,))
-def test_a_gradient_is_taken_alike_where_it_lies_and_in_a_copy(comm):
-    """What forward returned on some ranks, its copy on others: too large to be handed over."""
-    grid = (2, 2, 2) if comm.size == 8 else (1, 2, 1)
-    scheme = mm3d.scheme("3d", comm, grid=grid, backend="numpy")
-    model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=4, batch=8, seq=256)
-    found = []
-    for mixed in (False, True):
-        y, saved = model.forward(model.random("x"))
-        found.append(model.backward(y if mixed and comm.rank == 0 else y.copy(), saved).copy())
-    scheme.grid.free()
-    assert np.array_equal(*found)

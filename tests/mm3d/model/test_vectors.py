@@ -1,4 +1,5 @@
 """Vectors along the features: stored once on the diagonal, added to and multiplied with rows."""
+from itertools import chain
 from typing import Iterator, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from reference import (every_grid, grids, grids_and_squares, integers, moved, on
 BATCH, SEQ = 3, 5
 # Global shape of the vector and what stays together: more or fewer features than ranks divide
 # them, and three parts (as of queries, keys and values) in units of 2.
-every_shape = pytest.mark.parametrize("shape, unit", [((13,), 1), ((3,), 1), ((3, 10), 2)])
+CASES = [((13,), 1), ((3,), 1), ((3, 10), 2)]
 
 
 class Side(NamedTuple):
@@ -64,105 +65,70 @@ def test_the_diagonal_of_3d(comm):
             assert np.array_equal(local, block if mine else b[:0]), grid
 
 
-@grids_and_squares
-@every_shape
-def test_each_element_has_one_owner(comm, shape, unit):
-    """The ranks together store the vector once, P times where it is replicated, and once in each
-    layer of 2.5-D."""
-    for side in sides(comm):
-        vector, grid = Vector(side.space, shape, unit), side.space.grid
-        layers = grid.shape["z"] if "Tesseract" in side.where else 1
-        copies = comm.size if vector.layout.letters == "" else layers
-        numbers = np.arange(np.prod(shape)).reshape(shape)
-        stored = np.concatenate(comm.allgather(vector.layout.shard(numbers, grid).ravel()))
-        assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where
-
-
 # --- A + b and A * b -----------------------------------------------------------------------
 
 @grids_and_squares
-@every_shape
-def test_adding_to_every_row_and_its_gradient(comm, shape, unit):
+def test_adding_to_and_scaling_every_row(comm):
+    """Exact integers, in every space of every scheme; also rows of 3-D by whole sequences."""
+    for side in chain(sides(comm), sides(comm, "3d", rows="sequences")):
+        for shape, unit in CASES:
+            check_owners(comm, side, shape, unit)
+            check_adding(side, shape, unit)
+            check_scaling(side, shape, unit)
+        for dtype in ("float64", "float32", "float16"):
+            check_types(side, dtype)
+
+
+def check_owners(comm, side, shape, unit):
+    """The ranks together store the vector once, P times where it is replicated, and once in each
+    layer of 2.5-D."""
+    vector, grid = Vector(side.space, shape, unit), side.space.grid
+    layers = grid.shape["z"] if "Tesseract" in side.where else 1
+    copies = comm.size if vector.layout.letters == "" else layers
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    stored = np.concatenate(comm.allgather(vector.layout.shard(numbers, grid).ravel()))
+    assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where
+
+
+def check_adding(side, shape, unit):
     """C = A + b, in place and not; db sums rows that differ from rank to rank."""
-    for side in sides(comm):
-        vector, b, A, rows, b_local, A_local = side.case(shape, unit)
-        grid = side.space.grid
-        expected = rows.shard(A + b, grid)
-        C = add_forward(A_local, b_local, vector, out=np.full_like(A_local, 99))
-        assert np.array_equal(C, expected), side.where
-        assert np.array_equal(A_local, rows.shard(A, grid)), side.where
-        assert np.array_equal(b_local, vector.layout.shard(b, grid)), side.where
-        add_forward(A_local, b_local, vector, out=A_local)
-        assert np.array_equal(A_local, expected), side.where
-        db = vector.reduce_gradient(add_backward(rows.shard(A, grid)))
-        assert equal(db, vector.layout.shard(A.sum(axis=(0, 1)), grid)), side.where
+    vector, b, A, rows, b_local, A_local = side.case(shape, unit)
+    grid = side.space.grid
+    expected = rows.shard(A + b, grid)
+    C = add_forward(A_local, b_local, vector, out=np.full_like(A_local, 99))
+    assert np.array_equal(C, expected), side.where
+    assert np.array_equal(A_local, rows.shard(A, grid)), side.where
+    assert np.array_equal(b_local, vector.layout.shard(b, grid)), side.where
+    add_forward(A_local, b_local, vector, out=A_local)
+    assert np.array_equal(A_local, expected), side.where
+    db = vector.reduce_gradient(add_backward(rows.shard(A, grid)))
+    assert equal(db, vector.layout.shard(A.sum(axis=(0, 1)), grid)), side.where
 
 
-@grids_and_squares
-@every_shape
-def test_scaling_every_row_and_its_gradients(comm, shape, unit):
+def check_scaling(side, shape, unit):
     """C = A * b; dA = dC * b with the gathered b, db the sum of dC * A over all rows."""
-    for side in sides(comm):
-        vector, b, A, rows, b_local, A_local = side.case(shape, unit)
-        grid, dC = side.space.grid, integers(A.shape, 3)
-        C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
-        assert np.array_equal(C, rows.shard(A * b, grid)), side.where
-        dC_local = rows.shard(dC, grid)
-        dA, terms = scale_backward(dC_local, A_local, b_l, out=np.empty_like(A_local))
+    vector, b, A, rows, b_local, A_local = side.case(shape, unit)
+    grid, dC = side.space.grid, integers(A.shape, 3)
+    C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
+    assert np.array_equal(C, rows.shard(A * b, grid)), side.where
+    dC_local, expected = rows.shard(dC, grid), rows.shard(dC * b, grid)
+    for out in (np.empty_like(A_local), dC_local):
+        dA, terms = scale_backward(dC_local, A_local, b_l, out=out)
         db = vector.reduce_gradient(terms)
-        assert np.array_equal(dA, rows.shard(dC * b, grid)), side.where
-        assert equal(db, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
+        assert np.array_equal(dA, expected), side.where
+        assert equal(db, vector.layout.shard((dC * A).sum((0, 1)), grid)), side.where
         assert np.array_equal(A_local, rows.shard(A, grid)), side.where
-        dA, terms = scale_backward(dC_local, A_local, b_l, out=dC_local)
-        db_in_place = vector.reduce_gradient(terms)
-        assert np.array_equal(dA, rows.shard(dC * b, grid)) and equal(
-            db_in_place, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
 
 
-@grids_and_squares
-def test_inner_products_of_vectors(comm):
-    """<dC, 1 b> = <db, b> for A + b, and <dC, A * b> = <dA, A> = <db, b>, from blocks alone."""
-    for side in sides(comm):
-        vector, b, A, rows, b_local, A_local = side.case((13,), 1)
-        dC = rows.shard(integers(A.shape, 3), side.space.grid)
-        C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
-        dA, terms = scale_backward(dC, A_local, b_l, out=np.empty_like(A_local))
-        db = vector.reduce_gradient(terms)
-        db_sum = vector.reduce_gradient(add_backward(dC))
-        ones = add_forward(np.zeros_like(dC), b_local, vector, out=np.empty_like(dC))
-
-        def dot(x, y):
-            return 0 if x is None else np.vdot(x, y)
-        on_rows = comm.allreduce(np.array([dot(dC, ones), dot(dC, C), dot(dA, A_local), dC.size]))
-        stored = comm.allreduce(np.array([dot(db_sum, b_local), dot(db, b_local), b_local.size]))
-        of_rows = on_rows[:3] * A.size / on_rows[3]     # each row once, each element of b once
-        of_b = stored[:2] * b.size / stored[2]
-        assert of_rows[0] == of_b[0] != 0, side.where
-        assert of_rows[1] == of_rows[2] == of_b[1] != 0, side.where
-
-
-@every_grid
-@pytest.mark.parametrize("rows", ["sequences", "positions"])
-def test_every_rank_receives_its_own_features(comm, rows):
-    """The fetched vector is what the features' letter leaves, for each way of dealing rows."""
-    for side in sides(comm, "3d", rows=rows):
-        vector, b, *_, b_local, _ = side.case((13,), 1)
-        assert side.space.rows in {"sequences": ("xy,", "xz,"), "positions": ("x,y", "x,z")}[rows]
-        features = mm3d.Layout(side.space.features).shard(b, side.space.grid)
-        assert np.array_equal(vector.gather_features(b_local), features), side.where
-
-
-@grids_and_squares
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_nothing_is_promoted(comm, dtype):
-    for side in sides(comm):
-        vector, b, A, rows, b_local, A_local = side.case((13,), 1, dtype)
-        C = add_forward(A_local, b_local, vector, out=A_local)
-        scaled, b_l = scale_forward(C, b_local, vector, out=np.empty_like(C))
-        dA, terms = scale_backward(C, scaled, b_l, out=np.empty_like(C))
-        db = vector.reduce_gradient(terms)
-        got = [C, scaled, b_l, dA, db, vector.reduce_gradient(add_backward(C))]
-        assert {a.dtype.name for a in got if a is not None} == {dtype}, side.where
+def check_types(side, dtype):
+    """Nothing is promoted."""
+    vector, b, A, rows, b_local, A_local = side.case((13,), 1, dtype)
+    C = add_forward(A_local, b_local, vector, out=A_local)
+    scaled, b_l = scale_forward(C, b_local, vector, out=np.empty_like(C))
+    dA, terms = scale_backward(C, scaled, b_l, out=np.empty_like(C))
+    db = vector.reduce_gradient(terms)
+    got = [C, scaled, b_l, dA, db, vector.reduce_gradient(add_backward(C))]
+    assert {a.dtype.name for a in got if a is not None} == {dtype}, side.where
 
 
 @pytest.mark.ranks(1, 8)

@@ -1,4 +1,6 @@
 """The distributed products, forward and backward: the same bits as one rank's, in every form."""
+from itertools import cycle
+
 import numpy as np
 import pytest
 
@@ -8,117 +10,42 @@ from mm3d.grid.split import Split
 from mm3d.schemes import cube, summa
 from mm3d.schemes.closed_form import Move, ProductShape
 from products import FORMS, Case
-from reference import (SHAPES, every_grid, grids, grids_and_squares, integers, moved, on_grid,
-                       relative_error, schemes, words)
+from reference import (GRIDS, SHAPES, every_grid, grids, grids_and_squares, integers, moved,
+                       on_grid, schemes, words)
 
 pytestmark = pytest.mark.usefixtures("transport")
 KEEP = cube.Cube.options["keep"].choices
 
 
-every_grid_once = pytest.mark.ranks(1, 8, slow=(6,), first=(8,))
-every_form = pytest.mark.parametrize("name", FORMS)
-every_order = pytest.mark.parametrize("order", [
-    "xyz", "zyx", "yzx", *(pytest.param(order, marks=pytest.mark.slow) for order in (
-        "xzy", "yxz", "zxy"))])
-# Rows of whole sequences, and rows also divided by position; the hidden dimension last.
-ACTIVATIONS = pytest.mark.parametrize("rows_A, rows_C", [("xy,", "xz,"), ("x,y", "x,z")])
-
-
 # --- Algorithms 1 to 6 ---------------------------------------------------------------------
 
 @every_grid
-@every_form
-@every_order
-def test_each_form_and_its_backward_in_all_direction_orders(comm, name, order):
+@pytest.mark.parametrize("name, order", [*zip(FORMS, ("xyz", "zyx", "yzx"))])
+def test_each_form_and_its_backward(comm, name, order):
+    """Bits; and words on each rank: forward, A, B and C cross one direction each, backward dC is
+    gathered once, A and B once more, and both gradients are scattered where A and B were
+    gathered.  The directions of a form may be called anything."""
     for grid in grids(comm):
         for sizes in SHAPES:
             case = Case(name, order, grid, sizes)
-            for got, expected in zip(case.run(), case.expected()):
+            A, B, C = [moved(spec, letter, shape, grid) for spec, letter, shape
+                       in zip(case.specs, case.letters, case.shapes)]
+            a, b, c = case.letters
+            words_of = [{(a, "all_gather"): A, (b, "all_gather"): B, (c, "reduce_scatter"): C},
+                        {(a, "all_gather"): A, (b, "all_gather"): B, (c, "all_gather"): C,
+                         (a, "reduce_scatter"): A, (b, "reduce_scatter"): B}]
+            left, right, d = map(case.local, range(3))
+            splits, found = (case.a, case.b, case.c), []
+            for compute, operands, expected in zip(case.forms, ((left, right), (d, left, right)),
+                                                   words_of):
+                grid.reset_traffic()
+                found.append(compute(*operands, *splits))
+                assert words(grid) == {key: n for key, n in expected.items()
+                                       if grid.shape[key[0]] > 1}, (grid, sizes)
+                assert all(traffic.calls == 1 for traffic in grid.traffic().values())
+            for got, expected in zip((found[0], *found[1]), case.expected()):
                 assert got.shape == expected.shape, (grid, sizes)
                 assert np.array_equal(got, expected), (grid, sizes)
-
-
-@every_grid_once
-@every_form
-def test_inner_products_agree_from_blocks_alone(comm, name):
-    """<dC, C> = <dA, A> = <dB, B>, exactly, with nothing gathered and nothing to compare with."""
-    for grid in grids(comm):
-        for sizes in SHAPES:
-            case = Case(name, "xyz", grid, sizes)
-            C, dA, dB = case.run()
-            A, B, dC = map(case.local, range(3))
-            sums = comm.allreduce(np.array([np.vdot(dC, C), np.vdot(dA, A), np.vdot(dB, B)]))
-            assert sums[0] == sums[1] == sums[2] != 0, (grid, sizes)
-
-
-@every_grid_once
-@every_form
-@every_order
-def test_words_of_each_form_on_each_rank(comm, name, order):
-    """Forward, A, B and C cross one direction each. Backward dC is gathered once, A and B
-    once more, and both gradients are scattered where A and B were gathered."""
-    for grid in grids(comm):
-        case = Case(name, order, grid, SHAPES[0])
-        A, B, C = [moved(spec, letter, shape, grid) for spec, letter, shape
-                   in zip(case.specs, case.letters, case.shapes)]
-        a, b, c = case.letters
-        forward, backward = case.forms
-        blocks = [case.local(i) for i in range(3)]
-
-        def divided(expected):
-            return {key: n for key, n in expected.items() if grid.shape[key[0]] > 1}
-        grid.reset_traffic()
-        forward(*blocks[:2], case.a, case.b, case.c)
-        assert words(grid) == divided({(a, "all_gather"): A, (b, "all_gather"): B,
-                                       (c, "reduce_scatter"): C}), (grid, order)
-        grid.reset_traffic()
-        backward(blocks[2], *blocks[:2], case.a, case.b, case.c)
-        assert words(grid) == divided({
-            (a, "all_gather"): A, (b, "all_gather"): B, (c, "all_gather"): C,
-            (a, "reduce_scatter"): A, (b, "reduce_scatter"): B}), (grid, order)
-        assert all(traffic.calls == 1 for traffic in grid.traffic().values())
-
-
-@every_grid_once
-@ACTIVATIONS
-def test_rows_of_sequences_and_positions(comm, rows_A, rows_C):
-    """C = A B and its backward with A of (batch, seq, n), dealt by sequence or by position."""
-    for grid in grids(comm):
-        for batch, seq, n, k in ((3, 5, 7, 4), (1, 9, 2, 11), (7, 1, 13, 3)):
-            A, B, dC = integers((batch, seq, n), 0), integers((n, k), 1), \
-                integers((batch, seq, k), 2)
-            in_A, in_B, in_C = map(mm3d.Layout, (f"{rows_A},z", "z,yx", f"{rows_C},y"))
-            splits = [layout.split(grid, a.shape, letter) for layout, a, letter
-                      in ((in_A, A, "y"), (in_B, B, "x"), (in_C, dC, "z"))]
-            local_A, local_B, local_dC = (layout.shard(a, grid) for layout, a
-                                          in ((in_A, A), (in_B, B), (in_C, dC)))
-            C = cube.ab(local_A, local_B, *splits)
-            dA, dB = cube.ab_backward(local_dC, local_A, local_B, *splits)
-            dB_serial = A.reshape(-1, n).T @ dC.reshape(-1, k)
-            assert np.array_equal(C, in_C.shard(A @ B, grid)), grid
-            assert np.array_equal(dA, in_A.shard(dC @ B.T, grid)), grid
-            assert np.array_equal(dB, in_B.shard(dB_serial, grid)), grid
-
-
-# --- keep: which gathered operands stay ----------------------------------------------------
-
-@every_grid
-@pytest.mark.parametrize("keep", KEEP)
-def test_keep_gives_the_same_bits_with_fewer_gathers(comm, keep):
-    for grid in grids(comm):
-        case = Case("ab", "xyz", grid, SHAPES[0])
-        product = cube.CubeProduct(case.a, case.b, case.c, case.layouts[1], keep)
-        A, B, dC = map(case.local, range(3))
-        C, saved = product.forward(A, B)
-        grid.reset_traffic()
-        dA, dB = product.backward(dC, B, saved)
-        for got, expected in zip((C, dA, dB), case.expected()):
-            assert np.array_equal(got, expected), grid
-        again = {"none": "xyz", "weight": "yz", "both": "z"}[keep]
-        expected = ({(c, "all_gather") for c in again}
-                    | {("x", "reduce_scatter"), ("y", "reduce_scatter")})
-        assert {key: traffic.calls for key, traffic in grid.traffic().items()} == {
-            key: 1 for key in expected if grid.shape[key[0]] > 1}, grid
 
 
 # --- The products of every scheme, as the layers use them ----------------------------------
@@ -160,39 +87,34 @@ class LayerCase:
 
 
 OPTIONS = [*({"keep": keep} for keep in KEEP), {"rows": "positions"}, {"rows": "sequences"}]
-every_way = pytest.mark.parametrize("way", ["up", "down"])
-OTHERS = [name for name in mm3d.SCHEMES if name != "3d"]
-
-
-@every_grid
-@pytest.mark.parametrize("way, options", [
-    pytest.param(way, options, id="-".join([way, *options.values()]), marks=[pytest.mark.slow] * (
-        (way == "up") == n % 2)) for way in ("up", "down") for n, options in enumerate(OPTIONS)])
-def test_the_linear_products_of_3d(comm, way, options):
-    check_linear_products(comm, way, "3d", **options)
 
 
 @grids_and_squares
-@every_way
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_linear_products_of_other_schemes(comm, way, name):
-    check_linear_products(comm, way, name)
-
-
-def check_linear_products(comm, way, name, **options):
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_the_linear_products_of_all_schemes(comm, way):
     """Bits of the serial product from operands left as they are, and no word more or less than
-    the scheme states."""
-    for scheme in schemes(comm, name, **options):
-        for batch, seq in ((8, 4), (3, 5), (1, 7)):
-            case = LayerCase(scheme, way, batch, seq)
-            for layout, got, expected in case.compare():
-                assert np.array_equal(got, layout.shard(expected, scheme.grid)), (scheme, batch)
-            for layout, local, a in zip(case.layouts, case.blocks, case.arrays):
-                assert np.array_equal(local, layout.shard(a, scheme.grid)), (scheme, batch)
-        for phase, moves in zip(("forward", "backward"),
-                                scheme.product_moves(scheme.grid.shape,
-                                                     ProductShape(way, *case.sizes), **options)):
-            check_moves(comm, case, phase, moves)
+    the scheme states; of 3-D each grid with one of the options in turn."""
+    for scheme in schemes(comm, *(name for name in mm3d.SCHEMES if name != "3d")):
+        check_linear_product(comm, scheme, way, {})
+    turns = OPTIONS if way == "up" else OPTIONS[::-1]
+    for sizes, options in zip(GRIDS[comm.size] if comm.size != 4 else [], cycle(turns)):
+        scheme = mm3d.scheme("3d", comm, sizes, **options)
+        check_linear_product(comm, scheme, way, options)
+        scheme.grid.free()
+
+
+def check_linear_product(comm, scheme, way, options):
+    for batch, seq in ((8, 4), (3, 5), (1, 7)):
+        case = LayerCase(scheme, way, batch, seq)
+        for layout, got, expected in case.compare():
+            assert np.array_equal(got, layout.shard(expected, scheme.grid)), (scheme, batch)
+        for layout, local, a in zip(case.layouts, case.blocks, case.arrays):
+            assert np.array_equal(local, layout.shard(a, scheme.grid)), (scheme, batch)
+    for phase, moves in zip(("forward", "backward"),
+                            scheme.product_moves(scheme.grid.shape,
+                                                 ProductShape(way, *case.sizes), **options)):
+        check_moves(comm, case, phase, moves)
+    check_rounding(scheme, way)
 
 
 def check_moves(comm, case, phase, moves: list[Move]):
@@ -218,41 +140,21 @@ def check_moves(comm, case, phase, moves: list[Move]):
     assert got == expected, (case.scheme, phase)
 
 
-@grids_and_squares
-@every_way
-def test_inner_products_of_grids_and_squares(comm, way):
-    """<dC, C> = <dA, A> = <dB, B>; an element that n ranks hold is counted n times over."""
-    for scheme in schemes(comm):
-        case = LayerCase(scheme, way, 3, 5)
-        (C, dA, dB), (A, B, dC) = case.run(), case.blocks
-        sums = comm.allreduce(np.array([np.vdot(dC, C), np.vdot(dA, A), np.vdot(dB, B)]))
-        held = comm.allreduce(np.array([C.size, dA.size, dB.size]))
-        whole = np.array([case.arrays[i].size for i in (2, 0, 1)])
-        assert len(set(sums * whole // held)) == 1 and sums.all(), scheme
-
-
-@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
-@every_way
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_rounding_stays_within_a_few_units_in_the_last_place(comm, way, dtype):
+def check_rounding(scheme, way):
     """Normal entries: |error| <= 8 eps |A| |B| element by element, and 10 eps in norm. Nothing
     is promoted."""
-    eps = float(np.finfo(dtype).eps)
-    wide = "longdouble" if dtype == "float64" else "float64"
-
     def normal(shape, seed):
         return np.random.default_rng(seed).standard_normal(shape)
-    for scheme in schemes(comm):
+    for dtype, wide in (("float64", "longdouble"), ("float32", "float64"), ("float16", "float64")):
+        eps = float(np.finfo(dtype).eps)
         case = LayerCase(scheme, way, 3, 5, dtype, normal)
-        exact = case.serial(wide)
+        found, exact = [*case.compare()], case.serial(wide)
         case.arrays = [np.abs(a) for a in case.arrays]
-        bounds = case.serial()
-        in_A, in_B, in_C = case.layouts
-        for layout, got, expected, bound in zip((in_C, in_A, in_B), case.run(), exact, bounds):
+        for (layout, got, _), whole, bound in zip(found, exact, case.serial()):
             assert got.dtype == dtype, scheme
-            whole = layout.unshard(got, scheme.grid, expected.shape)
-            assert (abs(whole - expected) <= 8 * eps * bound).all(), scheme
-            assert relative_error(whole, expected) <= 10 * eps, scheme
+            expected, bound = (layout.shard(a, scheme.grid) for a in (whole, bound))
+            assert (abs(got - expected) <= 8 * eps * bound).all(), scheme
+            assert np.linalg.norm(got - expected) <= 10 * eps * np.linalg.norm(whole), scheme
 
 
 def test_float16_products_are_rounded_once():
@@ -265,21 +167,21 @@ def test_float16_products_are_rounded_once():
 # --- SUMMA's three forms -------------------------------------------------------------------
 
 @pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("sizes", SHAPES)
-def test_the_three_forms_of_summa(comm, sizes):
+def test_the_three_forms_of_summa(comm):
     """q x q blocks; a deals the inner dimension over y, b over x; unequal blocks."""
-    m, n, k = sizes
-    A, B, dC = integers((m, n), 0), integers((n, k), 1), integers((m, k), 2)
     layout, q = mm3d.Layout("x,y"), int(comm.size ** 0.5)
     with on_grid(comm, x=q, y=q) as grid:
-        a, b = Split(grid.y, 1, n), Split(grid.x, 0, n)
-        A_l, B_l, dC_l = (layout.shard(M, grid) for M in (A, B, dC))
-        assert np.array_equal(summa.ab(A_l, B_l, a, b), layout.shard(A @ B, grid))
-        grid.reset_traffic()
-        assert np.array_equal(summa.abt(dC_l, B_l, a, b), layout.shard(dC @ B.T, grid))
-        calls = {key: t.calls for key, t in grid.traffic().items()}
-        assert calls == ({("x", "broadcast"): q, ("y", "reduce"): q} if q > 1 else {})
-        grid.reset_traffic()
-        assert np.array_equal(summa.atb(A_l, dC_l, a, b), layout.shard(A.T @ dC, grid))
-        calls = {key: t.calls for key, t in grid.traffic().items()}
-        assert calls == ({("y", "broadcast"): q, ("x", "reduce"): q} if q > 1 else {})
+        for m, n, k in SHAPES:
+            A, B, dC = integers((m, n), 0), integers((n, k), 1), integers((m, k), 2)
+            a, b = Split(grid.y, 1, n), Split(grid.x, 0, n)
+            A_l, B_l, dC_l = (layout.shard(M, grid) for M in (A, B, dC))
+            assert np.array_equal(summa.ab(A_l, B_l, a, b), layout.shard(A @ B, grid))
+            for compute, operands, whole, calls in (
+                    (summa.abt, (dC_l, B_l), dC @ B.T, {("x", "broadcast"): q,
+                                                        ("y", "reduce"): q}),
+                    (summa.atb, (A_l, dC_l), A.T @ dC, {("y", "broadcast"): q,
+                                                        ("x", "reduce"): q})):
+                grid.reset_traffic()
+                assert np.array_equal(compute(*operands, a, b), layout.shard(whole, grid))
+                assert {key: t.calls for key, t in grid.traffic().items()} == (
+                    calls if q > 1 else {})

@@ -37,46 +37,41 @@ def usable(name: str, ranks: int) -> list[tuple[int, ...]]:
     return found[:2]
 
 
-def products(comm, name, form, dtype="float64"):
-    """The product on every such grid for every shape, with its matrices of integers."""
-    for sizes, shape in itertools.product(usable(name, comm.size), SHAPES[:2]):
+@pytest.mark.ranks(4, 8, slow=(1,))
+@every_name
+def test_results_are_exact_and_words_those_of_the_closed_form(comm, name):
+    for sizes in usable(name, comm.size):
         grid = product_grid(name, comm, sizes, "numpy")
-        product = algorithms_with_products()[name].matrix_product(grid, form, shape)
-        whole = {letter: integers(product.shapes[letter], seed, dtype)
-                 for seed, letter in enumerate("ABC")}
-        yield product, whole, {letter: product.layouts[letter].shard(a, grid)
-                               for letter, a in whole.items()}
+        for form, shape in itertools.product(FORMS, SHAPES[:2]):
+            check_product(comm, algorithms_with_products()[name].matrix_product(grid, form, shape),
+                          form, shape)
         grid.free()
 
 
-@pytest.mark.ranks(4, 8, slow=(1,))
-@every_form
-@every_name
-def test_results_are_exact_and_words_those_of_the_closed_form(comm, name, form):
-    for product, whole, blocks in products(comm, name, form):
-        grid = product.grid
-        C = product.forward(blocks["A"], blocks["B"])
-        counted = Counter()
-        for traffic in comm.allgather(grid.traffic()):
-            for (axis, kind), found in traffic.items():
-                counted[axis, kind] += found.words
-        expected = Counter()
-        for move in product.forward_moves(grid.shape, form, (whole["C"].shape[0], np.size(
-                whole["A"]) // whole["C"].shape[0], whole["C"].shape[1])):
-            expected[move.axis, move.collective] += move.words
-        assert +counted == +expected, (grid, whole["C"].shape)
-        dA, dB = product.backward(blocks["C"], blocks["A"], blocks["B"])
-        exact = FORMS[form].serial(whole["A"], whole["B"]), *FORMS[form].backward(
-            whole["C"], whole["A"], whole["B"])
-        for letter, got, serial in zip("CAB", (C, dA, dB), exact):
-            assert np.array_equal(got, product.layouts[letter].shard(serial, grid)), (grid, letter)
-            assert np.array_equal(blocks[letter], product.layouts[letter].shard(
-                whole[letter], grid)), (grid, letter)
-        sums = comm.allreduce(np.array([np.vdot(blocks["C"], C), np.vdot(dA, blocks["A"]),
-                                        np.vdot(dB, blocks["B"])]))
-        sums /= [np.prod([grid.shape[direction] for direction in product.copied_along(
-            grid.shape, form, letter)]) for letter in "CAB"]
-        assert sums[0] == sums[1] == sums[2] != 0, grid
+def check_product(comm, product, form, shape):
+    """C, dA and dB of integers, from operands left as they are."""
+    grid = product.grid
+    whole = {letter: integers(product.shapes[letter], seed) for seed, letter in enumerate("ABC")}
+    blocks = {letter: product.layouts[letter].shard(a, grid) for letter, a in whole.items()}
+    grid.reset_traffic()
+    C = product.forward(blocks["A"], blocks["B"])
+    counted, expected = Counter(), Counter()
+    for traffic in comm.allgather(grid.traffic()):
+        for (axis, kind), found in traffic.items():
+            counted[axis, kind] += found.words
+    for move in product.forward_moves(grid.shape, form, shape):
+        expected[move.axis, move.collective] += move.words
+    assert +counted == +expected, (grid, form, shape)
+    dA, dB = product.backward(blocks["C"], blocks["A"], blocks["B"])
+    exact = FORMS[form].serial(whole["A"], whole["B"]), *FORMS[form].backward(
+        whole["C"], whole["A"], whole["B"])
+    for letter, got, serial in zip("CAB", (C, dA, dB), exact):
+        layout = product.layouts[letter]
+        assert np.array_equal(got, layout.shard(serial, grid)), (grid, form, letter)
+        assert np.array_equal(blocks[letter], layout.shard(whole[letter], grid)), (grid, letter)
+        copies = np.prod([grid.shape[one] for one in product.copied_along(
+            grid.shape, form, letter)], dtype=int)
+        assert comm.allreduce(got.size) == copies * serial.size, (grid, form, letter)
 
 
 @pytest.mark.parametrize("name, sizes", [("cannon", (3, 3)), ("2.5d-sd", (3, 3, 2)),

@@ -7,12 +7,11 @@ import pytest
 import mm3d
 from mm3d import ModelSizes
 from mm3d.model import cost
-from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import ProductShape
-from mm3d.schemes.summa import Summa, SummaProduct
-from mm3d.schemes.tesseract import Tesseract, TesseractProduct
+from mm3d.schemes.summa import Summa
+from mm3d.schemes.tesseract import Tesseract
 from mm3d.transport.communicators import DryCommunicator
-from models import SIZES, Parallelism, data, differences, serial, train
+from models import SIZES, Parallelism, data, train
 from reference import total, words
 
 every_way = pytest.mark.parametrize("way", ["up", "down"])
@@ -95,24 +94,3 @@ def test_layers_of_one_rank_are_data_parallelism(comm):
     assert summed == ({("z", "all_reduce"): 2 * (comm.size - 1) * parameters}
                       if comm.size > 1 else {})
     assert all(calls == sizes["layers"] * cost.PARAMETER_ARRAYS for calls, _ in moved.values())
-
-
-@pytest.mark.ranks(4, slow=(8,))
-@pytest.mark.parametrize("unsummed", ["weights", "vectors"])
-def test_gradients_that_are_not_summed_over_depth_are_found(comm, unsummed, monkeypatch):
-    """As in a library whose layers never sum them, and which was tested with one layer only."""
-    if unsummed == "weights":
-        monkeypatch.setattr(TesseractProduct, "backward", SummaProduct.backward)
-    else:
-        reduce_gradient = Vector.reduce_gradient
-        monkeypatch.setattr(Vector, "reduce_gradient", lambda vector, db: (
-            vector._copies.clear(), reduce_gradient(vector, db))[1])
-    grid = {4: (1, 1, 4), 8: (2, 2, 2)}[comm.size]
-    with Parallelism("2.5d", grid).on(comm, "numpy") as scheme:
-        model = mm3d.Transformer(scheme, **SIZES["even"], dtype="float64")
-        found = train(model, *data(**SIZES["even"]))
-        wrong = differences(model, found, serial("even", False), 1e-12, 1e-11)
-    names = {text.partition(":")[0] for texts in comm.allgather(wrong) for text in texts}
-    weights = {p.name for p in model.parameters if len(p.public_shape) > 1}
-    assert names == (weights if unsummed == "weights" else
-                     {p.name for p in model.parameters} - weights)

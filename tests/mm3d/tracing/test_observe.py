@@ -11,7 +11,7 @@ from mm3d.tracing.events import Collective, Gemm, Layer, Observer
 from mm3d.tracing.observe import observed
 from models import SIZES
 
-GRIDS = {1: (1, 1, 1), 8: (2, 2, 2)}
+GRIDS = {1: (1, 1, 1), 4: (1, 2, 2)}
 
 
 class Noting(Observer):
@@ -30,7 +30,7 @@ class Noting(Observer):
 
 @contextmanager
 def made(comm, recompute="selective"):
-    """A model on the cube, and a step of it: its output and gradients."""
+    """A model on a grid, and a step of it: its output and gradients."""
     scheme = mm3d.scheme("3d", comm, GRIDS[comm.size], "numpy")
     model = mm3d.Transformer(scheme, **SIZES["few"], recompute=recompute)
     x, dy = model.random("input"), model.random("output gradient")
@@ -59,7 +59,7 @@ def places(model) -> list:
     return found
 
 
-@pytest.mark.ranks(*GRIDS, first=(8,))
+@pytest.mark.ranks(*GRIDS, first=(4,))
 @pytest.mark.parametrize("recompute", ["none", "full+selective"])
 def test_observers_at_once_see_what_each_sees_alone(comm, recompute):
     with made(comm, recompute) as (model, step):
@@ -89,7 +89,7 @@ def test_observers_at_once_see_what_each_sees_alone(comm, recompute):
             assert (mine, operand) == (theirs, same)
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(*GRIDS)
 def test_observers_leave_in_any_order_and_after_a_failure(comm):
     with made(comm) as (model, step):
         before, first, second = places(model), Noting(), Noting()

@@ -37,7 +37,7 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     ranks with other rows.  Guards against both (NVIDIA/Megatron-LM#7452, axonn-ai/axonn#55).
     """
     mesh = meshes(comm, number)
-    for case in CASES:
+    for case in CASES if comm.size == 1 else CASES[number % 2:][:1]:    # one in turn
         expected = serial(**case)
         found = train(mesh, microbatches=2, **case)
         assert list(found) == list(expected)

@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from mm3d.grid.shape import GridShape
@@ -118,15 +119,27 @@ def test_results_are_told_apart_whatever_the_order_of_receiving(comm):
 
 
 @pytest.mark.ranks(2)
-def test_more_messages_than_tags_are_refused_before_a_communicator_is_made(comm, monkeypatch):
+def test_more_messages_than_tags_are_refused_before_a_communicator_is_made(comm):
     mesh = mm3d.Mesh(comm, stages=2, scheme="serial")
     schedule = parse_schedule("F0 BW0\nF0 BW0\n")
     limit = tag_count(comm)
     object.__setattr__(schedule, "microbatches", limit)
-    monkeypatch.setattr("mm3d.training.hops.PointToPoint", None)
+    whole, mesh.comm = mesh.comm, Limit(limit)
     with pytest.raises(ValueError, match=f"2 stages of {limit} micro-batches need {4 * limit}"):
         Hops(mesh, schedule, (1, 1, 1), np.dtype("float32"))
+    mesh.comm = whole
     mesh.free()
+
+
+class Limit:
+    """A communicator that says how many tags there are, and can do nothing else."""
+
+    def __init__(self, tags: int) -> None:
+        self.tags = tags
+
+    def Get_attr(self, key: int) -> int:
+        assert key == MPI.TAG_UB
+        return self.tags - 1
 
 
 def test_shapes_of_grids_are_values():

@@ -15,8 +15,8 @@ from pipelines import M, SIZES, VEE, delayed, differing, run_one_stage, run_pipe
 MESHES = {1: [(1, "3d", None)], 2: [(2, "3d", (1, 1, 1))],
           4: [(2, "3d", (2, 1, 1)), (4, "serial", None), (2, "1d", (2,))],
           8: [(4, "3d", (2, 1, 1)), (2, "2d", (2, 2)), (2, "3d", (1, 2, 2)), (2, "1d-sp", (4,))]}
-SOME = ("1f1b", "interleaved:2", "zb-h1", "zb-v")
-REST = ("gpipe", "zb-h2", "v-min", "v-half", "dualpipe-v", "auto")
+SOME = ("1f1b", "interleaved:2", "zb-v")
+REST = ("gpipe", "zb-h1", "zb-h2", "v-min", "v-half", "dualpipe-v", "auto")
 
 
 def schedules(stages: int, names=SOME) -> dict:

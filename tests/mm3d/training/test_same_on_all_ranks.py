@@ -193,6 +193,7 @@ def test_tokens_that_one_rank_refuses_end_a_step_on_all_ranks_before_it_begins(c
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow_but_first
 @MESHES
 def test_ranks_that_make_different_calls_are_told_which(comm, options, tmp_path):
     """Also where each call alone would communicate in an order of its own."""

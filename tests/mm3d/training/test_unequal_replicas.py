@@ -78,7 +78,7 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     sizes = SIZES | {"batch": batch}
     mesh, replicas = mm3d.Mesh(comm, **options), options.get("data", 1) > 1
     cases = [dict(tied=True, dropout=0.3), dict(tied=False, z_loss=0.01)]
-    for case in cases[number % 2:][:1] if comm.size == 8 else cases:    # there one in turn
+    for case in cases[number % 2:][:1] if comm.size > 1 else cases:    # there one in turn
         expected = alone(sizes, **case)
         found = [train(mesh, sizes=sizes, schedule=schedule, microbatches=microbatches,
                        zero=zero, **case) for zero in range(1 + 3 * replicas)]

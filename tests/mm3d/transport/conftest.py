@@ -1,25 +1,17 @@
 """A CuPy over host memory, for the transports of device arrays."""
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 import fakelibs
 import fakenccl
-from mm3d.arrays import backend, cupy_backend
-from mm3d.transport import nccl, on_devices
-
-
-class Nccl(nccl.NcclTransport):
-    """Tells the fake which ranks make a group."""
-
-    def __init__(self, comm, backend) -> None:
-        fakenccl.line = comm
-        super().__init__(comm, backend)
+from mm3d.arrays import backend
 
 
 @pytest.fixture
 def cupy(monkeypatch, no_backends):
-    """The backend "cupy" over host memory, with NCCL."""
-    fakelibs.replace_cupy(monkeypatch)
-    monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
-    monkeypatch.setattr(nccl, "NcclTransport", Nccl)
-    monkeypatch.setattr(on_devices, "_nccl_problem", lambda places, installed: "")
+    """The backend "cupy" over host memory, with NCCL, and as many GPUs as ranks."""
+    fakelibs.replace_cupy(monkeypatch, gpus=8)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=fakenccl))
     return backend.get("cupy")

@@ -2,6 +2,7 @@
 import re
 import sys
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.split import Split
 from mm3d.transport import choice, cuda_aware, exchange
-from mm3d.transport.pending import Pending
 from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
@@ -42,18 +42,20 @@ def carried(request, monkeypatch):
 
 @pytest.mark.ranks(1, 3, slow=(8,))
 def test_every_collective_even_and_uneven(comm, carried):
-    """Types of 16 and 32 bits, blocks of no elements, everything on one rank."""
+    """Blocks of no elements, everything on one rank."""
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
     assert comm.size == 1 or grid.x.transport.name == carried
-    assert selftest.failed_collectives(grid, (1, 700), ("float32", "float16")) == []
+    assert selftest.failed_collectives(grid, (1, 700), ("float16",)) == []
     grid.free()
 
 
 @pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
 def test_the_model_equals_the_serial_one(comm, carried):
-    """On every scheme: nothing is computed before what it needs has arrived.  Those of 8 ranks are
-    dealt out to the transports."""
+    """Nothing is computed before what it needs has arrived: on 4 ranks where most is under way, on
+    8 in every scheme, dealt out to the transports."""
     examples = SOME[comm.size]
+    if comm.size < 8:
+        examples = [Parallelism("3d" if comm.size == 1 else "2d-pipelined")]
     if comm.size == 8:
         examples = examples[NAMES.index(carried)::len(NAMES)]
     for parallelism in examples:
@@ -65,25 +67,42 @@ def test_the_model_equals_the_serial_one(comm, carried):
         assert not wrong, f"{parallelism} {carried}: {wrong}"
 
 
+class Begun:
+    """A transport that keeps what it has begun."""
+
+    def __init__(self, transport, begun: list) -> None:
+        self.transport, self.begun = transport, begun
+
+    def __getattr__(self, name):
+        called = getattr(self.transport, name)
+
+        def begin(*arguments):
+            self.begun.append(called(*arguments))
+            return self.begun[-1]
+        return begin if name.startswith("begin_") else called
+
+
 @pytest.fixture
-def underway(monkeypatch):
-    """Of each product, how many collectives go on meanwhile."""
-    begun, found = [], []
-    make, multiply = Pending.__init__, cupy_backend.CupyBackend.gemms
+def underway(carried):
+    """Watches a scheme: of each product, how many collectives go on meanwhile."""
+    library, begun, found = backend.get("cupy"), [], []
+    multiply, kernels = library.gemms, library.kernels
 
-    def made(self, *arguments, **more):
-        make(self, *arguments, **more)
-        begun.append(self)
-
-    def multiplied(self, *arguments):
+    def multiplied(*arguments):
         found.append(sum(one.finish is not None for one in begun))
-        return multiply(self, *arguments)
+        return multiply(*arguments)
 
-    monkeypatch.setattr(Pending, "__init__", made)
-    monkeypatch.setattr(cupy_backend.CupyBackend, "gemms", multiplied)
+    def watch(scheme) -> list[int]:
+        begun.clear()
+        found.clear()
+        for axis in scheme.grid.axes.values():
+            axis.transport = Begun(axis.transport, begun)
+        return found
     # Of the other kernels, which take long without a GPU, it asks nothing.
-    monkeypatch.setattr(backend.get("cupy"), "kernels", None)
-    return found
+    library.gemms, library.kernels = multiplied, None
+    yield watch
+    del library.gemms
+    library.kernels = kernels
 
 
 @pytest.mark.ranks(4, slow=(8,), first=(4,))
@@ -99,9 +118,9 @@ def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
             parallelism = Parallelism("3d", grid, dict(keep=keep, overlap=overlap))
             with parallelism.on(comm, "cupy") as scheme:
                 model = mm3d.Transformer(scheme, **SIZES["uneven"], **options, causal=True)
-                underway.clear()
+                multiplied = underway(scheme)
                 results = train(model, *data(**SIZES["uneven"]))
-                counted = sum(underway)
+                counted = sum(multiplied)
                 found.append({name: scheme.grid.backend.to_host(a).copy()
                               for name, a in results.items()})
                 moved.append(sorted(map(str, scheme.grid.traffic().items())))
@@ -117,28 +136,26 @@ def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
             assert np.array_equal(a, found[1][name]), (grid, name)
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_goes_on_arrives(comm, carried, dtype):
+@pytest.mark.ranks(3, slow=(2,))
+def test_what_goes_on_arrives(comm, carried):
     """Rows and columns, even and uneven, blocks of none; what is sent may go at once, and what
     is computed in between does not disturb."""
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
-    library = grid.backend
-    for dim in (0, 1):
-        for extent in (4 * comm.size, 4 * comm.size + 1, 1):
-            split = Split(grid.x, dim, extent)
-            shape = (extent, 6) if dim == 0 else (6, extent)
-            terms = [integers(shape, 10 + rank, dtype) for rank in range(comm.size)]
-            here = slice(sum(split.counts[:comm.rank]), sum(split.counts[:comm.rank + 1]))
-            block = (here, slice(None)) if dim == 0 else (slice(None), here)
-            pending = split.begin_reduce_scatter(library.asarray(terms[comm.rank]))
-            arriving = split.prefetch(library.asarray(terms[0][block]))
-            other = [library.asarray(np.full(shape, 77, dtype)) for _ in range(4)]
-            assert all((library.to_host(a) == 77).all() for a in other)
-            expected = sum(a.astype(float) for a in terms)[block]
-            assert np.array_equal(library.to_host(pending.wait()), expected), (dim, extent)
-            assert np.array_equal(library.to_host(arriving.wait()), terms[0]), (dim, extent)
-            assert pending.wait() is pending.out
+    library, n = grid.backend, comm.size
+    for dtype, dim, extent in product(("float32", "float16"), (0, 1), (4 * n, 4 * n + 1, 1)):
+        split = Split(grid.x, dim, extent)
+        shape = (extent, 6) if dim == 0 else (6, extent)
+        terms = [integers(shape, 10 + rank, dtype) for rank in range(n)]
+        here = slice(sum(split.counts[:comm.rank]), sum(split.counts[:comm.rank + 1]))
+        block = (here, slice(None)) if dim == 0 else (slice(None), here)
+        pending = split.begin_reduce_scatter(library.asarray(terms[comm.rank]))
+        arriving = split.prefetch(library.asarray(terms[0][block]))
+        other = [library.asarray(np.full(shape, 77, dtype)) for _ in range(4)]
+        assert all((library.to_host(a) == 77).all() for a in other)
+        expected = sum(a.astype(float) for a in terms)[block]
+        assert np.array_equal(library.to_host(pending.wait()), expected), (dim, extent)
+        assert np.array_equal(library.to_host(arriving.wait()), terms[0]), (dim, extent)
+        assert pending.wait() is pending.out
     grid.free()
 
 

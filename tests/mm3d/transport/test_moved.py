@@ -1,5 +1,6 @@
 """What each transport states that it moved, held against the calls and copies that it makes."""
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from reference import on_grid
 
 ODD = 3     # columns, so that blocks along the last dimension lie in pieces
 LONG = 2 * exchange.MAX_GATHERED_ELEMENTS
+LENGTHS = (5, 9, LONG)    # on 3 ranks, uneven and even
 
 
 class Calls:
@@ -94,13 +96,12 @@ def counted(axis, name, run):
     return axis.traffic[name]
 
 
-@pytest.mark.ranks(2, 3, 8)
-@pytest.mark.parametrize("length", [5, 8, LONG])
-def test_mpi_is_handed_what_is_counted(comm, monkeypatch, length):
+@pytest.mark.ranks(3)
+def test_mpi_is_handed_what_is_counted(comm, monkeypatch):
     """Gathers bring just the words counted; of sums MPI says nothing, and is given these."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
     with on_grid(comm, x=comm.size) as grid:
-        for name, run in collectives(grid.x, length):
+        for name, run in chain.from_iterable(collectives(grid.x, length) for length in LENGTHS):
             calls = grid.x.transport.comm = Calls(grid.x.comm)
             found = counted(grid.x, name, run)
             if name in ("all_gather", "broadcast"):
@@ -112,13 +113,13 @@ def test_mpi_is_handed_what_is_counted(comm, monkeypatch, length):
                 assert math.isnan(found.moved) and [found.words] == calls.sums
 
 
-@pytest.mark.ranks(2, 3, 8)
+@pytest.mark.ranks(3, slow=(8,))
 @pytest.mark.parametrize("kind", ["staged", "device"])
 def test_exchanges_bring_what_the_transport_states(comm, cupy, monkeypatch, kind):  # noqa: F811
     monkeypatch.setattr(fakecupy.Memory, "open", kind == "device")
     monkeypatch.setenv("MM3D_TRANSPORT", kind)
     grid, large = mm3d.Grid(comm, "cupy", x=comm.size), False
-    for length in (5, 8, LONG):
+    for length in LENGTHS:
         for name, run in collectives(grid.x, length):
             calls = grid.x.transport.comm = Calls(grid.x.comm)
             found = counted(grid.x, name, run)
@@ -155,13 +156,13 @@ class Received:
         return told
 
 
-@pytest.mark.ranks(3, 8)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_nccl_states_what_arrives_but_of_its_sums(comm, cupy, monkeypatch, dtype):  # noqa: F811
     monkeypatch.setenv("MM3D_TRANSPORT", "nccl")
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
     group, summed = grid.x.transport.group, 0
-    for length in (5, 8, LONG):
+    for length in LENGTHS:
         for name, run in collectives(grid.x, length, dtype):
             calls = grid.x.transport.group = Received(group, comm.rank)
             found = counted(grid.x, name, run)
@@ -175,62 +176,27 @@ def test_nccl_states_what_arrives_but_of_its_sums(comm, cupy, monkeypatch, dtype
     grid.free()
 
 
-class Watched(np.ndarray):
-    """Shared memory that counts the words written into it, or into an array from it, by copying,
-    and those read to be summed."""
-
-    copied = read = 0
-
-    def __setitem__(self, where, value):
-        Watched.copied += np.ndarray.__getitem__(self, where).size
-        np.ndarray.__setitem__(self.view(np.ndarray), where, np.asarray(value))
-
-    def __array_ufunc__(self, ufunc, method, *inputs, out=()):
-        assert ufunc is np.add and method == "__call__" and len(inputs) == 2
-        # The first term of a sum is taken as it is; each further one is read.
-        Watched.read += inputs[1].size
-        plain = [np.asarray(a) for a in inputs]
-        with np.errstate(all="ignore"):    # what is summed is whatever was there
-            return np.add(*plain, out=np.asarray(out[0]))
-
-
-class Numpy:
-    """NumPy, whose arrays are `Watched`."""
-
-    ndarray = Watched
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-
-@pytest.fixture
-def watched(monkeypatch):
-    """All memory that a transport of shared memory copies into is `Watched`."""
-    def watch(memory, transport):
-        monkeypatch.setattr(memory, "_messages", [[row.view(Watched) for row in slot]
-                                                  for slot in memory._messages])
-        monkeypatch.setattr(shared_memory, "np", Numpy())
-        empty = transport.backend.empty
-        monkeypatch.setattr(transport.backend, "empty",
-                            lambda shape, dtype: empty(shape, dtype).view(Watched))
+@pytest.mark.ranks(3)
+def test_shared_memory_states_its_copies_and_sums(comm, monkeypatch):
+    """Words written by copying, and those of the two other terms that are read to be summed: a
+    small array is handed to all as a whole, of a large one each rank sums its own part."""
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
-    return watch
+    with on_grid(comm, x=3) as grid:
+        for length in LENGTHS:
+            own, at_root = block_lengths(length, 3)[comm.rank], comm.rank == 1
+            part, whole = own * ODD, length * ODD
+            expected = {"all_to_all": 2 * 3 + length + 3 * own} | ({
+                "all_gather": part, "reduce_scatter": whole + 2 * part,
+                "all_reduce": 2 * length + 2 * own, "broadcast": length * at_root,
+                "reduce": length + 2 * own} if length == LONG else {
+                "all_gather": part + whole, "reduce_scatter": whole + 2 * part,
+                "all_reduce": 3 * length, "broadcast": length,
+                "reduce": length + 2 * length * at_root})
+            for name, run in collectives(grid.x, length):
+                assert counted(grid.x, name, run).moved == expected[name], (name, length)
 
 
-@pytest.mark.ranks(2, 3, 8)
-@pytest.mark.parametrize("length", [5, 8, LONG])
-def test_shared_memory_states_its_copies_and_sums(comm, watched, length):
-    with on_grid(comm, x=comm.size) as grid:
-        watched(grid.x.transport.memory, grid.x.transport)
-        for name, run in collectives(grid.x, length):
-            Watched.copied = Watched.read = 0
-            found = counted(grid.x, name, run)
-            assert found.moved == Watched.copied + Watched.read, name
-            # What one rank broadcasts much of, the others read where it lies.
-            assert found.moved > 0 or (name, grid.x.rank != 1) == ("broadcast", True)
-
-
-@pytest.mark.ranks(2, 8)
+@pytest.mark.ranks(3)
 def test_what_is_placed_is_gathered_without_moving_a_word(comm, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
     with on_grid(comm, x=comm.size) as grid:

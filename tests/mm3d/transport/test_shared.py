@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,10 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.grid.split import Split
-from mm3d.transport import segments
 from mm3d.transport.barrier import SLOTS
 from mm3d.transport.nodes import own_node
 from mm3d.transport.segments import (MAX_RETURNED, MAX_TAKEN, MESSAGE_BYTES, SEGMENT_BYTES,
                                      SharedMemory)
-from mm3d.transport.shared_memory import SharedTransport
 from reference import integers, on_grid
 from support import run_ranks
 
@@ -34,52 +33,43 @@ def shared(monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
 
 
-@pytest.fixture
-def copies(monkeypatch):
-    """Names of the collectives that had to copy a large operand into shared memory."""
-    found, made_by = [], []
+class Counting:
+    """A transport that counts its gathers and sums of what had to be copied."""
 
-    def inside(name):
-        method = getattr(SharedTransport, name)
+    def __init__(self, transport, copied) -> None:
+        self.transport, self.copied = transport, copied
 
-        def call(self, *args):
-            made_by.append(name)
-            try:
-                return method(self, *args)
-            finally:
-                made_by.pop()
-        monkeypatch.setattr(SharedTransport, name, call)
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
 
-    def made(name):
-        method = getattr(SharedTransport, name)
+    def all_gather(self, a, dim, counts):
+        whole = self.transport.all_gather(a, dim, counts)
+        self.copied["all_gather"] += self.transport.take_moved() > 0
+        return whole
 
-        def call(self, *args):
-            found.extend(made_by[:1])
-            return method(self, *args)
-        monkeypatch.setattr(SharedTransport, name, call)
-
-    for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        inside(name)
-    made("_copy")
-    return found
+    def reduce_scatter(self, a, dim, counts):
+        part = self.transport.reduce_scatter(a, dim, counts)
+        read = (self.transport.size - 1) * part.size
+        self.copied["reduce_scatter"] += self.transport.take_moved() > read
+        return part
 
 
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("options, gathers", [({}, 1), ({"rows": "positions"}, 1 + 2)])
-def test_products_copy_nothing(comm, copies, monkeypatch, options, gathers):
+def test_products_copy_nothing(comm, options, gathers):
     """But what the caller brings, dy, and keys and values, which are a part of a block.
 
     Vectors are copied too: their blocks lie on the diagonal only.
     """
-    monkeypatch.setattr("mm3d.transport.shared_memory.MESSAGE_BYTES", 0)    # nothing is small
-    scheme = mm3d.scheme("3d", comm, **options)
-    assert all(axis.transport.name == "shared" for axis in scheme.grid.axes.values())
+    scheme, copied = mm3d.scheme("3d", comm, **options), Counter()
     model = mm3d.Transformer(scheme, layers=1, hidden=24, heads=4, batch=8, seq=4)
     x, dy = model.random("x"), model.random("dy")
+    for axis in scheme.grid.axes.values():
+        assert axis.transport.name == "shared"
+        axis.transport = Counting(axis.transport, copied)
     model.backward(dy, model.forward(x)[1])
-    vectors = {"all_gather": 4 + 2 * 2, "reduce_scatter": 4 + 2 * 2}
-    assert copies.count("all_gather") == vectors["all_gather"] + gathers
-    assert copies.count("reduce_scatter") == vectors["reduce_scatter"]
+    vectors = 4 + 2 * 2
+    assert copied == {"all_gather": vectors + gathers, "reduce_scatter": vectors}
     scheme.grid.free()
 
 
@@ -117,18 +107,19 @@ def test_no_block_changes_while_another_rank_reads_it(comm, turns):
 @pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
 @few_turns
-@pytest.mark.parametrize("mail", [0, 1 << 16])
-def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, turns, mail):
+@pytest.mark.parametrize("columns", [3, MESSAGE_BYTES // 16 + 1])
+def test_every_collective_is_exact_whoever_is_late(comm, turns, columns):
     """In random order with random delays, in both ways: handed to all, and in regions."""
-    monkeypatch.setattr("mm3d.transport.shared_memory.MESSAGE_BYTES", mail)
     late, order = random.Random(comm.rank), random.Random(comm.size)
     n = 2 * comm.size + 1
+    numbers = integers((turns + n * (comm.size + columns),), 0)
     with on_grid(comm, x=comm.size) as grid:
         mine = Split(grid.x, 0, n)
         cut = np.cumsum([0, *mine.counts])[comm.rank:comm.rank + 2]
         for turn in range(turns):
             kind, root = order.randrange(5), order.randrange(comm.size)
-            terms = [integers((n, 3), turn * comm.size + rank) for rank in range(comm.size)]
+            terms = [numbers[turn + rank * n:][:n * columns].reshape(n, columns)
+                     for rank in range(comm.size)]
             total, own = sum(terms), terms[comm.rank].copy()
             if late.random() < 0.1:
                 time.sleep(late.random() / 300)
@@ -386,13 +377,19 @@ def test_only_ranks_of_one_node_share(comm, monkeypatch, node_size, names):
                                   sum(integers((4, 3), rank) for rank in line))
 
 
-def refuse(*arguments):
-    """As a system that lets nobody do this."""
-    raise PermissionError(errno.EPERM, "no")
+def lock_out(patch, step: str) -> None:
+    """Let the system refuse one step of sharing memory: "make" or "open"."""
+    opened = os.open
+
+    def refuse(path, *rest):
+        if step == "open" and not str(path).startswith("/proc/"):
+            return opened(path, *rest)
+        raise PermissionError(errno.EPERM, "no")
+    patch.setattr(os, "memfd_create" if step == "make" else "open", refuse)
 
 
 # Who has no memory: the rank that makes it, or one that opens it, itself or another.
-without_memory = pytest.mark.parametrize("rank, step", [(0, "_create"), (0, "_map"), (2, "_map")])
+without_memory = pytest.mark.parametrize("rank, step", [(0, "make"), (0, "open"), (2, "open")])
 
 
 @pytest.mark.ranks(4)
@@ -400,7 +397,7 @@ without_memory = pytest.mark.parametrize("rank, step", [(0, "_create"), (0, "_ma
 def test_ranks_that_may_not_share_memory_use_mpi(comm, monkeypatch, rank, step):
     """As in containers of their own; unless sharing was asked for: then it is an error."""
     if comm.rank == rank:
-        monkeypatch.setattr(segments, step, refuse)
+        lock_out(monkeypatch, step)
     with pytest.raises(OSError) as caught:
         mm3d.Grid(comm, x=comm.size)
     message = "the ranks of this node cannot share memory (Operation not permitted): set "
@@ -412,11 +409,11 @@ def test_ranks_that_may_not_share_memory_use_mpi(comm, monkeypatch, rank, step):
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("step, without", [("_create", "xz"), ("_map", "xyz")])
+@pytest.mark.parametrize("step, without", [("make", "xz"), ("open", "xyz")])
 def test_all_ranks_of_a_grid_hear_of_one_without_memory(comm, monkeypatch, step, without):
     """Also those of other lines, where sharing was asked for; else only its own go by MPI."""
     if comm.rank == 2:    # the first of its lines along x and z
-        monkeypatch.setattr(segments, step, refuse)
+        lock_out(monkeypatch, step)
     with pytest.raises(OSError, match="cannot share memory"):
         mm3d.Grid(comm, x=2, y=2, z=2)
     monkeypatch.delenv("MM3D_TRANSPORT")
@@ -436,7 +433,7 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
     memory_of_all = SharedMemory(comm)
     with monkeypatch.context() as patch:
         if comm.rank == rank:
-            patch.setattr(segments, step, refuse)
+            lock_out(patch, step)
         for _ in range(3):
             with pytest.raises(OSError, match="cannot share memory .*set MM3D_TRANSPORT=mpi"):
                 memory_of_all.take(SEGMENT_BYTES + 1)
@@ -452,12 +449,12 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
 def test_memory_of_another_process_of_that_number_is_not_taken(comm, monkeypatch, tmp_path):
     """In a container of its own a rank finds there, if anything, what is not meant."""
     path = tmp_path / "other"
-    path.write_bytes(bytes(segments.PAGE_BYTES))
-    if comm.rank == 1:
-        opened = segments._map
-        monkeypatch.setattr(segments, "_map", lambda _, *rest: opened(str(path), *rest))
-    with pytest.raises(OSError, match="No such file"):
-        SharedMemory(comm)
+    path.write_bytes(b"not meant")
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(os, "open", lambda _, *rest, opened=os.open: opened(path, *rest))
+        with pytest.raises(OSError, match="No such file"):
+            SharedMemory(comm)
 
 
 @pytest.mark.ranks(4)

@@ -20,7 +20,8 @@ def shared(monkeypatch):
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("node_size", [2, 3, 4])
+@pytest.mark.parametrize("node_size", [3, *(pytest.param(n, marks=pytest.mark.slow)
+                                            for n in (2, 4))])
 @pytest.mark.parametrize("grid, options", [
     ((2, 2, 2), {}), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
         ((2, 2, 2), {"overlap": True}), ((4, 2, 1), {"keep": "both"}),
@@ -38,7 +39,8 @@ def test_a_step_on_several_nodes_equals_serial(comm, monkeypatch, node_size, gri
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("options", [{}, {"keep": "both"}, {"rows": "positions"}])
+@pytest.mark.parametrize("options", [{"keep": "both", "rows": "positions"},
+                                     pytest.param({}, marks=pytest.mark.slow)])
 def test_steps_after_the_second_make_no_new_region(comm, options):
     """What was given back in one is taken again in the next."""
     scheme = mm3d.scheme("3d", comm, backend="numpy", **options)
@@ -46,10 +48,10 @@ def test_steps_after_the_second_make_no_new_region(comm, options):
     x, dy = model.random("x"), model.random("dy")
     memories = [axis.transport.memory for axis in scheme.grid.axes.values()]
     regions = []
-    for _ in range(6):
+    for _ in range(5):
         model.backward(dy, model.forward(x)[1])
         regions.append([len(memory.regions) for memory in memories])
-    assert min(regions[1]) > 0 and regions[1:] == regions[1:2] * 5
+    assert min(regions[1]) > 0 and regions[1:] == regions[1:2] * 4
     scheme.grid.free()
 
 

@@ -54,13 +54,8 @@ def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number):
 @pytest.mark.ranks(4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("part", [slice(1, 10, 4), slice(0, 10, 2), slice(3, 10, 4)])
 def test_words_are_the_closed_form_of_dropless_experts(comm, part):
-    """Whatever the routing, inside a tensor group; also where layers are recomputed.
-
-    With layers of several squares it leaves out sums of what their gathers have gathered.
-    """
+    """Whatever the routing, inside a tensor group; also where layers are recomputed."""
     for number, parallelism in enumerate(GRIDS[comm.size][part]):
-        if parallelism.name == "2.5d" and parallelism.grid is None:
-            continue
         compare_words(comm, parallelism, ("none", "uniform:2")[number % 2])
 
 
@@ -88,4 +83,9 @@ def compare_words(comm, parallelism: Parallelism, recompute: str) -> None:
                               experts=DROPLESS, **parallelism.options)
         words = [sum(comm.allreduce(one.words) for _, one in sorted(found.items()))
                  for found in phases]
-    assert words == [sum(of.values()) for of in expected.values()], parallelism
+    stated = [sum(of.values()) for of in expected.values()]
+    if parallelism == Parallelism("2.5d"):    # of several squares
+        # It leaves out sums over the squares of what gathers in each have gathered.
+        assert words[0] == stated[0] and words[1] > stated[1], (words, stated)
+    else:
+        assert words == stated, parallelism
