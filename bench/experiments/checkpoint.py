@@ -27,8 +27,8 @@ QUANTITY = "elements of parameters and moments that differ after save and restor
 
 
 def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes, dtype: str,
-                       limits: Limits, seed: int = 0,
-                       backend: str | None = None) -> Measurements:
+                       limits: Limits, seed: int = 0, backend: str | None = None,
+                       make_subject: Callable[..., "Subject"] | None = None) -> Measurements:
     """Measure `mm3d.save` and `mm3d.restore` of a Transformer with the moments of AdamW.
 
     Weights are divided among all ranks by the scheme "1d".  What was saved is restored and
@@ -52,6 +52,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         The seed of the parameters.
     backend : str, optional
         The array library.
+    make_subject : callable, optional
+        Makes what is measured, a `Subject`.
 
     Returns
     -------
@@ -67,7 +69,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     """
     model, optimizer = _create_model(comm, sizes, dtype, seed, backend)
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
-    subject = _Subject(comm, work, model, optimizer, seed)
+    subject = (make_subject or Subject)(comm, work, model, optimizer, seed)
     try:
         differing = subject.verify()
         if differing:
@@ -107,8 +109,8 @@ def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed:
         raise UsageError(str(error)) from error
 
 
-class _Subject:
-    """A model to save, and a plain file per rank of as many bytes."""
+class Subject:
+    """A model to save, and a plain file per rank of as many bytes, in a work folder."""
 
     def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any,
                  seed: int = 0) -> None:
