@@ -27,8 +27,8 @@ QUANTITY = "elements of parameters and moments that differ after save and restor
 
 
 def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes, dtype: str,
-                       limits: Limits, seed: int = 0, backend: str | None = None,
-                       make_subject: Callable[..., "Subject"] | None = None) -> Measurements:
+                       limits: Limits, seed: int = 0,
+                       backend: str | None = None) -> Measurements:
     """Measure `mm3d.save` and `mm3d.restore` of a Transformer with the moments of AdamW.
 
     Weights are divided among all ranks by the scheme "1d".  What was saved is restored and
@@ -52,8 +52,6 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         The seed of the parameters.
     backend : str, optional
         The array library.
-    make_subject : callable, optional
-        Makes what is measured, a `Subject`.
 
     Returns
     -------
@@ -67,7 +65,17 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     WrongResult
         When what was restored differs.
     """
-    model, optimizer = _create_model(comm, sizes, dtype, seed, backend)
+    model, optimizer = create_model(comm, sizes, dtype, seed, backend)
+    return measure_model(comm, folder, model, optimizer, limits, seed)
+
+
+def measure_model(comm: MPI.Intracomm, folder: Path, model: mm3d.Transformer, optimizer: Any,
+                  limits: Limits, seed: int = 0,
+                  make_subject: Callable[..., "Subject"] | None = None) -> Measurements:
+    """Measure saving and restoring `model`, as `measure_checkpoint` does.
+
+    `make_subject` makes what is measured, a `Subject`.
+    """
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
     subject = (make_subject or Subject)(comm, work, model, optimizer, seed)
     try:
@@ -84,8 +92,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
             shutil.rmtree(work, ignore_errors=True)
     return _record(comm, model.grid.backend.name, samples, subject.total, [
         Check(QUANTITY, float(differing), 0.0)],
-        {**asdict(sizes), "dtype": dtype, "scheme": "1d", "ranks": comm.size, "seed": seed,
-         "ended_by": ended_by, **asdict(limits)})
+        {**asdict(model.sizes), "dtype": model.dtype, "scheme": "1d", "ranks": comm.size,
+         "seed": seed, "ended_by": ended_by, **asdict(limits)})
 
 
 def make_work_folder(folder: Path) -> Path:
@@ -98,8 +106,8 @@ def make_work_folder(folder: Path) -> Path:
         raise UsageError(f"--disk {folder}: {error}") from error
 
 
-def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int,
-                  backend: str | None) -> tuple[mm3d.Transformer, Any]:
+def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int = 0,
+                 backend: str | None = None) -> tuple[mm3d.Transformer, Any]:
     """Create the model and its optimizer; UsageError where there is no such model."""
     try:
         scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
