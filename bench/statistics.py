@@ -109,10 +109,11 @@ def elapsed(times: np.ndarray) -> np.ndarray:
     return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
 
 
-def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray,
+               max_exact: int = MAX_EXACT) -> float:
     """Compute the two-sided p value of Wilcoxon's rank-sum test that both groups are alike.
 
-    Up to `MAX_EXACT` samples in all it is exact, also with ties: the share of all divisions of the
+    Up to `max_exact` samples in all it is exact, also with ties: the share of all divisions of the
     ranks whose sum is at least as far from the expected one.  Beyond, it is that of a normal sum.
 
     Raises
@@ -128,7 +129,7 @@ def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
     # Twice the mid-ranks, so that they are whole numbers also where samples are equal.
     ranks = (2 * np.cumsum(count) - count + 1)[place]
     distance = abs(int(ranks[:n].sum()) - n * (total + 1))
-    if total > MAX_EXACT:
+    if total > max_exact:
         ties = float((count.astype(np.float64) ** 3 - count).sum())
         variance = n * (total - n) / 12 * (total + 1 - ties / (total * (total - 1)))
         if variance == 0:

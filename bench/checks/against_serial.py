@@ -62,7 +62,8 @@ class Quantity:
 
 
 def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
-            other: Callable[[], dict[str, np.ndarray]] | None = None) -> list[Check]:
+            other: Callable[[], dict[str, np.ndarray]] | None = None,
+            words_per_gather: int = WORDS_PER_GATHER) -> list[Check]:
     """Compare outputs and gradients of one step of `model` with those of the serial scheme.
 
     Parameters
@@ -76,6 +77,8 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
         See `tolerances`.
     other : callable, optional
         Returns on rank 0 the quantities by name, to compare with instead of the serial scheme's.
+    words_per_gather : int
+        Words that are gathered at once; a quantity of more is gathered alone.
 
     Returns
     -------
@@ -96,7 +99,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
              Quantity("input gradient", input_gradient, layout, model.shape, gradient)]
     parts += [Quantity(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
               for p in model.parameters]
-    found = _collect(parts, grid)
+    found = _collect(parts, grid, words_per_gather)
     checks = None
     if grid.rank == 0:
         with threadpool_limits(launcher.cores(), user_api="blas"):
@@ -163,7 +166,7 @@ def _reference(backend, stack: Stack) -> dict[str, np.ndarray]:
         f"gradient of {p.name}": host(p.grad) for p in model.parameters}
 
 
-def _collect(parts: list[Quantity], grid) -> dict[str, list[Block]] | None:
+def _collect(parts: list[Quantity], grid, words: int) -> dict[str, list[Block]] | None:
     """Gather the blocks of all ranks on rank 0, by quantity; of equal copies only the first."""
     blocks, keys = [], []
     for part in parts:
@@ -174,7 +177,7 @@ def _collect(parts: list[Quantity], grid) -> dict[str, list[Block]] | None:
         keys.append((tuple((s.start, s.stop) for s in place), block.shape, digest))
     everyone = grid.comm.allgather(keys)
     found: dict[str, list[Block]] = {part.name: [] for part in parts}
-    for batch in _batches(parts):
+    for batch in _batches(parts, words):
         wanted = [k for k in batch if blocks[k][1].size and
                   [keys[k] for keys in everyone].index(keys[k]) == grid.rank]
         for sent in grid.comm.gather({k: blocks[k] for k in wanted}) or ():
@@ -183,12 +186,12 @@ def _collect(parts: list[Quantity], grid) -> dict[str, list[Block]] | None:
     return found if grid.rank == 0 else None
 
 
-def _batches(parts: list[Quantity]) -> list[list[int]]:
-    """Group the indices of the parts: at most `WORDS_PER_GATHER` words a group, or one part."""
-    batches, words = [], WORDS_PER_GATHER
+def _batches(parts: list[Quantity], most: int) -> list[list[int]]:
+    """Group the indices of the parts: at most `most` words a group, or one part."""
+    batches, words = [], most
     for k, part in enumerate(parts):
         words += math.prod(part.shape)
-        if words > WORDS_PER_GATHER:
+        if words > most:
             batches.append([])
             words = math.prod(part.shape)
         batches[-1].append(k)

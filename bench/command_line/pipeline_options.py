@@ -6,7 +6,7 @@ from bench.command_line import options
 from bench.command_line.config_options import add_fields
 from bench.command_line.number_types import MOST_RANKS
 from bench.errors import UsageError
-from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel
 from mm3d.config import Division
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack

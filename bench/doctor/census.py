@@ -10,6 +10,7 @@ program of its own.
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import mm3d  # noqa: F401  (before NumPy and MPI start: sets the variables that they read)
@@ -61,11 +62,11 @@ def own_gpu(gpus: list[str], comm) -> dict[str, str]:
         return {"gpu": "", "gpu_problem": str(error)}
 
 
-def best_kernels() -> str:
+def best_kernels(cpuinfo: Path = host.CPUINFO) -> str:
     """Return the vector instructions that BLAS should use on this processor; "" if unknown."""
-    if blas_kernels.fastest_kernels(host.CPUINFO):
+    if blas_kernels.fastest_kernels(cpuinfo):
         return "avx2"
-    flags = host.processor_flags()
+    flags = host.processor_flags(cpuinfo)
     return next((name for name in ("avx512f", "avx2") if name in flags), "")
 
 

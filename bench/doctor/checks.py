@@ -6,6 +6,7 @@ import shlex
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Callable
 
 import numpy as np
@@ -252,12 +253,12 @@ def clock(facts: Facts) -> Finding:
     return Finding("clock", WARNING if coarse else OK, text)
 
 
-def leftovers(facts: Facts) -> Finding:
-    """Report the shared memory that killed jobs have left here, or remove it if asked to."""
-    found = leftover_memory.abandoned_segments()
+def leftovers(facts: Facts, folder: Path = leftover_memory.FOLDER) -> Finding:
+    """Report the shared memory that killed jobs have left in `folder`, or remove it if asked to.
+    """
+    found = leftover_memory.abandoned_segments(folder)
     if not found:
-        return Finding("leftovers", OK,
-                       f"no shared memory of killed jobs in {leftover_memory.FOLDER}")
+        return Finding("leftovers", OK, f"no shared memory of killed jobs in {folder}")
     if facts.clean:
         removed = leftover_memory.remove_segments(found)
         return Finding("leftovers", OK, f"removed: {leftover_memory.describe_amount(removed)}")

@@ -65,9 +65,19 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     WrongResult
         When what was restored differs.
     """
-    model, optimizer = _create_model(comm, sizes, dtype, seed, backend)
+    model, optimizer = create_model(comm, sizes, dtype, seed, backend)
+    return measure_model(comm, folder, model, optimizer, limits, seed)
+
+
+def measure_model(comm: MPI.Intracomm, folder: Path, model: mm3d.Transformer, optimizer: Any,
+                  limits: Limits, seed: int = 0,
+                  make_subject: Callable[..., "Subject"] | None = None) -> Measurements:
+    """Measure saving and restoring `model`, as `measure_checkpoint` does.
+
+    `make_subject` makes what is measured, a `Subject`.
+    """
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
-    subject = _Subject(comm, work, model, optimizer, seed)
+    subject = (make_subject or Subject)(comm, work, model, optimizer, seed)
     try:
         differing = subject.verify()
         if differing:
@@ -82,8 +92,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
             shutil.rmtree(work, ignore_errors=True)
     return _record(comm, model.grid.backend.name, samples, subject.total, [
         Check(QUANTITY, float(differing), 0.0)],
-        {**asdict(sizes), "dtype": dtype, "scheme": "1d", "ranks": comm.size, "seed": seed,
-         "ended_by": ended_by, **asdict(limits)})
+        {**asdict(model.sizes), "dtype": model.dtype, "scheme": "1d", "ranks": comm.size,
+         "seed": seed, "ended_by": ended_by, **asdict(limits)})
 
 
 def make_work_folder(folder: Path) -> Path:
@@ -96,8 +106,8 @@ def make_work_folder(folder: Path) -> Path:
         raise UsageError(f"--disk {folder}: {error}") from error
 
 
-def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int,
-                  backend: str | None) -> tuple[mm3d.Transformer, Any]:
+def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int = 0,
+                 backend: str | None = None) -> tuple[mm3d.Transformer, Any]:
     """Create the model and its optimizer; UsageError where there is no such model."""
     try:
         scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
@@ -107,8 +117,8 @@ def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed:
         raise UsageError(str(error)) from error
 
 
-class _Subject:
-    """A model to save, and a plain file per rank of as many bytes."""
+class Subject:
+    """A model to save, and a plain file per rank of as many bytes, in a work folder."""
 
     def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any,
                  seed: int = 0) -> None:

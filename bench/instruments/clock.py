@@ -19,6 +19,10 @@ class Clock:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; making a Clock is collective.
+    kernel : object, optional
+        Equal on ranks that share a clock; by default the kernel's identifier.
+    read : callable
+        Reads this rank's clock, in seconds.
 
     Attributes
     ----------
@@ -28,28 +32,30 @@ class Clock:
         The offset's largest possible error, seconds; 0 where the clock is shared.
     """
 
-    def __init__(self, comm) -> None:
+    def __init__(self, comm, kernel: Any = None,
+                 read: Callable[[], float] = perf_counter) -> None:
         self.offset = self.offset_error = 0.0
-        kernels = comm.allgather(_kernel())
+        self._read = read
+        kernels = comm.allgather(_kernel() if kernel is None else kernel)
         for rank in range(1, comm.size):
             if kernels[rank] != kernels[0] and comm.rank in (0, rank):
                 self._synchronize(comm, rank)
 
     def now(self) -> float:
         """Return the time in seconds."""
-        return perf_counter() + self.offset
+        return self._read() + self.offset
 
     def _synchronize(self, comm, rank: int, rounds: int = 100) -> None:
         best = np.inf
         for _ in range(rounds):
             if comm.rank == 0:
                 comm.recv(source=rank)
-                comm.send(perf_counter(), dest=rank)
+                comm.send(self._read(), dest=rank)
                 continue
-            sent = perf_counter()
+            sent = self._read()
             comm.send(None, dest=0)
             there = comm.recv(source=0)
-            received = perf_counter()
+            received = self._read()
             if received - sent < best:
                 best = received - sent
                 self.offset = there - (sent + received) / 2

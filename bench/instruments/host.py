@@ -27,17 +27,18 @@ SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE"
          "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
          "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
 PRIVATE = re.compile(r"[/@~]")    # in paths and addresses, which may name a person
+ROOT = Path(__file__).resolve().parents[2]    # of the source
 CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 
-def cpu_model() -> str:
-    """Return the processor's name, or the architecture if it has none.
+def cpu_model(cpuinfo: Path = CPUINFO) -> str:
+    """Return the processor's name, or the architecture if `cpuinfo` has none.
 
     Virtual machines hide the number of the model, as in "AMD EPYC"; then family and model are
     added, which identify the generation.
     """
-    about = dict(re.findall(r"^(model name|cpu|cpu family|model)\s*:\s*(.+)$", _text(CPUINFO),
+    about = dict(re.findall(r"^(model name|cpu|cpu family|model)\s*:\s*(.+)$", _text(cpuinfo),
                             re.MULTILINE))
     name = about.get("model name") or about.get("cpu")
     if name is None:
@@ -47,9 +48,9 @@ def cpu_model() -> str:
     return name.strip()
 
 
-def processor_flags() -> frozenset[str]:
-    """Read the instruction sets that this processor has; empty if the system lists none."""
-    found = re.search(r"^flags\s*:(.*)$", _text(CPUINFO), re.MULTILINE)
+def processor_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Read the instruction sets of the processor; empty if `cpuinfo` lists none."""
+    found = re.search(r"^flags\s*:(.*)$", _text(cpuinfo), re.MULTILINE)
     return frozenset(found[1].split()) if found else frozenset()
 
 
@@ -95,7 +96,7 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
     """
     cores, local, sharing = (launcher.cores(), launcher.local_ranks(),
                              launcher.ranks_on_these_cores())
-    commit, clean = _source_version()
+    commit, clean = source_version()
     tuning = {name: value for name, value in sorted(os.environ.items())
               if TUNING.fullmatch(name) and not name.startswith(VARIABLE)}
     slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
@@ -192,9 +193,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-def source_digest() -> str:
-    """Return a digest of the source of mm3d and bench, committed or not."""
-    root = Path(__file__).resolve().parents[2]
+def source_digest(root: Path = ROOT) -> str:
+    """Return a digest of the source of mm3d and bench in `root`, committed or not."""
     digest = hashlib.blake2b(digest_size=10)
     for folder in ("mm3d", "bench"):
         for path in sorted((root / folder).rglob("*")):
@@ -231,13 +231,12 @@ def describe_blas() -> dict[str, Setting]:
     return {"blas": "unknown", "blas_architecture": "unknown", "blas_threads": 0}
 
 
-def _source_version() -> tuple[str, bool]:
-    """Return the git commit of this source, and whether the tree, without results, is unchanged.
+def source_version(root: Path = ROOT) -> tuple[str, bool]:
+    """Return the git commit of the source in `root`, and whether all but results is unchanged.
 
     The commit is `UNKNOWN` where there is no git, where the source lies in somebody else's
     repository, or where git refuses or fails.
     """
-    root = Path(__file__).resolve().parents[2]
     # Variables such as GIT_DIR, which hooks set, name another repository.
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith("GIT_") or name.startswith("GIT_CONFIG")}

@@ -9,6 +9,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"mpich_shm_[0-9a-f]+_[0-9]+|mpich_shar_tmp[A-Za-z0-9]{6}")
@@ -24,7 +25,24 @@ class Segment:
     bytes: int
 
 
-def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
+def open_files(process: Path) -> set[tuple[int, int]]:
+    """Return device and inode number of each file that a process has open.
+
+    Read these before the mapped files: a file may be closed once it is mapped.
+    """
+    found = set()
+    for name in os.listdir(process / "fd"):
+        try:
+            status = os.stat(process / "fd" / name)
+        except OSError:    # closed meanwhile, or of a kind that has no status
+            continue
+        found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def abandoned_segments(folder: Path = FOLDER,
+                       opened: Callable[[Path], set[tuple[int, int]]] = open_files
+                       ) -> list[Segment]:
     """List this user's segments that MPICH has named and no living process has open.
 
     The list is empty where the system is not Linux, or where a process of this user is listed in
@@ -37,7 +55,7 @@ def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
     in_use: set[tuple[int, int]] = set()
     for process in Path("/proc").glob("[0-9]*") if found else ():
         try:
-            in_use |= _open_files(process) | _mapped_files(process)
+            in_use |= opened(process) | _mapped_files(process)
         except PermissionError:
             # The first process of a system, which may be hidden, was not started by a launcher.
             if process.name != "1" and _is_own(process):
@@ -65,9 +83,10 @@ def describe_amount(segments: list[Segment]) -> str:
 
 def removal_advice(segments: list[Segment]) -> str:
     """Return a line that says how to remove the segments; "" if there are none."""
-    return segments and (f"{describe_amount(segments)} in {FOLDER}, left by jobs that were "
-                         f"killed, which "
-                         f"no process has open: python -m bench doctor --clean removes them") or ""
+    if not segments:
+        return ""
+    return (f"{describe_amount(segments)} in {segments[0].path.parent}, left by jobs that were "
+            f"killed, which no process has open: python -m bench doctor --clean removes them")
 
 
 def _own(path: Path) -> Segment | None:
@@ -86,21 +105,6 @@ def _is_own(process: Path) -> bool:
         return process.stat().st_uid == os.geteuid()
     except OSError:
         return False
-
-
-def _open_files(process: Path) -> set[tuple[int, int]]:
-    """Return device and inode number of each file that a process has open.
-
-    Read these before the mapped files: a file may be closed once it is mapped.
-    """
-    found = set()
-    for name in os.listdir(process / "fd"):
-        try:
-            status = os.stat(process / "fd" / name)
-        except OSError:    # closed meanwhile, or of a kind that has no status
-            continue
-        found.add((status.st_dev, status.st_ino))
-    return found
 
 
 def _mapped_files(process: Path) -> set[tuple[int, int]]:

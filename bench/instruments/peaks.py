@@ -26,9 +26,12 @@ ON_DEVICE = 768 << 20    # bytes of each rank's arrays on a device, several time
 PART = 8            # the arrays take at most 1 / PART of the node's memory
 SAMPLE = 0.02       # least seconds of a sample
 ROUNDS = 5          # samples; the best counts
+Step = tuple[Callable[[], Any], int]    # a call, and its operations or the bytes that it moves
 
 
-def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
+def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = None,
+                  make_sum: Callable[..., Step] | None = None,
+                  rate: Callable[..., float] | None = None) -> Group | None:
     """Measure the group ``machine``: rates of matrix products and of memory; on rank 0.
 
     First one rank works while the others sleep, then as many ranks of each node as it has cores
@@ -50,11 +53,16 @@ def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
         The dtype of the matrices.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
+    caches : float, optional
+        Bytes of a node's last-level caches; by default as the system lists them.
+    make_sum, rate : callable, optional
+        Make the sum of arrays and measure a rate, as `add_arrays` and `best_rate` do.
     """
     node = create_node_communicator(comm)
     at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers
                          else node.size)
-    caches = cache_bytes() if backend.host_buffers else math.nan
+    if caches is None:
+        caches = cache_bytes() if backend.host_buffers else math.nan
     total = node.bcast(summed_bytes(caches) if backend.host_buffers else ON_DEVICE)
     workers = comm.Split(int(node.rank >= at_work), comm.rank)
     teams = {"alone": (comm.Split(int(comm.rank > 0), comm.rank), comm.rank == 0, 1, 1),
@@ -68,9 +76,9 @@ def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
             if works:
                 share = total // working if backend.host_buffers else total
                 step, amount = (_product(backend, dtype) if name == "gemm"
-                                else _sum(backend, share))
-                rate = _rate(step, amount, backend.synchronize, team) * working / sharing
-                found[f"{name}_{who}"] = Variable(np.float64(rate), units, ())
+                                else (make_sum or add_arrays)(backend, share))
+                best = (rate or best_rate)(step, amount, backend.synchronize, team)
+                found[f"{name}_{who}"] = Variable(np.float64(best * working / sharing), units, ())
                 del step
         wait_patiently(comm)
         team.Free()
@@ -98,7 +106,7 @@ def summed_bytes(caches: float) -> int:
     return min(wanted, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART)
 
 
-def _product(backend: Backend, dtype: str) -> tuple[Callable[[], Any], int]:
+def _product(backend: Backend, dtype: str) -> Step:
     """Return a call that multiplies square matrices, and its operations."""
     a, b, c = (backend.empty((SIZE, SIZE), dtype) for _ in range(3))
     for matrix in (a, b, c):
@@ -106,14 +114,15 @@ def _product(backend: Backend, dtype: str) -> tuple[Callable[[], Any], int]:
     return lambda: backend.gemm(a, b, c), 2 * SIZE ** 3
 
 
-def _sum(backend: Backend, total: int) -> tuple[Callable[[], Any], int]:
+def add_arrays(backend: Backend, total: int) -> Step:
     """Return a call that adds arrays of `total` bytes together, and the bytes that it moves."""
     xp, length = backend.xp, max(1, total // 12)
     a, b, c = (xp.ones((length,), dtype=xp.float32) for _ in range(3))
     return lambda: xp.add(a, b, out=c), 12 * length
 
 
-def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None], team) -> float:
+def best_rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
+              team) -> float:
     """Measure the best rate per rank of `team`, all of which work at once."""
     clock = Clock(team)
 

@@ -15,10 +15,9 @@ computed:
 
 from collections import Counter
 from copy import copy
-from typing import NamedTuple
 
 from bench.cases.variants import itemsize
-from mm3d.tracing.events import Boundary, Gemm, Pass
+from mm3d.tracing.events import Boundary, Flash, Gemm, Pass
 from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
 ATTENTION = "attention"    # the part whose products are of scores
@@ -29,13 +28,6 @@ SOFTMAX_PRODUCTS = {"forward": 2, "backward": 4}
 # backward: dropout one each way, softmax two read and one written.
 SOFTMAX = {"forward": 4, "backward": 5}
 KERNELS, ATTENTIONS = ("own", "fused"), ("flash", "softmax")
-
-
-class Flash(NamedTuple):
-    """Describe the operations of a fused attention, whose scores are never in memory."""
-
-    flops: float
-    dtype: str
 
 
 def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int) -> Trace:

@@ -13,8 +13,9 @@ from bench.cases.case import make_case
 from bench.cases.paper import Row, load_tables
 from bench.prediction import scaling
 from bench.prediction.paper_fit import Outcome
-from bench.prediction.pipeline_seconds import (PipelineModel, PredictedPipeline,
-                                               largest_peak_bytes, predict_pipeline)
+from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_seconds import (PredictedPipeline, largest_peak_bytes,
+                                               predict_pipeline)
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.batches import divide_rows

@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.errors import UsageError
 from bench.prediction.machine_model import Achieved, Machine
-from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model

@@ -14,10 +14,9 @@ from copy import copy
 
 import numpy as np
 
-from bench.prediction.kernels import Flash
 from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
-from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Collective, Flash, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import LEAST_NODES, in_place_collectives, transport_class
 from mm3d.transport.lanes import chunk_bytes

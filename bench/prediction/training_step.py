@@ -11,8 +11,9 @@ from fractions import Fraction
 from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
-from bench.prediction.pipeline_seconds import (HALVES, PipelineModel, PredictedPipeline,
-                                               largest_peak_bytes, predict_pipeline)
+from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, largest_peak_bytes,
+                                               predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d.model import cost
 from mm3d.tracing.events import Collective, PHASES

@@ -6,7 +6,8 @@ from bench.cases.paper import HEADINGS, TITLES
 from bench.prediction import machine_model
 from bench.prediction.paper_fit import Outcome
 from bench.prediction.paper_pipelines import RowPipeline
-from bench.prediction.pipeline_seconds import PipelineModel, PredictedPipeline
+from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_seconds import PredictedPipeline
 from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d.grid.axis import Traffic
 from mm3d.training.schedules import Schedule

@@ -8,7 +8,7 @@ from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.prediction.closed_form_plan import Plan
-from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.planner import TraceOf
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts

@@ -1,8 +1,10 @@
 """Messages of the library, as the command line prints them."""
 import pytest
 
+from bench.__main__ import main as bench_main
 from bench.errors import in_options
-from support import run_python, run_ranks
+from jobs.__main__ import main as jobs_main
+from support import run_ranks, status_of
 
 NAMES = {"grid", "data", "recompute", "experts", "expert_top", "expert_parallel", "capacity"}
 
@@ -22,10 +24,10 @@ def test_arguments_become_options(text, printed):
     assert in_options(text, NAMES) == printed
 
 
-@pytest.mark.parametrize("program, verb", [("bench", "run"), ("jobs", "render")])
-def test_a_policy_is_refused_as_it_is_typed(program, verb):
-    done = run_python("-m", program, verb, "--recompute", "some")
-    assert done.returncode == 2 and "--recompute some is unknown" in done.stderr, done.stderr
+@pytest.mark.parametrize("main, verb", [(bench_main, "run"), (jobs_main, "render")])
+def test_a_policy_is_refused_as_it_is_typed(main, verb, capsys):
+    assert status_of(main, [verb, "--recompute", "some"]) == 2
+    assert "--recompute some is unknown" in capsys.readouterr().err
 
 
 @pytest.mark.slow_but_first

@@ -93,3 +93,6 @@ def test_a_line_of_least_relative_squares():
     sizes = np.array([1.0, 10, 100])
     assert fit_line(sizes, 2 + 3 * sizes) == pytest.approx((2, 3, 0), abs=1e-9)
     assert fit_line(sizes, 3 * sizes - 1)[0] == 0 and fit_line(sizes, 5 - sizes / 50)[1] == 0
+    sizes = 4.0 ** np.arange(5, 12)
+    start, _, error = fit_line(sizes, 1e-9 * sizes ** 1.5)    # no line fits
+    assert start == 0 and error > 0.5

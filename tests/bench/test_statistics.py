@@ -6,22 +6,8 @@ import numpy as np
 import pytest
 import scipy    # its parts are imported by what uses them first
 
-from bench import statistics
 from bench.statistics import (Interval, adjust_by_holm, compare_runs, median_interval,
                               rank_sum_p, student_tails)
-
-
-@pytest.mark.parametrize("n, low, confidence", [
-    # The least j-th sample with 1 - 2 P(Bin(n, 1/2) < j) >= 95 %: tabulated binomials.
-    (6, 1, 1 - 2 / 64), (8, 1, 1 - 2 / 256), (9, 2, 1 - 2 * 10 / 512),
-    (10, 2, 1 - 2 * 11 / 1024), (20, 6, 1 - 2 * 21700 / 2 ** 20),
-    (25, 8, 0.9567147493362427), (100, 40, 0.9647997997822952)])
-def test_the_interval_of_known_sizes(n, low, confidence):
-    samples = np.random.default_rng(0).permutation(np.arange(1.0, n + 1))
-    found = median_interval(samples)
-    assert (found.low, found.high) == (low, n + 1 - low)
-    assert found.median == (n + 1) / 2
-    assert found.confidence == pytest.approx(confidence, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -47,6 +33,7 @@ def test_the_interval_is_that_of_scipy():
         found = median_interval(samples)
         scipys = scipy.stats.quantile_test(samples, p=0.5).confidence_interval(0.95)
         assert (found.low, found.high) == tuple(scipys)
+        assert found.median == np.median(samples)
         below = np.searchsorted(np.sort(samples), found.low)
         assert found.confidence == pytest.approx(1 - 2 * scipy.stats.binom.cdf(below, n, 0.5))
 
@@ -57,17 +44,6 @@ def test_thousands_of_samples():
     # Normal approximation of the binomial: n/2 -+ 1.96 sqrt(n)/2.
     assert found.low == pytest.approx(n / 2 - 0.98 * math.sqrt(n), abs=2)
     assert 0.95 <= found.confidence < 0.952
-
-
-@pytest.mark.parametrize("n", [6, 11, 30])
-def test_coverage_of_a_skewed_distribution(n):
-    random = np.random.default_rng(n)
-    trials = 4000
-    found = [median_interval(sample) for sample in random.lognormal(0, 1, (trials, n))]
-    covered = np.mean([interval.low <= 1 <= interval.high for interval in found])
-    expected = found[0].confidence
-    error = math.sqrt(expected * (1 - expected) / trials)
-    assert covered == pytest.approx(expected, abs=4 * error)
 
 
 def test_the_width_is_relative():
@@ -117,20 +93,13 @@ def test_rank_sum_is_exact_with_ties():
         assert rank_sum_p(*groups) == pytest.approx(counted.pvalue)
 
 
-def test_the_approximation_continues_the_exact_values(monkeypatch):
+def test_the_approximation_continues_the_exact_values():
     random = np.random.default_rng(3)
     first, second = random.normal(0, 1, 40), random.normal(0.5, 1, 40).round(1)
-    exact = rank_sum_p(first, second)
-    monkeypatch.setattr(statistics, "MAX_EXACT", 10)
-    assert rank_sum_p(first, second) == pytest.approx(exact, rel=0.05)
+    exact, approximate = rank_sum_p(first, second), rank_sum_p(first, second, max_exact=10)
+    assert approximate == pytest.approx(exact, rel=0.05)
     normal = scipy.stats.mannwhitneyu(first, second, method="asymptotic").pvalue
-    assert rank_sum_p(first, second) == pytest.approx(normal, rel=1e-9)
-
-
-def test_false_alarms_are_as_rare_as_stated():
-    random = np.random.default_rng(4)
-    alarms = np.mean([rank_sum_p(*random.exponential(1, (2, 10))) < 0.05 for _ in range(1500)])
-    assert 0.03 < alarms <= 0.06
+    assert approximate == pytest.approx(normal, rel=1e-9)
 
 
 def test_an_empty_group():
@@ -205,15 +174,6 @@ def test_runs_of_the_same_code_are_told_apart_as_rarely_as_stated(noise, cases):
     alarms = np.mean([min(one.p for one in compare_runs(run_medians(random, noise, cases))) < 0.05
                       for _ in range(120)])
     assert alarms <= 0.05
-
-
-def test_repetitions_taken_for_runs_cry_wolf():
-    """What the rank-sum test of repetitions makes of runs that differ by 3 %."""
-    random = np.random.default_rng(9)
-    alarms = np.mean([rank_sum_p(*np.exp(random.normal(0, 0.03, (2, 1))
-                                         + random.normal(0, 0.01, (2, 20)))) < 0.05
-                      for _ in range(100)])
-    assert alarms > 0.6
 
 
 def test_a_slowdown_is_found_by_three_runs_a_side():

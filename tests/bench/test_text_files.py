@@ -7,12 +7,11 @@ import sys
 import pytest
 
 from bench.__main__ import main, parser
-from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.prediction import machine_model, schedule_costs
 from bench.records import atomic, run_file
 from jobs import site
-from records import made_up
+from records import matmul_record
 from support import ROOT
 
 SITE = (ROOT / "jobs" / "sites" / "cpu.toml").read_bytes()
@@ -86,7 +85,7 @@ def loops(tmp_path):
     """A folder with a file of results, a loop of links, and a link to nothing."""
     folder = tmp_path / "results"
     folder.mkdir()
-    run_file.write_run(made_up(select_rows("weak", "3d")[0]), folder, "weak")
+    run_file.write_run(matmul_record(), folder, "matmul")    # of which no figure is drawn
     (folder / "loop.h5").symlink_to("loop.h5")
     (folder / "nothing.h5").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")

@@ -24,6 +24,7 @@ from mm3d.arrays.products import matmul
 
 SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 KERNEL_TOLERANCE = 16    # relative error of a result, in units of the last place
+RunStep = Callable[[str | Backend, str], dict[str, np.ndarray]]
 COMPARED = 8    # first and last rows (or columns) of a result that are compared
 
 
@@ -69,21 +70,6 @@ def check_kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
     return require_passed(found)
 
 
-def check_model(mode: Mode) -> Check:
-    """Compute the worst relative error of `run_model_step` in `mode`, with its tolerance.
-
-    The reference is in float64 for float64 and float32, else in NumPy rounded as `mode` rounds.
-    """
-    few = str(mode) in against_serial.EPS
-    with rounding_backend(mode.tf32) as library:
-        expected = run_model_step(library, mode.dtype if few else "float64")
-    with mode:
-        found = run_model_step(mode.backend, mode.dtype)
-    error = max(_relative(a, expected[name]) for name, a in found.items())
-    return Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
-                 against_serial.tolerances(str(mode), SIZES["layers"])[1])
-
-
 def run_model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
     """Run a step of a causal layer of `SIZES`; return its output and all gradients, by name."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, library)
@@ -94,9 +80,24 @@ def run_model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
     return {name: scheme.grid.backend.to_host(a).astype(float) for name, a in arrays.items()}
 
 
-def check_layer(mode: Mode) -> list[Check]:
+def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
+    """Compute the worst relative error of `run_step` in `mode`, with its tolerance.
+
+    The reference is in float64 for float64 and float32, else in NumPy rounded as `mode` rounds.
+    """
+    few = str(mode) in against_serial.EPS
+    with rounding_backend(mode.tf32) as library:
+        expected = run_step(library, mode.dtype if few else "float64")
+    with mode:
+        found = run_step(mode.backend, mode.dtype)
+    error = max(_relative(a, expected[name]) for name, a in found.items())
+    return Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
+                 against_serial.tolerances(str(mode), SIZES["layers"])[1])
+
+
+def check_layer(mode: Mode, run_step: RunStep = run_model_step) -> list[Check]:
     """Compare a layer of `SIZES` with NumPy's; WrongResult if it differs."""
-    return require_passed([check_model(mode)])
+    return require_passed([check_model(mode, run_step)])
 
 
 def check_finite(backend: Backend, name: str,

@@ -6,6 +6,7 @@ import os
 import re
 from ctypes.util import find_library
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 
@@ -19,8 +20,8 @@ class MissingScalapack(UsageError):
     """No installed ScaLAPACK fits the MPI library in use."""
 
 
-def load_scalapack() -> ctypes.CDLL:
-    """Load ScaLAPACK, bound to the MPI library that mpi4py has loaded.
+def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.CDLL:
+    """Load ScaLAPACK, which `find` finds, bound to the MPI library that mpi4py has loaded.
 
     Raises
     ------
@@ -36,7 +37,7 @@ def load_scalapack() -> ctypes.CDLL:
     text = ctypes.create_string_buffer(8192)
     mpi.MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
     kind = "openmpi" if b"Open MPI" in text.value else "mpich"
-    name = find_library(f"scalapack-{kind}")
+    name = find(f"scalapack-{kind}")
     if name is None:
         raise MissingScalapack(INSTALL)
     return ctypes.CDLL(name, ctypes.RTLD_GLOBAL)

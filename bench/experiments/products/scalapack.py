@@ -175,15 +175,16 @@ class Products:
                 Subject("the same, by NumPy's own BLAS", local)]
 
 
-def load_libraries(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
-    """Load ScaLAPACK, and the function of its BLAS for `dtype`, on every rank.
+def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scalapack
+                   ) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
+    """Load ScaLAPACK by `load`, and the function of its BLAS for `dtype`, on every rank.
 
     Raises
     ------
     UsageError
         On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
-    lib = make_on_each_rank(load_scalapack, comm)
+    lib = make_on_each_rank(load, comm)
     return lib, make_on_each_rank(lambda: fortran_blas.Gemm(lib, dtype), comm)
 
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any, Iterable, Iterator, Protocol
+from typing import Any, Callable, Iterable, Iterator, Protocol
 
 from bench.cases.case import Case
 from bench.errors import UsageError
@@ -16,8 +16,8 @@ from mm3d.console import complain
 OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
 GRACE = 15    # seconds that a job has to end after a SIGTERM
 WATCHDOG = "watchdog: "    # begins the line by which `mm3d.tracing.watchdog` ends a job
-FLUSH_SECONDS = 5
-ABORT_SECONDS = 20    # that a job has to end after it
+FLUSH_SECONDS = 5    # that the output of a job that has ended is waited for
+ABORT_SECONDS = 20    # that a job has to end after the watchdog's line
 
 
 class Stopped(Exception):
@@ -67,17 +67,36 @@ def measure_cases(cases: list[Case], options: list[str], progress: Progress) -> 
             signal.signal(number, handler)
 
 
-def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress) -> None:
+def job_command(job: Iterable[Case], options: list[str]) -> list[str]:
+    """Return the mpirun command line that measures the cases of `job`.
+
+    Raises
+    ------
+    UsageError
+        When there is no mpirun.
+    """
+    job = list(job)
+    names = ",".join(":".join(filter(None, (one.row.table, one.row.scheme, one.row.like)))
+                     for one in job)
+    try:
+        return launcher.mpirun_command(
+            job[0].row.gpus, sys.executable, "-m", "bench", "run", f"--rows={names}", *options)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+
+
+def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress,
+                    make_command: Callable[..., list[str]] = job_command) -> None:
     """Measure `cases`, all of one rank count, in one job if it survives.
 
     When the job dies, its current row has failed, and each of the remaining rows gets a job of
-    its own.
+    its own. `make_command` makes the command line of a job, as `job_command` does.
     """
     pending = list(cases)
     jobs = [pending]
     while jobs:
         job = jobs.pop(0)
-        reason = run_job(job, options, progress, pending)
+        reason = run_job(job, make_command(job, options), progress, pending)
         left = [one for one in job if one in pending]
         if left:
             pending.remove(left[0])
@@ -85,13 +104,13 @@ def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress) -
             jobs = [[one] for one in left[1:]] + jobs
 
 
-def run_job(job: list[Case], options: list[str], progress: Progress,
+def run_job(job: list[Case], command: list[str], progress: Progress,
             pending: list[Case]) -> str:
-    """Measure the cases of `job` under mpirun; return how it ended.
+    """Measure the cases of `job` by `command`; return how it ended.
 
     Cases are removed from `pending` as the job reports them.
     """
-    command, before = job_command(job, options), len(pending)
+    before = len(pending)
     with start_child(command, stderr=subprocess.PIPE, env=launcher.environment_to_start(command),
                      grace=GRACE, with_parent=True) as child, JobErrors(child) as errors:
         for line in job_lines(child):
@@ -108,8 +127,8 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
                                        room]))
 
 
-def job_lines(child: subprocess.Popen) -> Iterator[str]:
-    """Iterate over the lines of a job until it has ended and printed nothing for `FLUSH_SECONDS`.
+def job_lines(child: subprocess.Popen, flush_seconds: float = FLUSH_SECONDS) -> Iterator[str]:
+    """Iterate over the lines of a job until it has ended and printed nothing for `flush_seconds`.
 
     Its standard output may stay open: Open MPI leaves its daemon on a node that is lost.
     """
@@ -126,7 +145,7 @@ def job_lines(child: subprocess.Popen) -> Iterator[str]:
     ended = False
     while True:
         try:
-            line = lines.get(timeout=FLUSH_SECONDS)
+            line = lines.get(timeout=flush_seconds)
         except queue.Empty:
             if ended:
                 return
@@ -147,11 +166,16 @@ class JobErrors:
     ----------
     child : Popen
         The job, whose standard error is a pipe.
+    abort_seconds : float
+        Seconds that the job has to end after its watchdog has spoken.
+    end : callable
+        Ends a job.
     """
 
-    def __init__(self, child: subprocess.Popen) -> None:
+    def __init__(self, child: subprocess.Popen, abort_seconds: float = ABORT_SECONDS,
+                 end: Callable[[subprocess.Popen], object] = end_child) -> None:
         self._child, self._reason = child, ""
-        self._timer = threading.Timer(ABORT_SECONDS, end_child, (child,))
+        self._timer = threading.Timer(abort_seconds, end, (child,))
         self._timer.daemon = True
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
         self._thread.start()
@@ -178,21 +202,3 @@ class JobErrors:
                 if line.startswith(WATCHDOG) and not self._reason:
                     self._reason = f"{line.removeprefix(WATCHDOG).partition(';')[0]}; "
                     self._timer.start()
-
-
-def job_command(job: Iterable[Case], options: list[str]) -> list[str]:
-    """Return the mpirun command line that measures the cases of `job`.
-
-    Raises
-    ------
-    UsageError
-        When there is no mpirun.
-    """
-    job = list(job)
-    names = ",".join(":".join(filter(None, (one.row.table, one.row.scheme, one.row.like)))
-                     for one in job)
-    try:
-        return launcher.mpirun_command(
-            job[0].row.gpus, sys.executable, "-m", "bench", "run", f"--rows={names}", *options)
-    except FileNotFoundError as error:
-        raise UsageError(str(error)) from error

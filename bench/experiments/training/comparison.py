@@ -75,7 +75,8 @@ def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndar
 
 def compare_meshes(comm: Any, plan: Plan, text: Text,
                    report: Callable[[str], None] = lambda name: None,
-                   watched: Callable[..., ContextManager] = unwatched) -> Measurements | None:
+                   watched: Callable[..., ContextManager] = unwatched,
+                   cases: list[Case] | None = None) -> Measurements | None:
     """Train the steps of a plan on every mesh that has enough ranks here.
 
     Parameters
@@ -90,6 +91,8 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         Called on rank 0 with the name of each mesh before it is trained.
     watched : callable
         See `mm3d.tracing.watchdog`.
+    cases : list of Case, optional
+        Meshes that divide the model, one rank first; by default all, which are checked first.
 
     Returns
     -------
@@ -113,8 +116,10 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         raise UsageError("--compare with --experts on 1 rank: other micro-batches route other "
                          "tokens together, so no two of its trainings are the same; 2 ranks or "
                          "more would do")
-    cases, found = list_cases(comm.size, plan.experts), {}
-    check_cases(comm, cases, plan)
+    if cases is None:
+        cases = list_cases(comm.size, plan.experts)
+        check_cases(comm, cases, plan)
+    found = {}
     for case in cases:
         if comm.rank == 0:
             report(case.name)

@@ -36,31 +36,30 @@ class Device(RoundedBackend):
         return isinstance(a, np.ndarray)
 
 
+PLAIN = backend.get("numpy")
 MODES = [("float16", False), ("bfloat16", False), ("float32", True)]
 
 
 @pytest.fixture(params=MODES, ids=["float16", "bfloat16", "tf32"])
-def mode(request, monkeypatch):
-    """Such a device in a mode with few digits, its arrays told apart from NumPy's by turns."""
+def mode(request):
+    """Such a device in a mode with few digits."""
     dtype, tf32 = request.param
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-    device, plain = Device(tf32), backend.get("numpy")
-    step = device_checks.run_model_step
+    with backend.use_only(PLAIN):
+        yield Mode(Device(tf32), dtype, tf32)
 
-    def on(library, dtype):
-        with backend.use_only(library, plain):
-            return step(library, dtype)
 
-    monkeypatch.setattr(device_checks, "run_model_step", on)
-    with backend.use_only(plain):
-        yield Mode(device, dtype, tf32)
+def run_step(library, dtype):
+    """A step whose arrays are told apart from NumPy's by turns."""
+    with backend.use_only(library, PLAIN):
+        return device_checks.run_model_step(library, dtype)
 
 
 def test_what_rounds_in_the_same_places_is_the_same(mode):
-    assert device_checks.check_model(mode).error == 0
+    assert device_checks.check_model(mode, run_step).error == 0
     tolerance = against_serial.tolerances(str(mode), 1)[1]
-    assert device_checks.check_layer(mode)[0].tolerance == tolerance
+    assert device_checks.check_layer(mode, run_step)[0].tolerance == tolerance
 
 
 def scaled(name):
@@ -83,18 +82,17 @@ def test_a_kernel_that_is_off_by_two_per_cent_is_seen(mode, what):
     setattr(Kernels, what, staticmethod(scaled(what)))
     mode.backend.kernels = Kernels
     with pytest.raises(WrongResult, match="a layer of hidden"):
-        device_checks.check_layer(mode)
+        device_checks.check_layer(mode, run_step)
 
 
-def test_a_missing_term_is_seen(mode, monkeypatch):
+def test_a_missing_term_is_seen(mode):
     """Of one sum over rows: a gradient without its mean."""
-    right, calls = device_checks.run_model_step, []
+    calls = []
 
     def wrong(library, dtype):
-        found, name = right(library, dtype), "gradient of layers.0.mlp.up.bias"
+        found, name = run_step(library, dtype), "gradient of layers.0.mlp.up.bias"
         calls.append(library)
         found[name] -= (len(calls) == 2) * found[name].mean()
         return found
-    monkeypatch.setattr(device_checks, "run_model_step", wrong)
     with pytest.raises(WrongResult, match="a layer of hidden"):
-        device_checks.check_layer(mode)
+        device_checks.check_layer(mode, wrong)

@@ -53,7 +53,8 @@ def test_ranks_on_nodes():
     assert not Path("/dev/shm/mine-head").exists() and not Path("/dev/shm/mine-1").exists()
 
 
-@pytest.mark.parametrize("link", ["100Mbit", "800Mbit", "10Gbit"])
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("link", ["800Mbit", "100Mbit", "10Gbit"])
 def test_links_take_no_packets_apart(link):
     """A packet of many frames costs the cores about as much as a frame; links send it whole."""
     done = cluster("mpirun", sys.executable, RANKS_OF_NODES, str(8 * SHARE), ranks=1, link=link)

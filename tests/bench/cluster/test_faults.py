@@ -76,12 +76,11 @@ def test_slow_nodes_of_rates(rates, slow):
     assert slow_links.slow_nodes(np.array(rates, float)) == slow
 
 
-def test_a_job_that_leaves_its_output_open(monkeypatch):
+def test_a_job_that_leaves_its_output_open():
     """As Open MPI's daemon does on a node that is lost: all lines come, and the job has ended."""
-    monkeypatch.setattr(reproduction, "FLUSH_SECONDS", 0.2)
     begun, left = time.monotonic(), "setsid sleep 60 & echo $!; sleep 1; echo last; exit 3"
     with start_child(["sh", "-c", left], stderr=-3) as child:
-        process, *more = reproduction.job_lines(child)
+        process, *more = reproduction.job_lines(child, 0.2)
         assert more == ["last\n"] and child.wait() == 3
     try:
         assert time.monotonic() - begun < 20
@@ -89,26 +88,24 @@ def test_a_job_that_leaves_its_output_open(monkeypatch):
         os.kill(int(process), signal.SIGKILL)
 
 
-def test_a_job_that_goes_on_after_its_watchdog(monkeypatch, capsys):
+def test_a_job_that_goes_on_after_its_watchdog(capsys):
     """As mpirun does that does not reach a node."""
-    monkeypatch.setattr(reproduction, "ABORT_SECONDS", 0.1)
     says = "watchdog: no progress for 9 s, nothing is heard of rank 3; the job ends"
     with start_child(["sh", "-c", f"echo before >&2; echo '{says}' >&2; exec sleep 100"],
-                     stderr=-1) as child, reproduction.JobErrors(child) as errors:
+                     stderr=-1) as child, reproduction.JobErrors(child, 0.1) as errors:
         assert child.wait(10) == -15
         assert errors.finish() == "no progress for 9 s, nothing is heard of rank 3; "
     assert child.stderr.closed
     assert capsys.readouterr().err == f"before\n{says}\n"
 
 
-def test_a_job_that_is_stopped_is_not_ended_again(monkeypatch):
+def test_a_job_that_is_stopped_is_not_ended_again():
     """Its number may be another process's by then."""
     ended = []
-    monkeypatch.setattr(reproduction, "ABORT_SECONDS", 0.2)
-    monkeypatch.setattr(reproduction, "end_child", ended.append)
     with pytest.raises(KeyboardInterrupt):
         with start_child(["sh", "-c", "echo 'watchdog: no progress;' >&2; exec sleep 100"],
-                         stderr=-1) as child, reproduction.JobErrors(child) as errors:
+                         stderr=-1) as child, reproduction.JobErrors(
+                             child, 0.2, ended.append) as errors:
             while not errors._reason:
                 time.sleep(0.01)
             raise KeyboardInterrupt

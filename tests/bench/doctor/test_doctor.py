@@ -13,7 +13,7 @@ from bench.doctor import census, checks
 from bench.doctor.checks import CHECKS
 from bench.doctor.child_jobs import Facts, describe_failure
 from mm3d import launcher
-from support import ROOT, run_python, run_ranks
+from support import ROOT, run_python
 
 STANDIN = str(ROOT / "tests" / "tools" / "standin")
 MPIRUN = shlex.quote(launcher.mpirun_command(1)[0])
@@ -179,8 +179,9 @@ class Losing:
         return lose
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options, failed", [
-    (["--backend", "cupy"], ["backend"]), (["--device-buffers"], ["backend", "cuda_aware"])])
+    (["--device-buffers"], ["backend", "cuda_aware"]), (["--backend", "cupy"], ["backend"])])
 def test_without_the_package_nothing_is_said_of_mpi(tmp_path, options, failed):
     (tmp_path / "cupy.py").write_text("import no_such_library")
     done, states, text = doctor(*options, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(tmp_path))
@@ -260,8 +261,3 @@ def test_wrong_arguments(options, message, capsys):
         status = ended.code
     said = capsys.readouterr()
     assert status == 2 and message in said.err and not said.out
-
-
-def test_doctor_is_not_for_mpirun():
-    done = run_ranks(2, "-m", "bench", "doctor")
-    assert done.returncode == 2 and done.stderr.count("doctor starts the launcher itself") == 1

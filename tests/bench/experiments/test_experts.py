@@ -27,10 +27,10 @@ CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "floa
 
 
 def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None, parts=None,
-            torch=None):
+            torch=None, subject=Subject):
     mesh = make_mesh(comm, scheme, grid, data, "numpy")
     try:
-        return measured.measure_experts(Subject(mesh, case, parts), torch, LIMITS)
+        return measured.measure_experts(subject(mesh, case, parts), torch, LIMITS)
     finally:
         mesh.free()
 
@@ -190,17 +190,24 @@ def test_every_gate_and_convention_is_verified(chosen):
     mesh.free()
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch):
+def test_what_is_wrong_is_not_timed():
     """A gradient, and the number of words."""
-    from mm3d.model.experts import layer
-    right = layer.gates_backward
-    monkeypatch.setattr(layer, "gates_backward", lambda *given: 1.001 * right(*given))
-    with pytest.raises(WrongResult, match="gradient of router.weight"):
-        measure()
-    monkeypatch.setattr(layer, "gates_backward", right)
-    monkeypatch.setattr(verification, "_counts_words", lambda *given: np.ones(1, np.int64))
-    with pytest.raises(WrongResult, match="words between replicas"):
-        measure()
+    class WrongGradient(Subject):
+        def step(self):
+            found = super().step()
+            for p in self.layer.parameters:
+                p.grad *= 1.001 if p.name.endswith("router.weight") else 1
+            return found
+
+    class WrongWords(Subject):
+        def words(self):
+            between, inside = super().words()
+            return between + 1, inside
+
+    for subject, said in ((WrongGradient, "gradient of router.weight"),
+                          (WrongWords, "words between replicas")):
+        with pytest.raises(WrongResult, match=said):
+            measure(subject=subject)
 
 
 def test_what_cannot_be_divided_is_refused():

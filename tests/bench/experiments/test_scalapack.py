@@ -1,5 +1,6 @@
 """ScaLAPACK's product beside ours."""
 import pytest
+from mpi4py import MPI
 
 from bench.errors import UsageError
 from bench.experiments.products import pgemm, scalapack
@@ -126,10 +127,9 @@ if told:
     assert done.stdout.split() == ["True"] * 4
 
 
-def test_without_scalapack_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr(pgemm, "find_library", lambda name: None)
+def test_without_scalapack_it_is_said_what_to_install():
     with pytest.raises(UsageError, match="apt-get install libscalapack"):
-        pgemm.load_scalapack()
+        pgemm.load_scalapack(lambda name: None)
 
 
 @pytest.mark.ranks(4)
@@ -139,14 +139,13 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
         if comm.rank == 2:
             raise error("not here")
 
-    monkeypatch.setattr(scalapack, "load_scalapack", library)
     for error in (pgemm.MissingScalapack, OSError):
         with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
-            scalapack.load_libraries(comm, "float32")
+            scalapack.load_libraries(comm, "float32", library)
     error = RuntimeError    # of the program, not of what is installed: ends the job
     if comm.rank == 2:
         with pytest.raises(RuntimeError):
-            scalapack.load_scalapack()
+            scalapack.load_libraries(MPI.COMM_SELF, "float32", library)
     monkeypatch.setattr(settings.backends, "get", lambda name: library())
     error = ValueError
     with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):

@@ -4,11 +4,14 @@ from argparse import Namespace
 
 import pytest
 
+from bench.errors import UsageError
 from bench.experiments import startup
 from bench.verbs.measure import start as verb
 from mm3d import launcher
 from mm3d.child_process import ChildResult
-from support import run_python, run_ranks
+from support import run_python
+
+ALONE = "MPI_LOCALNRANKS", "1"    # as on a node without a launcher
 
 
 @pytest.mark.slow
@@ -31,21 +34,14 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
     monkeypatch.setattr(startup, "run_child", run)
-    monkeypatch.setattr(startup.launcher, "local_ranks", lambda: 1)
+    monkeypatch.setenv(*ALONE)
     assert verb.run(Namespace(ranks=[1])) == 1
     assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
     assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
 
-def test_a_number_of_ranks_that_is_no_cube_is_refused():
-    done = run_python("-m", "bench", "measure", "start", "--ranks", "8,9")
-    assert done.returncode == 2
-    assert done.stderr.strip() == ("error: --ranks 9: give cubes, such as 8,27,64, of at most "
-                                   "4096 ranks")
-
-
-@pytest.mark.slow
-def test_start_is_not_for_mpirun():
-    done = run_ranks(2, "-m", "bench", "measure", "start", "--ranks", "8")
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.count("start starts mpirun itself") == 1
+def test_a_number_of_ranks_that_is_no_cube_is_refused(monkeypatch):
+    monkeypatch.setenv(*ALONE)
+    with pytest.raises(UsageError, match="^--ranks 9: give cubes, such as 8,27,64, of at most "
+                                         "4096 ranks$"):
+        verb.run(Namespace(ranks=[8, 9]))

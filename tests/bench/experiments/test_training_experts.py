@@ -55,16 +55,14 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
 
 
 @pytest.mark.ranks(2)
-def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, monkeypatch,
-                                                                    shared_tmp_path):
+def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, shared_tmp_path):
     """A few of them; as many micro-batches are compared."""
     experts = Experts(3, capacity=1.0, gate="mixtral", balance=0.1)
     chosen = [case for case in list_cases(2, experts) if case.name in (
         "serial", "serial, 4 micro-batches", "3d 2x1x1", "data 2, ZeRO 3, serial",
         "2 stages 1f1b, serial, 4 micro-batches", "data 2, experts on 2, serial",
         "data 2, ZeRO 2, experts on 2, serial")]
-    monkeypatch.setattr(comparison, "list_cases", lambda *given: chosen)
-    found = compare_meshes(comm, shared_tmp_path, monkeypatch, experts)
+    found = compare_meshes(comm, shared_tmp_path, experts, chosen)
     if found is not None:
         assert found.configuration["one_rank"].split("; ") == [
             "serial, 4 micro-batches" if "4 micro" in mesh else "serial"
@@ -78,8 +76,7 @@ def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, monkey
 @pytest.mark.parametrize("experts, divided", [
     (Experts(5, capacity=0.8, gate="gshard", balance=0.1, every=1), False),
     (Experts(4, capacity=None, gate="sigmoid-bias", bias_rate=0.01), True)])
-def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, monkeypatch, experts,
-                                              divided):
+def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, experts, divided):
     """All that need more than 2 ranks, and no ZeRO 1 and 2 of experts that nothing divides; with a
     gate that drops nothing, where replicas that divide experts exchange another number of rows in
     each step, these alone."""
@@ -88,15 +85,13 @@ def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, monkeypatch
              or case.division.zero in (0, 3) and case.ranks > 2 and not divided
              or case.division.given().keys() <= {"scheme", "microbatches"}]
     assert len(cases) > (20 if divided else 35)
-    monkeypatch.setattr(comparison, "list_cases", lambda *given: cases)
-    found = compare_meshes(comm, shared_tmp_path, monkeypatch, experts)
+    found = compare_meshes(comm, shared_tmp_path, experts, cases)
     if found is not None:
         assert meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
 
 
-def compare_meshes(comm, shared_tmp_path, monkeypatch, experts):
-    monkeypatch.setattr(comparison, "check_cases", lambda *given: None)    # each is made once
-    found = comparison.compare_meshes(comm, replace(COMPARED, experts=experts), TEXT)
+def compare_meshes(comm, shared_tmp_path, experts, cases):
+    found = comparison.compare_meshes(comm, replace(COMPARED, experts=experts), TEXT, cases=cases)
     if comm.rank == 0:
         assert [check for check in found.checks if not check.passed] == []
         dropped = found.variables["dropped_share"].values

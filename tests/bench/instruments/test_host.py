@@ -10,10 +10,7 @@ from bench.cases.selection import select_rows
 from bench.instruments import host
 from bench.validation.files import list_warnings
 from records import made_up
-from support import ROOT, run_python
-
-SHOW = ("from bench.instruments.host import describe_host as d; f = d('numpy', 1, 'MPI', '');"
-        "print(f['git_commit'], f['git_clean'])")
+from support import ROOT
 
 
 def git(folder: Path, *words: str) -> str:
@@ -23,67 +20,76 @@ def git(folder: Path, *words: str) -> str:
                           capture_output=True, env=environment).stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A repository whose top level is a copy of the source, and its commit."""
+def write_source(folder: Path) -> Path:
+    """Write into a folder what tells that it holds the source."""
+    for name in ("mm3d", "bench"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A repository whose top level is the source."""
     if not shutil.which("git"):
         pytest.skip("there is no git")
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("mm3d", "bench"):
-        shutil.copytree(ROOT / name, folder / name,
-                        ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / ".gitignore").write_text("__pycache__/\n")
+    folder = write_source(tmp_path / "source")
     git(folder, "init", "-q")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "source")
     return folder
 
 
-def recorded(folder: Path, **environment: str) -> list[str]:
-    done = run_python("-c", SHOW, cwd=folder, PYTHONPATH=str(folder), **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def test_a_run_records_the_commit_of_its_source():
+    found = host.describe_host("numpy", 1, "MPI", "")
+    assert (found["git_commit"], found["git_clean"]) == host.source_version(ROOT)
 
 
-def test_the_commit_of_the_source_whatever_the_environment_names(source, tmp_path):
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "another")
-    commit = git(source, "rev-parse", "HEAD")
-    assert recorded(source) == [commit, "True"]
-    assert recorded(source, GIT_DIR=str(tmp_path / ".git"), GIT_WORK_TREE=str(tmp_path),
-                    GIT_INDEX_FILE=str(tmp_path / "index")) == [commit, "True"]
-    tree = tmp_path / "tree"
+def test_the_commit_of_the_source_whatever_the_environment_names(source, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(other, "commit", "-q", "--allow-empty", "-m", "another")
+    commit, tree = git(source, "rev-parse", "HEAD"), tmp_path / "tree"
     git(source, "worktree", "add", "-q", str(tree))
-    assert recorded(tree) == [commit, "True"]
+    assert host.source_version(source) == host.source_version(tree) == (commit, True)
+    for name, value in (("DIR", other / ".git"), ("WORK_TREE", other),
+                        ("INDEX_FILE", tmp_path / "index")):
+        monkeypatch.setenv(f"GIT_{name}", str(value))
+    assert host.source_version(source) == (commit, True)
     (tree / "bench" / "more.py").write_text("")
-    assert recorded(tree) == [commit, "False"]
+    assert host.source_version(tree) == (commit, False)
+    (source / "results").mkdir()
+    (source / "results" / "new").touch()
+    assert host.source_version(source) == (commit, True)
 
 
-def test_a_repository_around_the_source_says_nothing_of_it(source, tmp_path):
-    git(tmp_path, "init", "-q")
-    inside = tmp_path / "lib" / "site-packages"
-    for name in ("mm3d", "bench"):
-        shutil.copytree(source / name, inside / name)
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "everything")
-    assert recorded(inside) == ["unknown", "False"]
+def test_a_repository_around_the_source_says_nothing_of_it(source):
+    inside = write_source(source / "lib" / "site-packages")
+    git(source, "add", ".")
+    git(source, "commit", "-qm", "everything")
+    assert host.source_version(inside) == (host.UNKNOWN, False)
 
 
-def test_where_git_refuses_or_is_missing_the_commit_is_unknown(source, tmp_path):
-    assert recorded(source, PATH=str(tmp_path)) == ["unknown", "False"]
-    # As of another owner: git calls it "dubious ownership", and tells nothing.
-    assert recorded(source, GIT_CONFIG_COUNT="1", GIT_CONFIG_KEY_0="core.bare",
-                    GIT_CONFIG_VALUE_0="nonsense") == ["unknown", "False"]
-    if os.geteuid() == 0:
+def test_where_git_refuses_or_is_missing_the_commit_is_unknown(source, tmp_path, monkeypatch):
+    unknown = host.UNKNOWN, False
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert host.source_version(source) == unknown
+    with monkeypatch.context() as patch:    # git refuses to begin
+        for name, value in (("COUNT", "1"), ("KEY_0", "core.bare"), ("VALUE_0", "nonsense")):
+            patch.setenv(f"GIT_CONFIG_{name}", value)
+        assert host.source_version(source) == unknown
+    if os.geteuid() == 0:    # of another owner: "dubious ownership", and git tells nothing
         other = tmp_path / "other"
         shutil.copytree(source, other)
         for one in (other, other / ".git"):
             os.chown(one, 65534, 65534)
-        assert recorded(other, HOME=str(tmp_path)) == ["unknown", "False"]
-    broken = tmp_path / "broken"
-    shutil.copytree(source, broken)
-    (broken / ".git" / "index").write_bytes(b"nonsense")
-    assert recorded(broken) == ["unknown", "False"]
+        with monkeypatch.context() as patch:
+            patch.setenv("HOME", str(tmp_path))
+            assert host.source_version(other) == unknown
+    (source / ".git" / "index").write_bytes(b"nonsense")
+    assert host.source_version(source) == unknown
 
 
 def test_an_unknown_commit_is_not_called_changed():

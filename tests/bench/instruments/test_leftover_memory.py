@@ -59,7 +59,7 @@ def test_only_those_of_this_user(tmp_path):
     assert leftover_memory.abandoned_segments(tmp_path) == []
 
 
-def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path, monkeypatch):
+def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path):
     def hidden(process):
         if process.name == str(os.getpid()):
             raise PermissionError
@@ -67,8 +67,7 @@ def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path, monke
 
     segment(tmp_path, "mpich_shm_1_0")
     assert len(leftover_memory.abandoned_segments(tmp_path)) == 1
-    monkeypatch.setattr(leftover_memory, "_open_files", hidden)
-    assert leftover_memory.abandoned_segments(tmp_path) == []
+    assert leftover_memory.abandoned_segments(tmp_path, hidden) == []
 
 
 def test_what_is_taken_into_use_meanwhile_stays(tmp_path):
@@ -80,16 +79,14 @@ def test_what_is_taken_into_use_meanwhile_stays(tmp_path):
     assert names(leftover_memory.abandoned_segments(tmp_path)) == ["mpich_shm_1_0"]
 
 
-def test_the_doctor_says_how_much_and_removes_it_when_told(tmp_path, monkeypatch):
+def test_the_doctor_says_how_much_and_removes_it_when_told(tmp_path):
     for number in range(3):
         segment(tmp_path, f"mpich_shm_{number}_0", 8_000_000)
-    found = leftover_memory.abandoned_segments
-    monkeypatch.setattr(leftover_memory, "abandoned_segments",
-                        lambda folder=tmp_path: found(folder))
-    said = checks.leftovers(Facts(1, ["none"]))
+    said = checks.leftovers(Facts(1, ["none"]), tmp_path)
     assert said.state == "warning" and said.text.startswith(
-        "3 segments of shared memory, 24 MB in /dev/shm, left by jobs that were killed")
-    assert "doctor --clean" in said.text and len(found(tmp_path)) == 3
-    said = checks.leftovers(Facts(1, ["none"], clean=True))
+        f"3 segments of shared memory, 24 MB in {tmp_path}, left by jobs that were killed")
+    assert "doctor --clean" in said.text and len(list(tmp_path.iterdir())) == 3
+    said = checks.leftovers(Facts(1, ["none"], clean=True), tmp_path)
     assert said.state == "ok" and said.text == "removed: 3 segments of shared memory, 24 MB"
-    assert list(tmp_path.iterdir()) == [] and checks.leftovers(Facts(1, ["none"])).state == "ok"
+    assert list(tmp_path.iterdir()) == []
+    assert checks.leftovers(Facts(1, ["none"]), tmp_path).state == "ok"

@@ -32,7 +32,7 @@ def test_peaks_of_the_machine(comm):
 
 
 @pytest.mark.ranks(1, 4, 8)
-def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, monkeypatch):
+def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
     """The arrays that are in use at one time are as large with 8 ranks as with one, and a node's
     rates are those of its cores, which the ranks share."""
     def made(backend, total):
@@ -45,10 +45,7 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, mon
 
     asked: list[int] = []
     teams: list[int] = []
-    monkeypatch.setattr(peaks, "_sum", made)
-    monkeypatch.setattr(peaks, "_rate", rated)
-    monkeypatch.setattr(peaks, "cache_bytes", lambda: 2.0 ** 26)
-    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm)
+    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm, 2.0 ** 26, made, rated)
     everyone = comm.gather((asked, teams))
     if comm.rank:
         return

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from bench.instruments import clock as clock_module, step_seconds, timing
+from bench.instruments import step_seconds, timing
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.statistics import median_interval
 
@@ -104,11 +104,8 @@ def test_the_makespan_is_from_the_first_start_to_the_last_end(comm):
 
 
 @pytest.mark.ranks(2)
-def test_clocks_of_two_kernels_are_aligned(comm, monkeypatch):
-    monkeypatch.setattr(clock_module, "_kernel", lambda: comm.rank)
-    offset = 1000.0 * comm.rank
-    monkeypatch.setattr(clock_module, "perf_counter", lambda: time.perf_counter() + offset)
-    clock = Clock(comm)
+def test_clocks_of_two_kernels_are_aligned(comm):
+    clock = Clock(comm, comm.rank, lambda: time.perf_counter() + 1000.0 * comm.rank)
     if comm.rank:
         assert clock.offset == pytest.approx(-1000, abs=clock.offset_error + 1e-6)
         assert 0 < clock.offset_error < 1

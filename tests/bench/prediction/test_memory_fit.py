@@ -180,9 +180,3 @@ def test_plans_of_one_replica_say_that_there_is_no_optimizer(capsys):
     assert main(["dry", "--ranks", "4", "--scheme", "1d", "--hidden", "64", "--layers", "1",
                  "--machine", "dgx-h100"]) == 0
     assert "fits without an optimizer into" in capsys.readouterr().out
-
-
-def test_figure_1_of_zero():
-    """120, 31.4, 16.6 and 1.9 GB: 7.5 billion parameters on 64 ranks."""
-    found = [memory_fit.state_bytes(zero, 64) * 7.5 for zero in range(4)]
-    assert [round(gigabytes, 1) for gigabytes in found] == [120, 31.4, 16.6, 1.9]

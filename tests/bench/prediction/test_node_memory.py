@@ -8,7 +8,7 @@ import pytest
 
 import mm3d
 from bench import verbs
-from bench.__main__ import parser
+from bench.__main__ import main, parser
 from bench.cases.case import make_case
 from bench.cases.paper import Row
 from bench.cases.selection import rows_by_name
@@ -110,10 +110,10 @@ def test_reproduce_measures_the_others_and_says_so(tmp_path):
     assert "Ended: 1 of 2 rows are in" in done.stderr
 
 
-def test_a_limit_that_is_no_size_is_refused_at_once(tmp_path):
-    done = run_python("-m", "bench", "reproduce", *FEW, "--node-memory", "much", "--out",
-                      str(tmp_path))
-    assert done.returncode == 2 and done.stderr.count("'much' is no size of memory") == 1
+def test_a_limit_that_is_no_size_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
+    assert main(["reproduce", *FEW, "--node-memory", "much", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("'much' is no size of memory") == 1
 
 
 @pytest.mark.parametrize("group, files, expected", [

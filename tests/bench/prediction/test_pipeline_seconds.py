@@ -6,7 +6,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.prediction import hop_seconds, machine_model, pipeline_seconds
-from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.model.stack import Stack
@@ -82,15 +82,19 @@ def test_one_stage_is_predicted_as_a_model_without_stages(name):
     assert found.timeline.bubble == 0
 
 
-def test_a_million_ranks_are_predicted(capsys):
+@pytest.mark.parametrize("ranks, stages, grid", [
+    (16_000, 16, "10 x 10 x 10"),
+    pytest.param(1_000_000, 64, "25 x 25 x 25", marks=pytest.mark.slow)])
+def test_a_million_ranks_are_predicted(ranks, stages, grid, capsys):
     """Some stage in the middle; each rank of it sends as many blocks as all others do."""
-    assert main([*DRY[:3], "--layers", "128", "--batch", "128", "--ranks", "1000000", "--stages",
-                 "64", "--microbatches", "64", "--rank", "500000", "--machine", "longhorn",
-                 "--memory", "16 GB"]) == 0
+    assert main([*DRY[:3], "--layers", "128", "--batch", "128", "--ranks", str(ranks), "--stages",
+                 str(stages), "--microbatches", str(stages), "--rank", str(ranks // 2),
+                 "--machine", "longhorn", "--memory", "16 GB"]) == 0
     text = capsys.readouterr().out
-    assert "Stage 32 of 64 in a step of 64 micro-batches" in text and "fits" in text
-    assert [line.split()[-1] for line in text.splitlines() if "blocks sent" in line] == ["128"]
-    assert "between nodes" in text and "grid 25 x 25 x 25" in text
+    assert f"Stage {stages // 2} of {stages} in a step of {stages} micro-batches" in text
+    assert "fits" in text and [line.split()[-1] for line in text.splitlines()
+                               if "blocks sent" in line] == [str(2 * stages)]
+    assert "between nodes" in text and f"grid {grid}" in text
 
 
 def test_too_little_memory_ends_with_1(capsys):

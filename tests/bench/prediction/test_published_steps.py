@@ -9,7 +9,7 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.machine_model import Achieved
-from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, model_of,
                                               predict_rows, read_rows)
 from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,

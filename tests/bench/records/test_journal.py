@@ -24,7 +24,6 @@ from bench.errors import StoreError
 from support import run_python, run_ranks
 
 FORK = multiprocessing.get_context("fork")
-TINY_3D = ("--preset", "tiny", "--scheme", "3d")
 SMALL = ("--preset", "tiny", "--scheme", "1d-sp", "--repetitions", "2", "--max-repetitions", "2")
 
 
@@ -73,7 +72,7 @@ def reproduce_here(tmp_path, monkeypatch, capsys):
     claimed: list[Journal] = []
     monkeypatch.setattr(reproduce_verb, "Journal", claim)
     monkeypatch.setenv(journal.VARIABLE, "")    # is set, and unset after the test
-    monkeypatch.setattr(reproduce_verb.launcher, "local_ranks", lambda *_: 1)
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     monkeypatch.setattr(reproduce_verb, "measure_cases", measure)
     monkeypatch.setattr(reproduce_verb, "write_tables_and_figures", lambda *_, **__: None)
     return reproduce
@@ -275,12 +274,11 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
 
 
-def test_unknown_rows_and_ranks(tmp_path):
-    done = run_python("-m", "bench", "reproduce", *TINY_3D, "--ranks", "7", "--out", str(tmp_path))
-    assert done.returncode == 2 and "is for 7 ranks" in done.stderr
-    done = run_ranks(2, "-m", "bench", "run", "--rows", "weak", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert "--rows weak: give a table and a scheme, as in weak:3d" in done.stderr
+def test_ranks_that_no_row_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
+    assert main(["reproduce", "--preset", "tiny", "--scheme", "3d", "--ranks", "7", "--out",
+                 str(tmp_path)]) == 2
+    assert "is for 7 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", ["weak:3d", "weak:3d,strong:3d"])
@@ -310,6 +308,7 @@ def test_a_row_is_there_once_however_often_it_is_named():
 @pytest.mark.parametrize("options, message", [
     (["--rows", "weak:1d-sp", "--table", "strong"], "--rows weak:1d-sp --table strong: leave one"),
     (["--rows", "weak:1d-sp", "--scheme", "3d"], "--rows weak:1d-sp --scheme 3d: leave one"),
+    (["--rows", "weak"], "--rows weak: give a table and a scheme, as in weak:3d"),
     (["--rows", ""], "--rows : give a table and a scheme")])
 def test_rows_are_named_in_one_way(comm, options, message):
     arguments = parser().parse_args(["run", "--out", "/dev/null/out", *options])

@@ -3,8 +3,6 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
-import subprocess
 import time
 
 import h5py
@@ -43,20 +41,6 @@ def test_datasets_have_units_and_named_dimensions(tmp_path):
         assert file["traffic/collective"].asstr()[0] == "all_gather"
         assert file["published/forward_time"].attrs["units"] == "s"
         assert file.attrs["schema_version"] == run_file.SCHEMA
-
-
-def test_h5dump_shows_units_and_dimension_scales(tmp_path):
-    if not shutil.which("h5dump"):
-        pytest.skip("h5dump is not installed (hdf5-tools of Debian)")
-    path = run_file.write_run(made_up(ROW), tmp_path, "a")
-
-    def shown(name: str) -> str:
-        return subprocess.run(["h5dump", "-A", "-d", name, path], capture_output=True, text=True,
-                              check=True).stdout
-    forward = shown("/samples/forward")
-    assert 'ATTRIBUTE "units"' in forward and '(0): "s"' in forward
-    assert all(f'"/samples/{name}"' in forward for name in ("repetition", "rank"))
-    assert '"DIMENSION_SCALE"' in shown("/samples/rank")
 
 
 def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):

@@ -1,4 +1,5 @@
 """The figure of an emulated cluster beside what was published."""
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -14,16 +15,22 @@ from records import emulated_run, made_up
 SECONDS = {"1d": 30.0, "2d": 120.0, "3d": 60.0}
 
 
-@pytest.fixture
-def results(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """Of all rows, with neither stored predictions nor times of software for half of them."""
+    folder = tmp_path_factory.mktemp("results")
     for row in (row for table in ("weak", "strong") for row in select_rows(table)):
         run = emulated_run(row, SECONDS[row.scheme] * (1 + row.gpus / 64))
         if row.table == "weak":
             for name in ("predicted", "software"):
                 run.groups.pop(name)
-        run_file.write_run(run, tmp_path, f"{row.table}-{row.scheme}-{row.gpus}")
-    return read_folder(tmp_path).results[0]
+        run_file.write_run(run, folder, f"{row.table}-{row.scheme}-{row.gpus}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return read_folder(folder).results[0]
 
 
 def points_of(panel):
@@ -66,6 +73,7 @@ def test_labels_are_the_ratios_of_the_tables_and_are_marked_like_them(results):
 
 def test_labels_that_have_no_room_are_left_out(results):
     """Of values so close together that each would lie on another."""
+    results = deepcopy(results)
     for key, run in results.runs.items():
         for phase in run.samples:
             run.samples[phase][:] = run.configuration["batch"] * (1 + 1e-3 * (key[1] == "1d"))
@@ -80,19 +88,17 @@ def test_labels_that_have_no_room_are_left_out(results):
             assert one[1] >= other[3] or other[1] >= one[3]
 
 
-def test_it_stands_in_for_speed_ups_where_work_was_waited_for(results, tmp_path):
+def test_it_stands_in_for_speed_ups_where_work_was_waited_for(folder, tmp_path):
     names = {one.name.partition("-emulated")[0] for one in every_figure.make_row_drawings(
-        read_folder(tmp_path))}
+        read_folder(folder))}
     assert "scaling" in names and "speed-up-and-efficiency" not in names
-    other = tmp_path / "computed"
-    other.mkdir()
-    run_file.write_run(made_up(select_rows("weak", "3d")[0]), other, "weak")
-    names = {one.name for one in every_figure.make_row_drawings(read_folder(other))}
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
+    names = {one.name for one in every_figure.make_row_drawings(read_folder(tmp_path))}
     assert "speed-up-and-efficiency-laptop" in names and "scaling-laptop" not in names
 
 
 def test_rows_of_several_scales_are_left_out_with_the_reason(results):
-    key = "weak", "3d", 64
+    key, results = ("weak", "3d", 64), deepcopy(results)
     run = results.runs[key]
     results.runs[key] = replace(run, configuration=run.configuration | {"waited_scale": 8.0})
     with pytest.raises(style.LeftOut, match="2 clusters, machines or scales: one would do"):

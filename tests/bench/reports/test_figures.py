@@ -19,10 +19,11 @@ from records import PARTS, limited, made_up, matmul_record, traced, write_all
 from support import status_of
 
 
-@pytest.fixture
-def results(tmp_path):
-    write_all(tmp_path)
-    return read_folder(tmp_path).results[0]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    write_all(folder)
+    return read_folder(folder).results[0]
 
 
 def drawn(panel):
@@ -149,7 +150,6 @@ def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
 
 
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
-    write_all(tmp_path)
     words = ["report", str(tmp_path), "--figures", "--figure-format", "png,bmp"]
     assert status_of(main, words) == 2
     assert "'bmp' is unknown: choose one of png, svg, pdf" in capsys.readouterr().err
@@ -256,7 +256,7 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
     run = limited(select_rows("weak", "3d")[0])
     del run.groups[lacking]
     run_file.write_run(run, tmp_path, "weak")
-    _, left_out = every_figure.draw_figures(tmp_path)
+    _, left_out = every_figure.draw_figures(tmp_path, names="where,roofline,memory")
     named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
              "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
     assert {str(why).partition(":")[0] for why in left_out} == named[lacking]

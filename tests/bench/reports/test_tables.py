@@ -17,6 +17,14 @@ from bench.reports.paper_tables import measured_notes, format_tables, words_agre
 from records import made_up, write_all
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> str:
+    """The tables of made-up runs of all rows."""
+    folder = tmp_path_factory.mktemp("all")
+    write_all(folder)
+    return format_tables(folder)
+
+
 def test_every_row_of_both_tables():
     counts = {(table, scheme): [row.gpus for row in select_rows(table, scheme)]
               for table in ("weak", "strong") for scheme in ("1d", "2d", "3d")}
@@ -109,26 +117,23 @@ def test_sizes_that_make_no_model():
         make_case(row, "tiny", seq=0)
 
 
-def test_tables_show_published_beside_measured(tmp_path):
-    write_all(tmp_path)
-    text = format_tables(tmp_path)
-    assert text.count("95 % confidence") == 2 and text.count(" %+") == 36
+def test_tables_show_published_beside_measured(measured):
+    assert measured.count("95 % confidence") == 2 and measured.count(" %+") == 36
     for number, row in enumerate(load_tables().rows):
-        line = next(line for line in text.splitlines()
+        line = next(line for line in measured.splitlines()
                     if f"{row.forward:.3f}" in line and "|" in line)
-        published, measured = line.split("|")
+        published, own = line.split("|")
         assert f"{row.average:.3f}" in published and str(row.hidden) in published
-        assert float(measured.split()[-1]) == pytest.approx((number + 1) / 1000)
-        assert measured.split()[0] == str(row.batch // 2)
-    assert "missing" not in text and "NOT SCALING" not in text
+        assert float(own.split()[-1]) == pytest.approx((number + 1) / 1000)
+        assert own.split()[0] == str(row.batch // 2)
+    assert "missing" not in measured and "NOT SCALING" not in measured
 
 
-def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
-    write_all(tmp_path)
-    lines = format_tables(tmp_path).splitlines()
+def test_tables_show_speed_ups_and_the_papers_errors(measured):
+    lines = measured.splitlines()
     over = [line.split("|") for line in lines if line.startswith("over ")]
     published = [left.split()[1:] for left, _ in over]
-    measured = [right.split() for _, right in over]
+    made_up_words = [right.split() for _, right in over]
     assert published == [["1-D", "8", "60", "192", "0.59x", "0.59x"],
                          ["1-D", "64", "30", "384", "2.32x", "2.93x"],
                          ["2-D", "64", "384", "384", "1.57x", "1.98x"],
@@ -136,7 +141,7 @@ def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
                          ["1-D", "64", "12", "24", "1.53x", "1.53x"],
                          ["2-D", "64", "24", "24", "1.38x", "1.38x"]]
     # The made-up averages: 1 and 8 at 8 ranks, 4, 7 and 9 at 64 (weak); 10 and 17, 13, 16 and 18.
-    assert [words[:5] for words in measured] == [
+    assert [words[:5] for words in made_up_words] == [
         ["30", "96", "960", "3072", f"{1 / 8:.2f}x"],
         ["15", "192", "480", "6144", f"{4 / 9:.2f}x"],
         ["192", "192", "6144", "6144", f"{7 / 9:.2f}x"],
@@ -144,7 +149,7 @@ def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
         ["6", "12", "192", "384", f"{13 / 18:.2f}x"],
         ["12", "12", "384", "384", f"{16 / 18:.2f}x"]]
     # Three repetitions against three cannot differ significantly: at best 2 of 20 orders.
-    assert {" ".join(words[5:]) for words in measured if words[0] != words[1]} == {
+    assert {" ".join(words[5:]) for words in made_up_words if words[0] != words[1]} == {
         "1 no, p = 0.1"}
     prose = " ".join(" ".join(lines).split())
     assert "prints 0.672 s, but its own times give (79.349 + 125.037) / 384 = 0.532 s" in prose

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from importlib import resources
 
 import pytest
 
@@ -11,7 +12,7 @@ from bench.records import run_file
 from bench.reports import page
 from bench.reports.figures import every_figure, style
 from bench.reports.finish import write_tables_and_figures
-from records import made_up, write_all
+from records import made_up
 
 RC = """
 text.usetex: True
@@ -46,8 +47,7 @@ from bench.reports.figures import every_figure, style
 figures = [one for one in every_figure.make_drawings(read_folder(".")) if "step" in one.name]
 drawn, left_out = style.save_drawings(figures, style.Path(), ("png", "svg"))
 assert len(drawn) == 2 and not left_out
-sys.exit(main(["cube", "cube.png"]) or main(
-    "schedule --schedule 1f1b --stages 2 --microbatches 4 --picture a.png --curves b.svg".split()))
+sys.exit(main(["cube", "cube.png"]))
 """
 
 
@@ -78,7 +78,7 @@ def test_settings_of_the_user_change_no_figure(plain, tmp_path, kind, value):
                                                 else value.encode())
     draw(folder, **({"MPLCONFIGDIR": str(settings), "MATPLOTLIBRC": str(settings)}
                     if kind == "rc" else {kind: value}))
-    assert len(pictures(plain)) == 5 and pictures(folder) == pictures(plain)
+    assert len(pictures(plain)) == 3 and pictures(folder) == pictures(plain)
 
 
 @pytest.mark.slow
@@ -103,6 +103,15 @@ def test_variables_and_settings_of_a_program_stay(monkeypatch):
     assert os.environ["MPLBACKEND"] == "svg" and "MATPLOTLIBRC" not in os.environ
 
 
+@pytest.fixture
+def one_run(tmp_path, monkeypatch):
+    """A folder with a run, of which two figures are drawn."""
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
+    for name in every_figure.FIGURES.keys() - {"average-step-time", "roofline"}:
+        monkeypatch.delitem(every_figure.FIGURES, name)
+    return tmp_path
+
+
 class Unwritable:
     """A figure that matplotlib cannot write."""
 
@@ -114,37 +123,32 @@ def wrong(*_):
     raise ZeroDivisionError("of the program")
 
 
-def test_a_figure_that_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_figure_that_cannot_be_drawn_is_one_line(one_run, monkeypatch, capsys):
     """The others are drawn, and what is printed and written beside them is not lost."""
-    write_all(tmp_path)
     monkeypatch.setitem(every_figure.FIGURES, "roofline", (lambda _: Unwritable(), ""))
-    write_tables_and_figures(tmp_path)
-    *_, last = lines = capsys.readouterr().out.splitlines()
-    outcome = [line for line in lines if line.startswith("not drawn: ")]
-    assert [line for line in outcome if line.startswith("not drawn: roofline")] == [
-        "not drawn: roofline-laptop: RuntimeError: no letters"]
-    drawn = last.partition("; figures: ")[2].split(", ")
-    assert all((tmp_path / name).exists() for name in drawn)
-    assert len(outcome) + len(drawn) == len(every_figure.FIGURES)
-    assert "RuntimeError: no letters" in (tmp_path / "report.html").read_text()
+    write_tables_and_figures(one_run)
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert line == "not drawn: roofline-laptop: RuntimeError: no letters"
+    assert last.endswith("; figures: average-step-time-laptop.png")
+    assert (one_run / "average-step-time-laptop.png").exists()
+    assert "RuntimeError: no letters" in (one_run / "report.html").read_text()
 
 
-def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch, capsys):
+def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
     """Only the end of a run that has measured goes on, after it is printed."""
-    write_all(tmp_path)
     monkeypatch.setitem(every_figure.FIGURES, "average-step-time", (wrong, ""))
-    for draw_all in (lambda: main(["report", str(tmp_path), "--figures"]),
-                     lambda: page.write_page(tmp_path)):
+    for draw_all in (lambda: main(["report", str(one_run), "--figures"]),
+                     lambda: page.write_page(one_run)):
         with pytest.raises(ZeroDivisionError, match="of the program"):
             draw_all()
     capsys.readouterr()
-    write_tables_and_figures(tmp_path)
+    write_tables_and_figures(one_run)
     assert "ZeroDivisionError: of the program" in capsys.readouterr().err
-    assert (tmp_path / "tables.txt").exists()
+    assert (one_run / "tables.txt").exists()
 
 
 def test_a_style_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(style.resources, "files", lambda _: tmp_path)    # without a style file
+    monkeypatch.setattr(resources, "files", lambda _: tmp_path)    # without a style file
     assert main(["cube", str(tmp_path / "a.png")]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("not drawn: ") and len(said.out.splitlines()) == 1
@@ -170,7 +174,7 @@ def test_without_matplotlib_tables_are_written(tmp_path):
     """A program that nothing was drawn in, in a folder whose matplotlib is broken."""
     results = tmp_path / "results"
     results.mkdir()
-    write_all(results)
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), results, "weak")
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('no matplotlib')")
     done = subprocess.run(

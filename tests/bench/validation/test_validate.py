@@ -5,42 +5,45 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from bench.__main__ import main
+from bench.__main__ import main, parser
 from bench.records import kinds, merged, run_file, schema
 from bench.records.folder import read_folder, read_runs
 from bench.validation.files import check_file
-from support import run_python, run_ranks
+from support import run_ranks
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """A folder with two rows and two microbenchmarks, as they are measured."""
-    folder = tmp_path_factory.mktemp("measured")
-    for done in (run_ranks(2, "-m", "bench", "run", "--scheme", "1d-sp", "--preset", "tiny",
-                           "--repetitions", "6", "--max-repetitions", "8", "--traced", "1",
-                           "--out", str(folder)),
-                 run_ranks(2, "-m", "bench", "measure", "matmul", "--shape", "32", "--scheme",
-                           "1d",
-                           "--backward", "--calls", "3", "--max-seconds", "0.1",
-                           "--out", str(folder)),
-                 run_python("-m", "bench", "measure", "gemm", "--sizes", "16,32", "--threads", "1",
-                            "--dtypes", "float32", "--out", str(folder))):
-        assert done.returncode == 0, done.stdout + done.stderr
+MEASURE = """
+import sys
+from bench.__main__ import main
+for number, words in enumerate(sys.argv[2:]):
+    if status := main([*words.split(), "--out", f"{sys.argv[1]}/{number}"]):
+        sys.exit(status)
+"""
+
+
+def measure(folder, *commands: str):
+    """Measure on two ranks, one command after the other, each into a folder of its own."""
+    done = run_ranks(2, "-c", MEASURE, str(folder), *commands)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in folder.glob("*/*.h5"):
+        path.rename(folder / path.name)
     return folder
 
 
 @pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    """A folder with two microbenchmarks more."""
-    folder = tmp_path_factory.mktemp("more")
-    for options in (("measure", "collectives", "--least", "100", "--most", "1700", "--max-seconds",
-                     "0.01"),
-                    ("measure", "layer", "--hidden", "16", "--head-size", "8", "--batch", "2",
-                     "--seq", "4",
-                     "--max-seconds", "0.1")):
-        done = run_ranks(2, "-m", "bench", *options, "--grid", "1x2x1", "--out", str(folder))
-        assert done.returncode == 0, done.stdout + done.stderr
+def measured(tmp_path_factory):
+    """A folder with two rows and three microbenchmarks, as they are measured."""
+    folder = measure(
+        tmp_path_factory.mktemp("measured"), "run --scheme 1d-sp --preset tiny --repetitions 6 "
+        "--max-repetitions 8 --traced 1", "measure matmul --shape 32 --scheme 1d --backward "
+        "--calls 3 --max-seconds 0.1", "measure collectives --least 100 --most 1700 "
+        "--max-seconds 0.01 --grid 1x2x1")
+    words = ("measure gemm --sizes 16,32 --threads 1 --dtypes float32 --max-seconds 0.1 "
+             "--out").split()
+    arguments = parser().parse_args([*words, str(folder)])
+    assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
     return folder
 
 
@@ -54,7 +57,7 @@ def test_what_was_measured_is_valid(measured, capsys):
     for path in measured.glob("*.h5"):
         assert check_file(path)[0] == [], path
     assert main(["validate", str(measured)]) == 0
-    assert capsys.readouterr().out.count(": valid\n") == 4
+    assert capsys.readouterr().out.count(": valid\n") == 5
 
 
 def test_the_schema_is_printed_as_it_is_checked(capsys):
@@ -76,8 +79,10 @@ def test_the_schema_is_printed_as_it_is_checked(capsys):
 
 
 @pytest.mark.slow
-def test_more_that_was_measured_is_valid(more):
-    assert [check_file(path)[0] for path in more.glob("*.h5")] == [[], []]
+def test_a_layer_that_was_measured_is_valid(tmp_path):
+    path, = measure(tmp_path, "measure layer --hidden 16 --head-size 8 --batch 2 --seq 4 "
+                    "--max-seconds 0.1 --grid 1x2x1").glob("*.h5")
+    assert check_file(path)[0] == []
 
 
 def test_every_dataset_has_units_and_dimension_scales(measured):
@@ -107,11 +112,6 @@ def test_the_environment_is_complete(measured):
 
 def truncated(path):
     os.truncate(path, os.path.getsize(path) * 2 // 3)
-
-
-def foreign(path):
-    with h5py.File(path, "w") as file:
-        file["numbers"] = np.arange(3)
 
 
 def edit(change):
@@ -157,8 +157,6 @@ def spread_out(file):
 
 DAMAGES = {
     "truncated": (truncated, "is truncated, damaged, or no HDF5 file"),
-    "foreign": (foreign, "an HDF5 file, but not an mm3d run"),
-    "newer version": (sets("/", schema_version=99), "schema version 99; this mm3d"),
     "earlier version": (sets("/", schema_version=2), "schema version 2; this mm3d"),
     "no samples": (edit(lambda file: file.__delitem__("samples/forward")), "not a complete run"),
     "no verification": (edit(lambda file: file.__delitem__("verification")),
@@ -220,9 +218,8 @@ def falsifies(name: str):
 
 
 @pytest.mark.parametrize("kind, name", [("collectives", "bytes_moved"), ("matmul", "words")])
-def test_what_can_be_counted_anew_is_not_believed(request, tmp_path, kind, name):
-    folder = "more" if kind == "collectives" else "measured"
-    path = a_copy(request.getfixturevalue(folder), kind, tmp_path)
+def test_what_can_be_counted_anew_is_not_believed(measured, tmp_path, kind, name):
+    path = a_copy(measured, kind, tmp_path)
     falsifies(name)(path)
     errors, _ = check_file(path)
     assert any(f"measurements/{name} is" in line for line in errors), errors
@@ -308,24 +305,32 @@ def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
     assert text == capsys.readouterr().out
     shutil.copy(target, measured / "zzz.h5")
     try:
-        assert len(read_runs(measured)[0]) == 4 and read_folder(measured).results[0].earlier == 0
+        assert len(read_runs(measured)[0]) == 5 and read_folder(measured).results[0].earlier == 0
         assert main(["merge", str(tmp_path / "again.h5"), str(measured)]) == 0
     finally:
         os.unlink(measured / "zzz.h5")
-    assert len(merged.runs_in_file(tmp_path / "again.h5")[0]) == 4
+    assert len(merged.runs_in_file(tmp_path / "again.h5")[0]) == 5
     assert main(["report", str(target), "--figures"]) == 0 and list(tmp_path.glob("*.png"))
 
 
-def test_a_violation_in_a_merged_file_names_its_run(measured, tmp_path):
+@pytest.fixture
+def one(measured, tmp_path):
+    """A folder with one row."""
+    (tmp_path / "one").mkdir()
+    a_copy(measured, "weak", tmp_path / "one")
+    return tmp_path / "one"
+
+
+def test_a_violation_in_a_merged_file_names_its_run(one, tmp_path):
     target = tmp_path / "all.h5"
-    assert main(["merge", str(target), str(measured)]) == 0
-    name = next(measured.glob("weak*.h5")).stem
+    assert main(["merge", str(target), str(one)]) == 0
+    name = next(one.glob("weak*.h5")).stem
     sets(f"runs/{name}/environment", ranks=4)(target)
     errors, _ = check_file(target)
     assert errors == [f"{name}: environment/ranks says 4 ranks, the samples are of 2"]
 
 
-def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
+def test_what_cannot_be_merged_changes_nothing(measured, one, tmp_path, capsys):
     old = a_copy(measured, "strong", tmp_path)
     target = tmp_path / "out" / "all.h5"
     target.parent.mkdir()
@@ -334,23 +339,23 @@ def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
             ([target.parent], "there is no .h5 file in")):
         assert main(["merge", str(target), *map(str, sources)]) == 2
         assert message in capsys.readouterr().err and not list(target.parent.iterdir())
-    assert main(["merge", str(old), str(measured)]) == 2
+    assert main(["merge", str(old), str(one)]) == 2
     assert "is there already: name a new file" in capsys.readouterr().err
-    assert main(["merge", str(tmp_path / "no" / "all.h5"), str(measured)]) == 2
+    assert main(["merge", str(tmp_path / "no" / "all.h5"), str(one)]) == 2
     assert "could not be written (No such file or directory)" in capsys.readouterr().err
     truncated(old)
     assert main(["merge", str(target), str(old)]) == 2
     assert "is truncated" in capsys.readouterr().err and not list(target.parent.iterdir())
 
 
-def test_nothing_to_merge_and_what_a_killed_merge_left(measured, tmp_path, capsys):
+def test_nothing_to_merge_and_what_a_killed_merge_left(one, tmp_path, capsys):
     target, part = tmp_path / "all.h5", tmp_path / "all.h5.part"
-    assert main(["merge", str(target), str(measured)]) == 0
+    assert main(["merge", str(target), str(one)]) == 0
     assert main(["merge", str(target), str(tmp_path)]) == 2    # which has nothing else
     assert f"there are no runs to merge in {target}" in capsys.readouterr().err
     target.rename(part)
-    assert main(["merge", str(target), str(measured)]) == 2
+    assert main(["merge", str(target), str(one)]) == 2
     said = capsys.readouterr().err
     assert f"{part} is there, of a merge that goes on or was killed: delete it" in said
     part.unlink()
-    assert main(["merge", str(target), str(measured)]) == 0
+    assert main(["merge", str(target), str(one)]) == 0

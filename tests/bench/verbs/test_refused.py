@@ -1,5 +1,6 @@
 """A refused command leaves nothing behind: no folder, no journal."""
 import fcntl
+import json
 import os
 
 import pytest
@@ -28,18 +29,26 @@ REFUSED = [
     ("run", "--scheme", "1d-sp", "--preset", "tiny", "--trace", "{}/a.json", "--traced", "0")]
 
 
-@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_a_refused_verb_leaves_nothing(tmp_path, words):
-    out = tmp_path / "new" / "results"
-    done = run_python("-m", "bench", *(word.format(tmp_path / "new") for word in words),
-                      "--out", str(out))
-    assert done.returncode == 2 and "error: " in done.stderr, done.stderr
+RUN_ALL = """
+import json, sys
+from bench.__main__ import main
+print([main(words) for words in json.loads(sys.argv[1])])
+"""
+
+
+def test_refused_verbs_leave_nothing(tmp_path):
+    """Once the process has ended, which removes the folders that it has made."""
+    commands = [[*(word.format(tmp_path / str(k)) for word in words), "--out",
+                 str(tmp_path / str(k) / "results")] for k, words in enumerate(REFUSED)]
+    done = run_python("-c", RUN_ALL, json.dumps(commands))
+    assert done.stdout == f"{[2] * len(REFUSED)}\n", done.stderr
+    assert done.stderr.count("error: ") == len(REFUSED)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refused_verb_of_ranks_leaves_a_folder_as_it_was(tmp_path):
     (tmp_path / "here.txt").touch()
-    done = run_ranks(8, "-m", "bench", "measure", "matmul", "--shape", "64", "--grid", "2x2x3",
+    done = run_ranks(2, "-m", "bench", "measure", "matmul", "--shape", "64", "--grid", "2x2x3",
                      "--out", str(tmp_path))
     assert done.returncode == 2 and os.listdir(tmp_path) == ["here.txt"], done.stderr
 
