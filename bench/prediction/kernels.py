@@ -17,6 +17,8 @@ from collections import Counter
 from copy import copy
 
 from bench.cases.variants import itemsize
+from bench.prediction.machine_model import Machine
+from mm3d.model.stack import Stack
 from mm3d.tracing.events import Boundary, Flash, Gemm, Pass
 from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
@@ -28,6 +30,12 @@ SOFTMAX_PRODUCTS = {"forward": 2, "backward": 4}
 # backward: dropout one each way, softmax two read and one written.
 SOFTMAX = {"forward": 4, "backward": 5}
 KERNELS, ATTENTIONS = ("own", "fused"), ("flash", "softmax")
+
+
+def priced(trace: Trace, machine: Machine, stack: Stack) -> Trace:
+    """Return the trace of a step of `stack` with the events of the kernels of `machine`."""
+    return with_kernels(trace, machine.kernels, machine.attention, stack.dtype,
+                        stack.hidden // stack.heads)
 
 
 def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int) -> Trace:

@@ -189,6 +189,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.ranks or self.ranks_per_node
 
     @property
+    def described(self) -> str:
+        """Return `about`, and the kernels where they are not this library's."""
+        return self.about + f"; fused kernels, attention by {self.attention}" * (
+            self.kernels == "fused")
+
+    @property
     def elementwise_block(self) -> int:
         """Return `block` as an argument of `mm3d.tracing.dry_run.trace_step`: never 0."""
         return self.block or sys.maxsize

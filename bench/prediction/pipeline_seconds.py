@@ -15,7 +15,7 @@ from typing import Iterable
 import numpy as np
 
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
-from bench.prediction.kernels import with_kernels
+from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import Terms, achieved_seconds, trace_terms
@@ -134,9 +134,7 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
     stack = replace(model.stack, batch=model.micro.batch)
     one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
     trace = _traced(one, layers, stage, machine.elementwise_block)
-    trace = with_kernels(trace, machine.kernels, machine.attention, stack.dtype,
-                         stack.hidden // stack.heads)
-    return trace_terms(machine, trace)
+    return trace_terms(machine, priced(trace, machine, stack))
 
 
 @cache

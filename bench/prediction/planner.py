@@ -10,6 +10,7 @@ from typing import Callable, Iterator
 
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.kernels import priced
 from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
 from mm3d.grid.shape import GridShape
@@ -60,7 +61,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, stack: Stack,
     trace = trace_on_cores(
         lambda rank: (trace_of or alone)(plan, rank, machine.elementwise_block),
         plan.scheme, plan.grid, machine.cores_shared_by(plan.grid.ranks))
-    seconds = step_seconds(machine, trace)
+    seconds = step_seconds(machine, priced(trace, machine, stack))
     return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
                    memory=trace.peak, fits=trace.peak <= machine.memory_bytes, traced=True)
 

@@ -3,9 +3,11 @@
 from collections import Counter, defaultdict
 
 from bench.prediction import machine_model
+from bench.prediction.kernels import priced
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.seconds import TERMS, trace_terms
 from bench.document import Column, Number, Table, number_cell
+from mm3d.model.stack import Stack
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
 
@@ -13,8 +15,8 @@ COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothin
 NOT_HIDDEN = "products hide no collective; "    # in the title of seconds of a step with overlap
 
 
-def tables(trace: Trace, useful: dict[str, int],
-           machine: machine_model.Machine | None = None) -> list[Table]:
+def tables(trace: Trace, useful: dict[str, int], machine: machine_model.Machine | None = None,
+           stack: Stack | None = None) -> list[Table]:
     """Make the tables of a dry run, with predicted seconds where a machine is given.
 
     Parameters
@@ -25,10 +27,12 @@ def tables(trace: Trace, useful: dict[str, int],
         Flops of all ranks by phase, without recomputation (`mm3d.model.cost.flops`).
     machine : Machine, optional
         The machine for which seconds are predicted.
+    stack : Stack, optional
+        With a machine, what the step computes.
     """
     found = [phase_table(trace, useful), collective_table(trace), part_table(trace),
              memory_table(trace)]
-    return [*found, seconds_table(trace, machine)] if machine else found
+    return [*found, seconds_table(priced(trace, machine, stack), machine)] if machine else found
 
 
 def _count(number: int) -> Number:
@@ -158,6 +162,6 @@ def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
             else "does not fit")
     hidden = NOT_HIDDEN * bool(trace.count(Overlapped))
     return Table(f"Predicted seconds (a model; {hidden}{fits} into "
-                 f"{machine.memory_bytes / 2**30:.1f} GiB a rank): {machine.about}",
+                 f"{machine.memory_bytes / 2**30:.1f} GiB a rank): {machine.described}",
                  [Column("phase"), Column("seconds", align="."),
                   *(Column(term, align=".") for term in TERMS)], rows)

@@ -66,7 +66,7 @@ def seconds_columns(data: int) -> list[Column]:
 def seconds_parts(name: str, model: PipelineModel, found: PredictedPipeline,
                   machine: machine_model.Machine) -> list[Part]:
     """Make the table of the predicted seconds of a step."""
-    return [Table(f"Predicted seconds of the pipeline (a model): {machine.about}",
+    return [Table(f"Predicted seconds of the pipeline (a model): {machine.described}",
                   [Column("schedule"), Column("micro-batches"), *seconds_columns(model.data)],
                   [[name, model.schedule.microbatches, *seconds_cells(model, found)]]),
             seconds_notes(model.data)]

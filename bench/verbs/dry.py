@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     useful = cost.flops(sizes, experts) | cost.flops_of_halves(sizes, experts)
-    parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
+    parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine, stack)]
     if arguments.data is not None:
         parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype,
                                             trace.divided,

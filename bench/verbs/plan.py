@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     fits = [planner.describe_fit(one, machine, stack) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
-    parts = [machine.about, title, plan_table(shown, fits),
+    parts = [machine.described, title, plan_table(shown, fits),
              plan_remarks(found, sizes, ranks, took, experts is not None)]
     if experts:
         parts.append(dry_experts.plan_notes(experts))
@@ -131,7 +131,7 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     best = sorted(every, key=lambda one: screen_grid(
         one.scheme, one.grids[0], machine, stage).seconds)[:arguments.top]
     found = pipeline_seconds.plan_pipelines(best, machine)
-    parts = [machine.about, *predicted_pipelines.plan_parts(found, len(every))]
+    parts = [machine.described, *predicted_pipelines.plan_parts(found, len(every))]
     if stack.experts:
         parts.append(dry_experts.plan_notes(stack.experts))
     say(render(parts, arguments.format))
