@@ -65,9 +65,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    """Add the options for the number of ranks and the sizes of the model that is predicted.
-
-    With `needed` the ranks and the features must be given.
+    """Add the ranks and the sizes of a model that is predicted; `needed` says they must be given.
     """
     parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=needed, metavar="N",
                         help="ranks of the job, of all replicas")

@@ -14,7 +14,8 @@ from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
 
-SCHEMES = ("1d", "1d-sp", "2d", "2.5d", "3d")
+# Each with the directions of more than one rank: without, a grid is another scheme's.
+SCHEMES = {"1d": "x", "1d-sp": "x", "2d": "xy", "2.5d": "xyz", "3d": ""}
 TITLES = {"1d": "1-D", "1d-sp": "1-D", "2d": "2-D", "2.5d": "2.5-D", "3d": "3-D"}
 POLICIES = ("none", "selective", "full")
 FEW_GPUS = 1024     # on more of them, the ranks of a stage are those of `MOST_NODES` at most
@@ -161,11 +162,10 @@ def list_grids(ranks: int) -> tuple[tuple[str, GridShape], ...]:
     if ranks == 1:
         return (("1d", GridShape("x", (1,))),)
     found = []
-    for scheme in SCHEMES:
+    for scheme, several in SCHEMES.items():
         try:
             grids = find_scheme(scheme).grids(ranks)
         except ValueError:    # no square
             continue
-        found += [(scheme, grid) for grid in grids if scheme not in ("2d", "2.5d") or (
-            grid["x"] > 1 and (scheme == "2d" or grid["z"] > 1))]
+        found += [(scheme, grid) for grid in grids if all(grid[name] > 1 for name in several)]
     return tuple(found)
