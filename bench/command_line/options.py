@@ -19,8 +19,6 @@ SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
          "heads": "attention heads", "batch": "sequences of a step, of all replicas",
          "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
 
-MODEL = {"layers": 24, "batch": 384, "seq": 512}    # sizes of a model that is predicted
-
 
 def add_sizes(parser: argparse.ArgumentParser, least: int = 1, **defaults: int | str) -> None:
     """Add options for some of `SIZES`, with their defaults.
@@ -64,12 +62,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
                              "longhorn)")
 
 
-def add_model(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    """Add the ranks and the sizes of a model that is predicted; `needed` says they must be given.
-    """
-    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=needed, metavar="N",
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the number of ranks and the sizes of the model that is predicted."""
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N",
                         help="ranks of the job, of all replicas")
-    add_sizes(parser, hidden="" if needed else "of no model", **MODEL,
+    add_sizes(parser, hidden="", layers=24, batch=384, seq=512,
               heads="those of the paper's row of this --hidden, or heads of 128 features")
     add_dtype(parser, "float16", "float32", "float64")
 

@@ -32,7 +32,8 @@ from mm3d.model.stack import Stack
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
 # Defaults of options; plans of whole trainings, which have a model of their own, have others.
-DEFAULTS = options.MODEL | {"dtype": "float32", "recompute": "none"}
+SIZES_OF_LAYERS = {"layers": 24, "batch": 384, "seq": 512}
+DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
 OF_LAYERS = ("ranks", "hidden", "layers", "heads", "recompute", "data", "stages", "schedule",
              "microbatches", "zero", "shards", "experts", "costs", "pictures")
 
@@ -48,7 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "file of such sizes; --seq changes the length of its sequences"))
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
-    options.add_model(parser, needed=False)
+    parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
+                        help="ranks of the job, of all replicas")
+    options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
+        "those of the paper's row of this --hidden, or heads of 128 features"))
+    options.add_dtype(parser, "float16", "bfloat16", "float32", "float64")
     options.add_machine(parser)
     parser.add_argument("--top", type=options.whole(1), default=12, metavar="N",
                         help="number of plans to print (default 12)")
