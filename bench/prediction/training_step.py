@@ -193,7 +193,7 @@ def state_by_kind(dtype: str, parameters: float, zero: int, shards: int) -> dict
 def shortened(model: PipelineModel) -> PipelineModel:
     """Return the model with fewer micro-batches, which need as much memory."""
     schedule = model.schedule
-    most = schedule.ranks + 1 if model.named == "1f1b" else 2 * schedule.ranks
+    most = schedule.ranks + 1 if model.named in ("1f1b", "zb-h1") else 2 * schedule.ranks
     fewer = min(schedule.microbatches, most)
     if fewer == schedule.microbatches or not model.named:
         return model

@@ -27,8 +27,8 @@ OF_FAMILY = 4       # the same, of each family
 EXACT = 6           # predicted exactly, in all, unless more are needed for one that fits
 TRIES = 4           # of a family, or of a changed choice, until one fits
 SLACK = 1.15        # of memory, by closed forms
-EXACT_SLACK = 1.02  # by dry runs of a layer, ...
-SURE = 0.98         # ... which need no dry run of a step up to here
+TRACED_SLACK = {False: 1.03, True: 1.15}    # by dry runs of a layer, and with W apart
+SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
 
 Scored = tuple[float, Choice]    # estimated seconds first
@@ -250,10 +250,11 @@ class Search:
 
     def _scored(self, choice: Choice) -> Scored | None:
         """Estimate a plan by dry runs of a layer; None if it is too large."""
-        work = self.traced(Layer.of(choice))
+        layer = Layer.of(choice)
+        work = self.traced(layer)
         self.counts["layers"] = self.traced.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
-        if self.estimator.memory(choice, work.filled) > EXACT_SLACK * self.limit:
+        if self.estimator.memory(choice, work.filled) > TRACED_SLACK[layer.halves] * self.limit:
             return None
         return self.estimator.seconds(choice, work), choice
 
