@@ -24,7 +24,7 @@ from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_
 KEPT = 100          # plans of a family that closed forms leave
 REFINED = 24        # that fit by dry runs of a layer, in all
 OF_FAMILY = 4       # the same, of each family
-EXACT = 6           # predicted exactly, in all, unless more are needed for one that fits
+EXACT = 6           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
 SLACK = 1.15        # of memory, by closed forms
 TRACED_SLACK = {False: 1.03, True: 1.15}    # by dry runs of a layer, and with W apart
@@ -268,8 +268,7 @@ class Search:
             return None
 
     def _cheapest(self, name: str, best: Choice) -> TrainingPlan | str:
-        """Return the fastest plan that fits and differs from the best in one choice, or why not.
-        """
+        """Return the fastest plan that fits and differs in one choice, or why there is none."""
         screened, others = [], [*changed(self.training, name, best)]
         for choice in others:
             filled, _ = self.filled(Layer.of(choice, whole=True))
