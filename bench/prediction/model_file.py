@@ -55,7 +55,7 @@ class GptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         own = f"{self.own_parameters / 1e9:.4g} billion parameters"
         if not self.parameters:
             return own
-        return (f"{own}, {100 * (self.own_parameters / self.parameters - 1):+.0f} % beside the "
+        return (f"{own}, {100 * (self.own_parameters / self.parameters - 1):+.1f} % beside the "
                 f"published {self.parameters / 1e9:.4g} billion")
 
 

@@ -10,7 +10,8 @@ from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import GptFile, load_model
 from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.layer_work import Layer
+from bench.prediction.training_plans.layer_work import (Layer, screened_work,
+                                                        traced_work)
 from bench.reports.training_plans import command_lines
 from support import status_of
 
@@ -53,6 +54,21 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         filled = asked.traced(Layer.of(choice)).filled
         assert asked.estimator.memory(choice, filled) <= limit * search.TRACED_SLACK[
             choice.schedule == "zb-h1"]
+
+
+@pytest.mark.parametrize("machine, error", [("dgx-a100", .03), ("dgx-h100", .03),
+                                            ("longhorn", .15)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_closed_forms_of_a_layer_are_near_its_dry_run(machine, error, recompute):
+    """With softmax in memory, with scores in registers, and with this library's own passes."""
+    asked = Training(load_model("llama-2-7b"), 8, 8, 2048, "float32", load_machine(machine))
+    for scheme, grid in asked.shapes():
+        if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
+            layer = Layer(scheme, grid, 2, recompute, False)
+            near, exact = screened_work(asked, layer), traced_work(asked, layer)
+            for name in ("forward", "backward"):
+                assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=error), layer
+            assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
 
 
 def test_the_options_of_the_best_plan_are_those_of_dry(capsys, tmp_path):
