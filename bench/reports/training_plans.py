@@ -32,7 +32,7 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
             f"{training.gpus} GPUs, {training.gpt.name}, {training.batch} sequences of "
             f"{training.seq} tokens a step, {training.dtype}",
             plan_table(training, plans), memory_table(plans), time_table(plans),
-            *([unfit_table(training, found.unfit)] if unfit else []),
+            *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
             Notes("The best plan as options", command_lines(training, found.best.choice)),
             remarks(training, found)]
@@ -75,8 +75,8 @@ def memory_table(plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of what fills the memory of the fullest GPU."""
     rows = [[plan.choice.family, *(number_cell(plan.memory[kind] / GIB, ".3g")
                                    for kind in ("all", *KINDS))] for plan in plans]
-    return Table("GiB of the fullest GPU", [Column("family", align="<"), *(
-        Column(name, align=".") for name in ("all", *KINDS))], rows)
+    return Table("What fills the fullest GPU", [Column("family", align="<"), *(
+        Column(name, group="GiB", align=".") for name in ("all", *KINDS))], rows)
 
 
 def time_table(plans: Sequence[TrainingPlan]) -> Table:
@@ -87,8 +87,8 @@ def time_table(plans: Sequence[TrainingPlan]) -> Table:
         limit = max((name for name in SHARES if name != "products"), key=shares.__getitem__)
         rows.append([plan.choice.family, *(number_cell(shares[name], ".1f") for name in SHARES),
                      LIMITS[limit]])
-    return Table("Percent of a step", [
-        Column("family", align="<"), *(Column(name, align=".") for name in SHARES),
+    return Table("What takes the time of a step", [
+        Column("family", align="<"), *(Column(name, group="%", align=".") for name in SHARES),
         Column("largest beside", "products", align="<")], rows)
 
 
@@ -147,7 +147,8 @@ def remarks(training: Training, found: Found) -> Notes:
         f"too large for {training.machine.memory_bytes / GIB:.3g} GiB; {counts['layers']} layers "
         f"and {counts['exact']} steps run dry, in {found.seconds:.1f} s"
         + f"; {left_out}" * bool(left_out),
-        "memory is exact, that of a dry run of a step; seconds are a model",
+        f"memory is exact, that of a dry run of a step, by which {len(found.unfit)} plans did not "
+        f"fit; seconds are a model",
         "MFU: operations of all products over the seconds and the rate of products of the "
         "machine, forward and twice again backward, scores without regard to the mask, and the "
         "head (arXiv 2104.04473, equation 3); HFU: with those that recomputation repeats",
