@@ -40,11 +40,11 @@ def divide_among_replicas(arguments: argparse.Namespace) -> None:
     """
     data = arguments.data or 1
     for name in ("ranks", "batch"):
-        value = getattr(arguments, name)
+        value = getattr(arguments, name) or 0
         if value % data:
             raise UsageError(f"--data {data} does not divide --{name} {value}, which is that of "
                              f"all replicas: a multiple would do")
-        setattr(arguments, name, value // data)
+        setattr(arguments, name, value // data or None)
 
 
 def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: Stack,

@@ -1,4 +1,4 @@
-"""Show the progress of many rows on a terminal or in a log."""
+"""Show the progress of many rows on a terminal or in a log, or of one search on a terminal."""
 
 import time
 
@@ -51,3 +51,18 @@ class RowProgress:
     def close(self) -> None:
         """Remove the bar."""
         self._bar.close()
+
+
+class StatusLine:
+    """Show a line on a terminal that says what is done now, and nothing in a log."""
+
+    def __enter__(self) -> "StatusLine":
+        self._bar = tqdm(bar_format="{desc}", disable=None, dynamic_ncols=True, leave=False)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.close()
+
+    def show(self, line: str) -> None:
+        """Put a line in place of the one before."""
+        self._bar.set_description_str(line)

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 
 from bench.prediction import machine_model
+from bench.prediction.kernels import with_kernels
 from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
 from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
@@ -80,15 +81,23 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 
 
 @cache
-def elementwise_coefficients() -> tuple[np.ndarray, np.ndarray]:
+def elementwise_coefficients(kernels: str = "own",
+                             attention: str = "flash") -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
     These words are linear in a rank's elements of an outer activation, of an inner one and of the
     scores.  For each of forward and backward, three small dry runs give the three coefficients.
+
+    Parameters
+    ----------
+    kernels, attention : str
+        As of `bench.prediction.machine_model.Machine`.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (4, 64), (1, 128)):
-        trace = dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq)
+        trace = with_kernels(
+            dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq),
+            kernels, attention, "float32", 64)
         outer = 4 * seq * 256
         rows.append((outer, outer / ranks, 4 * 4 * seq * seq / ranks))
         for phase in PHASES:
@@ -98,7 +107,7 @@ def elementwise_coefficients() -> tuple[np.ndarray, np.ndarray]:
                  for phase in PHASES)
 
 
-class _BlockSizes:
+class BlockSizes:
     """Block sizes of the activations on rank 0, which has the largest.
 
     Parameters
@@ -144,9 +153,17 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     With experts no token is dropped, all experts' products are as fast as one product, and the
     elementwise work is that of a model without experts.
     """
+    seconds, words = price_grid(name, grid, machine, stack)
+    bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
+    return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound)
+
+
+def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
+               stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the predicted seconds of each phase, and the words that a rank moves."""
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
-    blocks = _BlockSizes(name, grid, sizes)
+    blocks = BlockSizes(name, grid, sizes)
     moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
@@ -159,7 +176,10 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
             event = Collective(kind, axis, g, grid.stride(axis), whole)
             for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
-    attention = sizes["layers"] * gemm_seconds(machine, blocks.attention_products(dtype))
+    flash = machine.kernels == "fused" and machine.attention == "flash"
+    scores = blocks.attention_products(dtype)
+    attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
+                                   gemm_seconds(machine, scores))
     forward = attention + sum(
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
         for product, times in cost.products(sizes, experts).items()
@@ -167,14 +187,15 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     again = (cost.flops_again(sizes, recompute, experts)
              / cost.flops(sizes, experts)["forward"])
     spent["forward"]["gemm"] = forward
-    spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
-    for phase, coefficients in zip(PHASES, elementwise_coefficients()):
+    spent["backward"]["gemm"] = (2 + again) * forward
+    if machine.kernels == "own" or flash:    # scores are multiplied once more
+        spent["backward"]["gemm"] += attention / 2
+    for phase, coefficients in zip(PHASES, elementwise_coefficients(machine.kernels,
+                                                                    machine.attention)):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.
     chosen = parse_policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
-    seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
-    bound = math.nan if experts else words_over_bound(name, grid, sizes)
-    return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound)
+    return {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}, words

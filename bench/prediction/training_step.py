@@ -15,7 +15,9 @@ from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, largest_peak_bytes,
                                                predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, PHASES
 from mm3d.training.schedules import build
 
@@ -97,16 +99,22 @@ def _terms_of_micro(model: PipelineModel, machine: Machine, found: PredictedPipe
 def parameters_of_rank(model: PipelineModel) -> float:
     """Return the parameters of a rank of the stage with the most, by dividing the model."""
     sizes, schedule, parts = model.sizes, model.schedule, model.parts
+    divided = weight_parts(model.scheme, model.grids[0])
     layers = [sum(len(parts[one]) for one in stages) for stages in schedule.stages]
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     extra = [0.0] * schedule.ranks
     if model.vocab:
-        extra[first] += (model.vocab + sizes.seq) * sizes.hidden / model.places
-        extra[last] += 2 * sizes.hidden / model.places    # the last norm
+        extra[first] += (model.vocab + sizes.seq) * sizes.hidden / divided
+        extra[last] += 2 * sizes.hidden / divided    # the last norm
     if model.vocab and (last != first or not model.tied):
-        extra[last] += model.vocab * sizes.hidden / model.places
-    layer = cost.parameters(replace(sizes, layers=1)) / model.places
+        extra[last] += model.vocab * sizes.hidden / divided
+    layer = cost.parameters(replace(sizes, layers=1)) / divided
     return max(layer * count + more for count, more in zip(layers, extra))
+
+
+def weight_parts(scheme: str, grid: GridShape) -> int:
+    """Return the number of ranks among which a weight is divided: the others hold copies."""
+    return grid.ranks_along(name for name in grid if name in find_scheme(scheme).down_weight)
 
 
 def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
@@ -114,12 +122,16 @@ def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
 
     It reads gradients twice, reads and writes masters and moments, and writes values.
     """
-    size = itemsize(model.stack.dtype)
+    share = (model.shards or model.data) if model.zero else 1
+    return adamw_seconds(machine, parameters_of_rank(model) / share, model.stack.dtype)
+
+
+def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
+    """Predict the seconds of AdamW on a rank that changes so many parameters."""
+    size = itemsize(dtype)
     wide = max(size, 4)
     moved = (GRADIENT_READS * size + 6 * wide + size * (size == 2))
-    share = (model.shards or model.data) if model.zero else 1
-    return achieved_seconds(machine, {"memory": moved * parameters_of_rank(model) / share
-                                      / machine.memory_bandwidth})
+    return achieved_seconds(machine, {"memory": moved * parameters / machine.memory_bandwidth})
 
 
 def tied_seconds(model: PipelineModel, machine: Machine) -> float:
@@ -128,7 +140,8 @@ def tied_seconds(model: PipelineModel, machine: Machine) -> float:
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     if not model.tied or first == last:
         return 0.0
-    whole = model.vocab * model.sizes.hidden / model.places * itemsize(model.stack.dtype)
+    whole = model.vocab * model.sizes.hidden / weight_parts(
+        model.scheme, model.grids[0]) * itemsize(model.stack.dtype)
     return achieved_seconds(machine, collective_terms(machine, Collective(
         "all_reduce", "s", 2, abs(last - first) * model.places, int(whole))))
 
@@ -153,19 +166,35 @@ def memory_by_kind(model: PipelineModel) -> dict[str, float]:
     "activations" is all else at the peak, buffers and intermediate arrays among them.
     """
     peak = largest_peak_bytes(shortened(model), optimizer=True)
-    size, count = itemsize(model.stack.dtype), parameters_of_rank(model)
-    narrow, shards = size == 2, model.shards or model.data
+    found = state_by_kind(model.stack.dtype, parameters_of_rank(model), model.zero,
+                          model.shards or model.data)
+    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
+
+
+def state_by_kind(dtype: str, parameters: float, zero: int, shards: int) -> dict[str, float]:
+    """Return the bytes of a rank's values, gradients, masters and moments in training by AdamW.
+
+    Parameters
+    ----------
+    dtype : str
+        The type of values; 16 bits have masters in float32, and gradients as wide.
+    parameters : float
+        Of a rank, undivided among replicas.
+    zero, shards : int
+        The stage of ZeRO, and the replicas that divide a copy of the model.
+    """
+    size = itemsize(dtype)
     wide = max(size, 4)
     kinds = {"values": (size, 0, 0, 0), "gradients": (0, wide, 0, 0),
-             "masters": (0, 0, 4 * narrow, 0), "moments": (0, 0, 0, 2 * wide)}
-    found = {name: count * state_bytes(model.zero, shards, *of) for name, of in kinds.items()}
-    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
+             "masters": (0, 0, 4 * (size == 2), 0), "moments": (0, 0, 0, 2 * wide)}
+    return {name: parameters * state_bytes(zero, shards, *of) for name, of in kinds.items()}
 
 
 def shortened(model: PipelineModel) -> PipelineModel:
     """Return the model with fewer micro-batches, which need as much memory."""
     schedule = model.schedule
-    fewer = min(schedule.microbatches, 2 * schedule.ranks)
+    most = schedule.ranks + 1 if model.named in ("1f1b", "zb-h1") else 2 * schedule.ranks
+    fewer = min(schedule.microbatches, most)
     if fewer == schedule.microbatches or not model.named:
         return model
     return replace(model, schedule=build(model.named, schedule.ranks, fewer),

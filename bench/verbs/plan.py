@@ -1,4 +1,4 @@
-"""Rank every scheme and grid by predicted time, with words and memory."""
+"""Rank every scheme and grid by predicted time, or whole trainings on a number of GPUs."""
 
 import argparse
 import time
@@ -9,7 +9,10 @@ from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.costs.layer_costs import list_layer_costs
 from bench.prediction.costs.printed_costs import list_costs
-from bench.reports import predicted_pipelines
+from bench.prediction.model_file import load_model
+from bench.prediction.training_plans.choices import Training
+from bench.prediction.training_plans.search import Search
+from bench.reports import predicted_pipelines, training_plans
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
 from bench.reports.plan_tables import plan_remarks, plan_table
@@ -17,6 +20,8 @@ from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
 from bench.reports.figures import style
 from bench.command_line import expert_options, grids, options, pipeline_options
+from bench.command_line.number_types import MOST_RANKS
+from bench.command_line.progress import StatusLine
 from mm3d import ModelSizes
 from mm3d.console import say
 from mm3d.model.experts.capacity import capacity_of
@@ -26,11 +31,29 @@ from mm3d.model.stack import Stack
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
+# Defaults of options; plans of whole trainings, which have a model of their own, have others.
+SIZES_OF_LAYERS = {"layers": 24, "batch": 384, "seq": 512}
+DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
+OF_LAYERS = ("ranks", "hidden", "layers", "heads", "recompute", "data", "stages", "schedule",
+             "microbatches", "zero", "shards", "experts", "costs", "pictures")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
-    options.add_model(parser)
+    parser.add_argument("--gpus", type=options.whole(1, MOST_RANKS), metavar="N", help=(
+        "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
+        "ZeRO, schedules, micro-batches and recomputation that fit the memory, in float16 unless "
+        "--dtype says more"))
+    parser.add_argument("--model", metavar="NAME", help=(
+        "with --gpus: a GPT of the sizes of a published model, such as llama-3-70b, or a .toml "
+        "file of such sizes; --seq changes the length of its sequences"))
+    parser.add_argument("--all", action="store_true", help=(
+        "with --gpus: also print predicted plans that do not fit, and what they lack"))
+    parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
+                        help="ranks of the job, of all replicas")
+    options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
+        "those of the paper's row of this --hidden, or heads of 128 features"))
+    options.add_dtype(parser, "float16", "bfloat16", "float32", "float64")
     options.add_machine(parser)
     parser.add_argument("--top", type=options.whole(1), default=12, metavar="N",
                         help="number of plans to print (default 12)")
@@ -45,6 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     expert_options.add_layers(parser)
     options.add_pictures(parser)
     options.add_format(parser, FORMATS)
+    parser.set_defaults(**dict.fromkeys(DEFAULTS))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,6 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When there are fewer than 2 ranks or no plan to print.
     """
+    if arguments.gpus or arguments.model or arguments.all:
+        return _trainings(arguments)
+    for name in ("ranks", "hidden"):
+        if getattr(arguments, name) is None:
+            raise UsageError(f"--{name} is missing: --ranks 8 --hidden 1024 would do, or --gpus "
+                             f"512 --model llama-3-70b for whole trainings")
+    for name, value in DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     pipeline_options.check_stages(arguments)
     if arguments.data and not arguments.stages:
         raise UsageError(f"--data {arguments.data}: give --stages too, such as --stages 1; plans "
@@ -95,6 +128,26 @@ def run(arguments: argparse.Namespace) -> int:
         from bench.reports.figures.prediction import draw_plans
         return style.draw_pictures(
             draw_plans(arguments.pictures, ranks, machine, stack), arguments.format)
+    return 0
+
+
+def _trainings(arguments: argparse.Namespace) -> int:
+    """Print the plans of whole trainings; return 0."""
+    for name, such in (("gpus", "512"), ("model", "llama-3-70b"), ("batch", "512")):
+        if getattr(arguments, name) is None:
+            raise UsageError(f"--{name} is missing to plan a training: --{name} {such} would do")
+    for name in OF_LAYERS:
+        if getattr(arguments, name):
+            raise UsageError(f"--{name} {getattr(arguments, name)}: with --gpus the plan says "
+                             f"it, or the model; leave it, or --gpus and --model, out")
+    gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
+    machine = machine_model.load_machine(arguments.machine, dtype)
+    training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
+                        machine)
+    with StatusLine() as status:
+        found = Search(training, status.show).run()
+    parts = training_plans.training_parts(training, found, arguments.all, arguments.top)
+    say(render(parts, arguments.format))
     return 0
 
 

@@ -1,0 +1,209 @@
+"""Price a layer of a GPT, and its ends, for one micro-batch: seconds and bytes of a rank.
+
+Closed forms, a millisecond each, price the layers of all plans; dry runs of one layer, some tens
+of milliseconds, those of the best.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.cases.variants import itemsize
+from bench.prediction.closed_form_plan import (BlockSizes, elementwise_coefficients,
+                                               price_grid)
+from bench.prediction.kernels import with_kernels
+from bench.prediction.machine_model import Machine
+from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_seconds import HALVES
+from bench.prediction.seconds import (achieved_seconds, collective_terms, gemm_seconds,
+                                      trace_terms)
+from bench.prediction.training_plans.choices import Choice, Training
+from mm3d.grid.shape import GridShape
+from mm3d.model import cost
+from mm3d.schemes import find_scheme
+from mm3d.schemes.closed_form import ProductShape
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES
+from mm3d.tracing.trace import Trace
+from mm3d.training.schedules import build
+
+# Bytes that the ends of a GPT read and write, in arrays of logits: forward and backward.
+LOGIT_ARRAYS = 2    # that are held at once
+LOGIT_PASSES = {"own": (8, 6), "fused": (2, 2)}
+
+
+class Layer(NamedTuple):
+    """What determines the work of a layer; `halves` is whether W is apart from B."""
+
+    scheme: str
+    grid: GridShape
+    micro: int
+    recompute: str
+    halves: bool
+
+    @classmethod
+    def of(cls, choice: Choice, whole: bool = False) -> "Layer":
+        """Return the layer of a plan; with `whole` as if W were never apart."""
+        return cls(choice.scheme, choice.grid, choice.micro, choice.recompute,
+                   not whole and choice.schedule.startswith("zb"))
+
+
+class LayerBytes(NamedTuple):
+    """The bytes of a rank that a layer fills in one micro-batch, beside parameters.
+
+    `saved` are kept from forward to backward, `operands` from B to W; `working` are the others
+    during backward, `ends_working` those in the last stage, where logits are.
+    """
+
+    saved: float
+    operands: float
+    working: float
+    ends_working: float
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The work of a rank in a layer, and in the ends of a GPT, for one micro-batch.
+
+    Attributes
+    ----------
+    forward, backward, weights : float
+        Seconds; those of W are part of backward.
+    ends : (float, float)
+        Seconds of embedding, head and loss, forward and backward.
+    filled : LayerBytes
+        Bytes.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    ends: tuple[float, float]
+    filled: LayerBytes
+
+
+def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]:
+    """Estimate the bytes of a layer, and the seconds of its elementwise passes.
+
+    Both are linear in a rank's elements of activations, and of scores: bytes in those of one
+    sequence, which are computed one after the other.
+    """
+    machine, size = training.machine, itemsize(training.dtype)
+    blocks = BlockSizes(layer.scheme, layer.grid,
+                        training.stack(layer.micro, layer.recompute, 1).sizes)
+    elements = blocks.elements()
+    moved = sum(words @ elements for words in elementwise_coefficients(
+        machine.kernels, machine.attention))
+    elements[2] /= max(1, layer.micro // blocks.sequences)
+    saved, working = (size * float(words @ elements) for words in words_of(
+        layer.recompute, training.dtype))
+    logits = layer.micro * training.seq * training.gpt.vocab / layer.grid.ranks
+    return (LayerBytes(saved, saved / 2, working, max(working, size * LOGIT_ARRAYS * logits)),
+            achieved_seconds(machine, {"memory": size * float(moved)
+                                       / machine.memory_bandwidth}))
+
+
+@cache
+def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the words that a layer saves, and those of its further arrays in backward.
+
+    They are per word of an outer activation, of an inner one, and of the scores of a sequence.
+    """
+    rows, saved, working = [], [], []
+    for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (1, 8, 128), (1, 2, 256)):
+        trace = dry_run.trace_step("1d", ranks, layers=1, hidden=64, heads=4, batch=batch,
+                                   seq=seq, causal=True, dtype=dtype, recompute=recompute)
+        outer = batch * seq * 64
+        rows.append((outer, outer / ranks, 4 * seq * seq / ranks))
+        saved.append(trace.saved / itemsize(dtype))
+        working.append((trace.peak - trace.parameters - trace.saved) / itemsize(dtype))
+    found = [np.linalg.lstsq(np.array(rows), np.array(words), rcond=None)[0]
+             for words in (saved, working)]
+    return tuple(np.maximum(one, 0) for one in found)
+
+
+@cache
+def launches(kernels: str, attention: str, recompute: str) -> tuple[int, int]:
+    """Count the operations that a rank starts in a layer, forward and backward."""
+    trace = with_kernels(dry_run.trace_step("1d", 2, layers=1, hidden=64, heads=4, batch=2, seq=8,
+                                            recompute=recompute), kernels, attention,
+                         "float32", 16)
+    return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
+                     and not isinstance(event, (Boundary, Collective, Overlapped)))
+                 for phase in PHASES)
+
+
+def screened_work(training: Training, layer: Layer) -> LayerWork:
+    """Price a layer by closed forms."""
+    machine, stack = training.machine, training.stack(layer.micro, layer.recompute, 1)
+    seconds, _ = price_grid(layer.scheme, layer.grid, machine, stack)
+    started = [machine.launch_seconds * count / machine.achieved.latency for count in launches(
+        machine.kernels, machine.attention, layer.recompute)]
+    halves = cost.flops_of_halves(stack.sizes)
+    share = halves["backward_weights"] / (
+        sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute))
+    return LayerWork(seconds["forward"] + started[0], seconds["backward"] + started[1],
+                     share * seconds["backward"], _screened_ends(training, layer),
+                     screened_bytes(training, layer)[0])
+
+
+def _screened_ends(training: Training, layer: Layer) -> tuple[float, float]:
+    """Return the seconds of the ends, forward and backward, by closed forms."""
+    machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
+    shape = ProductShape("up", layer.micro * training.seq, gpt.hidden, gpt.vocab)
+    size = itemsize(training.dtype)
+    forward, backward = _product_moves(machine, layer, shape, size)
+    product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
+                  for one in kind.local_products(layer.grid, shape))
+    logits = size * shape.M * shape.K / layer.grid.ranks
+    passes = LOGIT_PASSES[machine.kernels]
+    return (forward + achieved_seconds(machine, {
+        "gemm": product, "memory": passes[0] * logits / machine.memory_bandwidth}),
+        backward + achieved_seconds(machine, {
+            "gemm": 2 * product, "memory": passes[1] * logits / machine.memory_bandwidth}))
+
+
+def _product_moves(machine: Machine, layer: Layer, shape: ProductShape,
+                   size: int) -> list[float]:
+    """Return the seconds of the collectives of a product, forward and backward."""
+    found = []
+    for moves in find_scheme(layer.scheme).product_moves(layer.grid, shape):
+        seconds = 0.0
+        for move in moves:
+            g = layer.grid[move.axis]
+            if g > 1:
+                whole = move.words / layer.grid.ranks * size * g / (g - 1) / move.calls
+                whole /= 2 if move.collective == "all_reduce" else 1
+                seconds += move.calls * achieved_seconds(machine, collective_terms(
+                    machine, Collective(move.collective, move.axis, g,
+                                        layer.grid.stride(move.axis), whole)))
+        found.append(seconds)
+    return found
+
+
+def traced_work(training: Training, layer: Layer) -> LayerWork:
+    """Price a layer by dry runs: of it alone, and of a GPT of one layer."""
+    machine, gpt = training.machine, training.gpt
+    whole = PipelineModel(
+        build("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
+        training.stack(layer.micro, layer.recompute, 1), vocab=gpt.vocab, tied=gpt.tied)
+    alone = replace(whole, vocab=0).trace(1, block=machine.elementwise_block)
+    both = whole.trace(1, block=machine.elementwise_block)
+    own, all_of_it = (_phase_seconds(training, one) for one in (alone, both))
+    ends = tuple(whole - part for whole, part in zip(all_of_it, own))
+    filled = LayerBytes(alone.saved, alone.operands,
+                        *(one.peak - one.parameters - alone.saved for one in (alone, both)))
+    return LayerWork(*own, ends[:2], filled)
+
+
+def _phase_seconds(training: Training, trace: Trace) -> tuple[float, float, float]:
+    """Return the seconds of forward, of backward, and of W within it."""
+    machine, gpt = training.machine, training.gpt
+    spent = trace_terms(machine, with_kernels(trace, machine.kernels, machine.attention,
+                                              training.dtype, gpt.hidden // gpt.heads))
+    seconds = {phase: achieved_seconds(machine, terms) for phase, terms in spent.items()}
+    weights = seconds.get(HALVES[-1], 0.0)
+    backward = sum(seconds.get(phase, 0.0) for phase in ("backward", *HALVES[1:]))
+    return seconds[PHASES[0]], backward, weights

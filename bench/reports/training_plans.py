@@ -1,0 +1,158 @@
+"""Make the tables of whole trainings: the best plans, what fills them, and what limits them."""
+
+import math
+from typing import Sequence
+
+from bench.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.search import Found, TrainingPlan, pruned
+from bench.prediction.training_step import SHARES
+
+GIB = 2 ** 30
+KINDS = ("values", "gradients", "masters", "moments", "activations")
+LIMITS = {"products": "products", "elementwise": "elementwise passes",
+          "links": "links inside a stage", "latency": "latency", "hops": "hops between stages",
+          "replicas": "sums over replicas", "optimizer": "optimizer", "bubble": "bubble"}
+
+
+def training_parts(training: Training, found: Found, unfit: bool, top: int) -> list[Part]:
+    """Make all tables and notes of a search.
+
+    Parameters
+    ----------
+    training, found
+        What is trained, and what was found.
+    unfit : bool
+        Whether plans that do not fit are shown.
+    top : int
+        The most families that are shown.
+    """
+    plans = list(found.families.values())[:top]
+    return [training.machine.about,
+            f"{training.gpus} GPUs, {training.gpt.name}, {training.batch} sequences of "
+            f"{training.seq} tokens a step, {training.dtype}",
+            plan_table(training, plans), memory_table(plans), time_table(plans),
+            *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
+            changes_table(training, found),
+            Notes("The best plan as options", command_lines(training, found.best.choice)),
+            remarks(training, found)]
+
+
+def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
+    """Make the table of plans: how GPUs divide the training, and how fast each is."""
+    rows = [[plan.choice.family, *choice_cells(plan.choice), *map(number_cell, rates(
+        training, plan))] for plan in plans]
+    return Table("The fastest plan of each family", [
+        Column("family", align="<"), *choice_columns(), Column("step s", align="."),
+        *(Column(*head, align=".") for head in (
+            ("tokens/s", "a GPU"), ("Tflop/s", "a GPU"), ("MFU", "%"), ("HFU", "%")))], rows)
+
+
+def choice_columns() -> list[Column]:
+    """Return the columns of `choice_cells`."""
+    return [Column("data"), Column("ZeRO"), Column("stages"), Column("schedule", align="<"),
+            Column("micro-", "batch"), Column("scheme", align="<"), Column("grid", align="<"),
+            Column("recompute", align="<")]
+
+
+def choice_cells(choice: Choice) -> list[Cell]:
+    """Return the cells that say how a plan divides the training."""
+    return [choice.data, choice.zero, choice.stages, choice.schedule, choice.micro, choice.scheme,
+            choice.grid.compact, choice.recompute]
+
+
+def rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
+    """Return the seconds of a step, tokens a second, Tflop/s of a GPU, and MFU and HFU in percent.
+    """
+    seconds, gpus = plan.seconds, training.gpus
+    own = {name: count / seconds / gpus for name, count in plan.flops.items()}
+    rate = training.machine.gemm_rate[training.dtype]
+    return (seconds, training.batch * training.seq / seconds / gpus, own["model"] / 1e12,
+            100 * own["model"] / rate, 100 * own["hardware"] / rate)
+
+
+def memory_table(plans: Sequence[TrainingPlan]) -> Table:
+    """Make the table of what fills the memory of the fullest GPU."""
+    rows = [[plan.choice.family, *(number_cell(plan.memory[kind] / GIB, ".3g")
+                                   for kind in ("all", *KINDS))] for plan in plans]
+    return Table("What fills the fullest GPU", [Column("family", align="<"), *(
+        Column(name, group="GiB", align=".") for name in ("all", *KINDS))], rows)
+
+
+def time_table(plans: Sequence[TrainingPlan]) -> Table:
+    """Make the table of the shares of a step's time, and name the largest but products."""
+    rows = []
+    for plan in plans:
+        shares = {name: 100 * plan.step.shares[name] / plan.seconds for name in SHARES}
+        limit = max((name for name in SHARES if name != "products"), key=shares.__getitem__)
+        rows.append([plan.choice.family, *(number_cell(shares[name], ".1f") for name in SHARES),
+                     LIMITS[limit]])
+    return Table("What takes the time of a step", [
+        Column("family", align="<"), *(Column(name, group="%", align=".") for name in SHARES),
+        Column("largest beside", "products", align="<")], rows)
+
+
+def unfit_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
+    """Make the table of plans that were predicted and do not fit, with what they lack."""
+    limit = training.machine.memory_bytes
+    rows = [[plan.choice.family, *choice_cells(plan.choice), number_cell(plan.seconds),
+             number_cell((plan.memory["all"] - limit) / GIB, ".3g")] for plan in plans]
+    return Table("Predicted plans that do not fit", [
+        Column("family", align="<"), *choice_columns(), Column("step s", align="."),
+        Column("lacks", "GiB", align=".")], rows)
+
+
+def changes_table(training: Training, found: Found) -> Table:
+    """Make the table of what the best plan loses where one choice alone is another."""
+    best, rows = found.best, []
+    for name, plan in found.changes.items():
+        if isinstance(plan, str):
+            rows.append([name, _said(name, best.choice), plan, *[number_cell(math.nan)] * 2])
+            continue
+        rows.append([name, _said(name, best.choice), _said(name, plan.choice),
+                     number_cell(plan.seconds),
+                     number_cell(100 * (plan.seconds / best.seconds - 1), "+.2f")])
+    return Table("One choice of the best plan changed, to the fastest other that fits", [
+        Column("choice", align="<"), Column("best", align="<"), Column("changed", align="<"),
+        Column("step s", align="."), Column("more", "%", align=".")], rows)
+
+
+def _said(name: str, choice: Choice) -> str:
+    """Say what a plan has of one of the choices that are changed."""
+    return {"micro-batch": str(choice.micro), "ZeRO": str(choice.zero),
+            "recompute": choice.recompute, "schedule": choice.schedule,
+            "stages": f"{choice.stages}, data {choice.data}",
+            "grid": f"{choice.scheme} {choice.grid.compact}"}[name]
+
+
+def command_lines(training: Training, choice: Choice) -> list[str]:
+    """Return the commands that count and train a plan."""
+    gpt = training.gpt
+    sizes = (f"--layers {gpt.layers} --hidden {gpt.hidden} --heads {gpt.heads} --batch "
+             f"{training.batch} --seq {training.seq} --dtype {training.dtype}")
+    mesh = (f"--data {choice.data} --zero {choice.zero} --stages {choice.stages} --schedule "
+            f"{choice.schedule} --microbatches {training.microbatches(choice)} --scheme "
+            f"{choice.scheme} --grid {choice.grid.compact} --recompute {choice.recompute}")
+    return [f"python -m bench dry --ranks {training.gpus} {sizes} --causal {mesh}",
+            f"mpirun -n {training.gpus} python -m bench train {sizes} {mesh}"
+            + " --untied" * (not gpt.tied)]
+
+
+def remarks(training: Training, found: Found) -> Notes:
+    """Say what was searched, what the columns are, and what the model is."""
+    counts, gpt = found.counts, training.gpt
+    left_out = pruned(training)
+    return Notes("Remarks", [
+        f"{counts['candidates']} plans estimated by closed forms, {counts['too large']} of them "
+        f"too large for {training.machine.memory_bytes / GIB:.3g} GiB; {counts['layers']} layers "
+        f"and {counts['exact']} steps run dry, in {found.seconds:.1f} s"
+        + f"; {left_out}" * bool(left_out),
+        f"memory is exact, that of a dry run of a step, by which {len(found.unfit)} plans did not "
+        f"fit; seconds are a model",
+        "MFU: operations of all products over the seconds and the rate of products of the "
+        "machine, forward and twice again backward, scores without regard to the mask, and the "
+        "head (arXiv 2104.04473, equation 3); HFU: with those that recomputation repeats",
+        f"{gpt.name} here is a GPT of its sizes, without grouped queries and gated perceptrons: "
+        f"{gpt.difference}" + f"; sizes: {gpt.source}" * bool(gpt.source),
+        "the options of dry are of the layers alone, without embedding and head; train has the "
+        "bytes of its text as vocabulary"])
