@@ -28,7 +28,7 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
         The most families that are shown.
     """
     plans = list(found.families.values())[:top]
-    return [training.machine.about,
+    return [training.machine.described,
             f"{training.gpus} GPUs, {training.gpt.name}, {training.batch} sequences of "
             f"{training.seq} tokens a step, {training.dtype}",
             plan_table(training, plans), memory_table(plans), time_table(plans),

@@ -67,7 +67,7 @@ class TrainingPlan:
         return model_flops(self.model)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """What a search has found.
 
