@@ -50,8 +50,7 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
         groups = [(f"fitted, at most {fitted_to} GPUs: ", True), ("not fitted: ", False)]
         parts += [name + error_line(chosen) for name, fits in groups if (chosen := [
             one for one in outcomes if (one.row.gpus <= fitted_to) == fits])]
-    if outcomes:
-        parts.append(error_line(outcomes))
+    parts.append(error_line(outcomes) if outcomes else "no row could be predicted")
     return parts
 
 
@@ -87,5 +86,6 @@ def _choice_table(found: Sequence[tuple[Outcome, Outcome]]) -> Table:
 def error_line(outcomes: Sequence[Outcome]) -> str:
     """Say the errors of rows: their mean, median and largest absolute values."""
     errors = 100 * np.abs([one.error for one in outcomes])
-    return (f"{len(errors)} rows: mean error {errors.mean():.1f} %, median "
+    rows = f"{len(errors)} row{'s' * (len(errors) > 1)}"
+    return (f"{rows}: mean error {errors.mean():.1f} %, median "
             f"{np.median(errors):.1f} %, largest {errors.max():.1f} %")
