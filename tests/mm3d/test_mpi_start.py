@@ -11,7 +11,7 @@ from support import run_command, run_ranks
 
 # Started on each rank; its workers import it, too, and with it mm3d and MPI in some order.
 WORKERS = """
-import multiprocessing, sys
+import multiprocessing, os, sys
 {imports}
 
 def world(number):
@@ -19,7 +19,8 @@ def world(number):
 
 if __name__ == "__main__":
     with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
-        print(MPI.COMM_WORLD.size, pool.map(world, range(2)), "\\n", end="", flush=True)
+        seen = pool.map(world, range(2))
+        os.write(1, f"{{MPI.COMM_WORLD.size}} {{seen}} \\n".encode())
     MPI.COMM_WORLD.Barrier()
 """
 ORDERS = {"mm3d first": "import mm3d\nfrom mpi4py import MPI",
@@ -32,7 +33,8 @@ from mpi4py import MPI
 command = [*sys.argv[2:], sys.executable, "-c", {CHILD!r}]
 options = eval(sys.argv[1])
 done = subprocess.run(command, capture_output=True, text=True, **options)
-print(MPI.COMM_WORLD.size, done.stdout.split(), done.stderr, "\\n", end="", flush=True)
+said = f"{{MPI.COMM_WORLD.size}} {{done.stdout.split()}} {{done.stderr}} \\n"
+os.write(1, said.encode())    # at once, so that no other rank's words come between
 MPI.COMM_WORLD.Barrier()
 assert "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 """
@@ -114,8 +116,9 @@ def test_mpi_starts_where_small_letters_differ(tmp_path, language):
                         str(tmp_path / f"{language}.UTF-8")])
     if made.returncode:
         pytest.skip(made.stderr)
-    program = ("import locale, mm3d\nfrom mpi4py import MPI\n"
-               "print(MPI.COMM_WORLD.size, locale.setlocale(locale.LC_CTYPE), '\\n', end='')")
+    program = ("import locale, mm3d, os\nfrom mpi4py import MPI\n"    # one write, told whole
+               "os.write(1, f'{MPI.COMM_WORLD.size} {locale.setlocale(locale.LC_CTYPE)}\\n'"
+               ".encode())")
     done = run_ranks(2, "-c", program, LOCPATH=str(tmp_path), LC_ALL=f"{language}.UTF-8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == 2 * ["2", f"{language}.UTF-8"]    # it is as it was before
