@@ -1,9 +1,10 @@
 """Read the text files that users write."""
 
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bench.errors import UsageError
+from bench.errors import UsageError, require_known
 
 
 def read_text(path: Any, what: str, remedy: str) -> str:
@@ -31,3 +32,27 @@ def read_text(path: Any, what: str, remedy: str) -> str:
     except UnicodeDecodeError as error:
         problem = f"is no text in UTF-8, as its byte {error.start} shows"
     raise UsageError(f"{what}: {problem}; {remedy} would do")
+
+
+def read_supplied(what: str, name: str) -> str:
+    """Return the text of a file of `bench.prediction`, such as that of a machine.
+
+    Parameters
+    ----------
+    what : str
+        What the file describes, such as "machine"; the folder has its plural as name.
+    name : str
+        Name of a supplied file, or path of a TOML file.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file.
+    """
+    folder = resources.files("bench.prediction").joinpath(f"{what}s")
+    supplied = {Path(file.name).stem: file for file in sorted(folder.iterdir(), key=str)
+                if file.name.endswith(".toml")}
+    file: Any = (Path(name) if name.endswith(".toml") else
+                 require_known(supplied, name, what, "name a .toml file"))
+    return read_text(file, f"{what} file {name}",
+                     f"a .toml file, or one of {', '.join(supplied)},")

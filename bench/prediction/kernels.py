@@ -18,8 +18,9 @@ from copy import copy
 
 from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
+from bench.prediction.seconds import Flash
 from mm3d.model.stack import Stack
-from mm3d.tracing.events import Boundary, Flash, Gemm, Pass
+from mm3d.tracing.events import Boundary, Gemm, Pass
 from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
 ATTENTION = "attention"    # the part whose products are of scores
@@ -29,7 +30,6 @@ SOFTMAX_PRODUCTS = {"forward": 2, "backward": 4}
 # Arrays of scores that kernels read and write.  Forward: softmax and dropout one each way;
 # backward: dropout one each way, softmax two read and one written.
 SOFTMAX = {"forward": 4, "backward": 5}
-KERNELS, ATTENTIONS = ("own", "fused"), ("flash", "softmax")
 
 
 def priced(trace: Trace, machine: Machine, stack: Stack) -> Trace:

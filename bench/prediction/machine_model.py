@@ -7,16 +7,14 @@ import math
 import re
 import sys
 import tomllib
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError, require_known
-from bench.text_files import read_text
+from bench.errors import UsageError
+from bench.text_files import read_supplied
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces",
@@ -264,13 +262,7 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     UsageError
         When there is no such machine, the file does not describe one, or it has no such rate.
     """
-    folder = resources.files("bench.prediction").joinpath("machines")
-    supplied = {Path(file.name).stem: file for file in sorted(folder.iterdir(), key=str)
-                if file.name.endswith(".toml")}
-    file: Any = (Path(name) if name.endswith(".toml") else
-                 require_known(supplied, name, "machine", "name a .toml file"))
-    text = read_text(file, f"machine file {name}",
-                     f"a .toml file, or one of {', '.join(supplied)},")
+    text = read_supplied("machine", name)
     try:
         tree = {key: value for key, value in tomllib.loads(text).items() if key not in RETIRED}
         problem = _find_problem(tree)

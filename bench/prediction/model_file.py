@@ -1,14 +1,11 @@
 """Read the sizes of a GPT from a TOML file: a published model's, or a user's own."""
 
 import tomllib
-from importlib import resources
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from bench.errors import UsageError, require_known
-from bench.text_files import read_text
+from bench.errors import UsageError
+from bench.text_files import read_supplied
 from mm3d import ModelSizes
 from mm3d.model import cost
 
@@ -72,13 +69,7 @@ def load_model(name: str) -> GptFile:
     UsageError
         When there is no such model, or the file does not describe one.
     """
-    folder = resources.files("bench.prediction").joinpath("models")
-    supplied = {Path(file.name).stem: file for file in sorted(folder.iterdir(), key=str)
-                if file.name.endswith(".toml")}
-    file: Any = (Path(name) if name.endswith(".toml") else
-                 require_known(supplied, name, "model", "name a .toml file"))
-    text = read_text(file, f"model file {name}",
-                     f"a .toml file, or one of {', '.join(supplied)},")
+    text = read_supplied("model", name)
     try:
         found = msgspec.convert(tomllib.loads(text), GptFile)
     except (ValueError, msgspec.ValidationError) as error:

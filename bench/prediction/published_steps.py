@@ -18,6 +18,7 @@ import numpy as np
 from bench.errors import UsageError
 from bench.prediction.machine_model import Achieved, Machine
 from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
@@ -33,7 +34,6 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
 # Columns that may be missing or empty, with what is then assumed.
 OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
             "tied": "yes", "overlap": "no"}
-TERMS = ("gemm", "memory", "node", "network", "latency")
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
 
@@ -50,7 +50,7 @@ class Row:
     def gpus(self) -> int:
         """Return the number of GPUs."""
         how = self.config.division
-        return how.data * how.stages * how.grid[0]
+        return how.data * how.stages * math.prod(how.grid)
 
     @property
     def mesh(self) -> str:
@@ -242,7 +242,7 @@ def _parts(one: Outcome, machine: Machine) -> list[float]:
 
 def _crosses(one: Outcome, machine: Machine) -> bool:
     """Return whether the ranks of a stage are on several nodes."""
-    return one.row.config.division.grid[0] > machine.ranks_per_node
+    return math.prod(one.row.config.division.grid) > machine.ranks_per_node
 
 
 def _least_squares(a: np.ndarray, b: np.ndarray, least: float = 0.3,

@@ -11,12 +11,13 @@ import functools
 import math
 from collections import Counter
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 
 from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
-from mm3d.tracing.events import Boundary, Collective, Flash, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import LEAST_NODES, in_place_collectives, transport_class
 from mm3d.transport.lanes import chunk_bytes
@@ -27,6 +28,16 @@ SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
 PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
 ROOTED = ("broadcast", "reduce")
 MOST_UNEVEN = 1 << 10    # ranks counted one by one: up to where lines and nodes align again
+
+
+class Flash(NamedTuple):
+    """Describe the operations of a fused attention, whose scores are never in memory.
+
+    This library has none; `bench.prediction.kernels` puts it in place of the products of scores.
+    """
+
+    flops: float
+    dtype: str
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:

@@ -6,7 +6,8 @@ import numpy as np
 
 from bench.document import Column, Notes, Part, Table
 from bench.prediction.machine_model import Machine
-from bench.prediction.published_steps import TERMS, Outcome, choices
+from bench.prediction.published_steps import Outcome, choices
+from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import SHARES
 
 COLUMNS = [
@@ -38,7 +39,7 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
         The most GPUs of the rows that it was fitted to; 0 for none.
     """
     parts: list[Part] = [Table(f"Measured steps of training, and predictions (a model): "
-                               f"{machine.about}", COLUMNS,
+                               f"{machine.described}", COLUMNS,
                                [[column.cell(one) for column in COLUMNS] for one in outcomes])]
     if problems:
         parts.append(Notes("Left out:", list(problems)))
@@ -56,12 +57,10 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
 
 def _about(machine: Machine, fitted_to: int) -> list[str]:
     """Say how rows were predicted, and what was fitted."""
-    kernels = ("this library's own kernels" if machine.kernels == "own" else
-               f"fused kernels, attention by {machine.attention}")
     figures = ", ".join(f"{term} {getattr(machine.achieved, term):.3g}" for term in TERMS)
     source = (f"fitted to the rows of at most {fitted_to} GPUs" if fitted_to else
               "of the machine file, fitted to none of these rows")
-    return [f"Priced with {kernels}; achieved fractions {source}: {figures}.",
+    return [f"Achieved fractions {source}: {figures}.",
             "Where the file does not say otherwise: 1-D tensor parallelism, 1F1B, float16, "
             "backward repeats the whole forward, 51200 tokens, ranks fill one node after the "
             "other, nothing hides the sums over replicas.",

@@ -85,16 +85,6 @@ class Boundary(NamedTuple):
     made: int
 
 
-class Flash(NamedTuple):
-    """Describe the operations of a fused attention, whose scores are never in memory.
-
-    No call of this library is one; a prediction puts it in place of the products of scores.
-    """
-
-    flops: float
-    dtype: str
-
-
 class Recomputation(NamedTuple):
     """Describe layers computed again in backward; `name` is the name of their chain."""
 

@@ -13,7 +13,8 @@ TUPLES = {"mm3d.tracing.events", "mm3d.tracing.observed_calls", "mm3d.schemes.cl
           "mm3d.training.schedules.messages", "mm3d.training.schedules.schedule",
           "mm3d.training.schedules.search",
           "bench.instruments.spans", "bench.statistics",
-          "bench.prediction.training_plans.choices", "bench.prediction.training_plans.estimate",
+          "bench.prediction.seconds", "bench.prediction.training_plans.choices",
+          "bench.prediction.training_plans.estimate",
           "bench.prediction.training_plans.layer_work"}
 COUNTERS = {"mm3d.grid.axis.Traffic"}    # no record: added to in every collective
 

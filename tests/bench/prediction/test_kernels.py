@@ -6,9 +6,9 @@ import pytest
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.kernels import with_kernels
-from bench.prediction.seconds import trace_terms
+from bench.prediction.seconds import Flash, trace_terms
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Flash, Gemm, Pass
+from mm3d.tracing.events import Boundary, Gemm, Pass
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 4, "batch": 2, "seq": 8}
 ELEMENTS, SCORES, HEAD = 2 * 8 * 32, 2 * 4 * 8 * 8, 8    # of an activation, of all scores

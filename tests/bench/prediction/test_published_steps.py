@@ -121,6 +121,14 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
 
 
+def test_rows_of_grids_count_all_of_their_gpus(tmp_path):
+    rows, problems = read_rows(written(
+        tmp_path, "1,16,16,2,256,4,4,64,8,2,1,5,3d", "1,8,16,2,256,4,4,64,4,2,1,5,3d",
+        head=HEAD + ",scheme"))
+    assert [(row.gpus, row.config.division.grid) for row in rows] == [(16, (2, 2, 2))]
+    assert len(problems) == 1 and "line 3" in problems[0] and "4" in problems[0]
+
+
 def test_a_file_without_a_column_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no column 'micro batch'"):
         read_rows(written(tmp_path, GOOD[0], head=HEAD.replace("micro batch", "mini batch")))
