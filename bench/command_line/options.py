@@ -91,6 +91,12 @@ def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
         f"an interpreter that has PyTorch, by which {what} (default: nothing is)"))
 
 
+def add_keep(parser: argparse.ArgumentParser) -> None:
+    """Add ``--keep``, the gathered operands that 3-D layers keep for backward."""
+    parser.add_argument("--keep", choices=("none", "weight", "both"), help=(
+        "gathered operands that 3d keeps from forward for backward (default none)"))
+
+
 def add_sources(parser: argparse.ArgumentParser) -> None:
     """Add the files and folders that a verb reads."""
     parser.add_argument("sources", metavar="FILE", nargs="+",

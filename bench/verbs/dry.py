@@ -44,9 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=options.whole(0), default=0, metavar="N",
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
-    parser.add_argument("--keep", choices=("none", "weight", "both"),
-                        help="gathered operands that 3d keeps from forward for backward (default "
-                             "none)")
+    options.add_keep(parser)
     options.add_overlap(parser, (
         f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
         f"tables count the collectives in flight, and the memory of their buffers"))
