@@ -106,7 +106,9 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     assert [line.partition(":")[0] for line in problems] == [
         f"line {number}" for number in (3, 4, 5, 6, 8, 9)]
     assert "is 8, not 9 GPUs" in problems[0] and "do not divide" in problems[1]
-    assert "heads" in problems[2] and "''" in problems[3] and "'16.5'" in problems[5]
+    assert "heads" in problems[2] and "'16.5'" in problems[5]
+    assert problems[3] == "line 6: no iteration time (ms)"
+    assert problems[4].startswith("line 8: no global batch, micro batch, hidden size, ")
 
 
 def test_optional_columns_say_what_a_row_is(tmp_path):
@@ -119,6 +121,25 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
     assert (model.vocab, model.scheme, model.tied, model.named) == (
         1000, "1d-sp", False, "interleaved:2")
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
+
+
+def test_a_type_without_a_rate_leaves_out_its_row_alone(tmp_path, capsys):
+    path = written(tmp_path, GOOD[1] + ",bfloat16", GOOD[1] + ",", GOOD[1] + ",int4",
+                   head=HEAD + ",dtype")
+    assert main(["predict", "--steps", path, "--machine", "v100-edr"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("line 2: machine v100-edr has no rate for bfloat16: it has float16, float32, float64"
+            in said)
+    assert "line 4: dtype is 'int4': float32, float64, float16, bfloat16 would do" in said
+    assert "1 row: mean error" in said
+
+
+def test_zero_divides_the_optimizer_of_a_row(tmp_path):
+    rows, problems = read_rows(written(tmp_path, GOOD[0] + ",", GOOD[0] + ",1", GOOD[0] + ",4",
+                                       head=HEAD + ",zero"))
+    assert problems == ["line 4: zero is '4': 0, 1, 2, 3 would do"]
+    plain, divided = (one.step.shares["optimizer"] for one in predict_rows(rows, A100)[0])
+    assert divided == pytest.approx(plain / 4)
 
 
 def test_rows_of_grids_count_all_of_their_gpus(tmp_path):
