@@ -1,7 +1,8 @@
 """Map which kind of grid is the fastest, over numbers of GPUs and rates of links between nodes.
 
 Closed forms of the search estimate all plans at the lowest and at the highest rate, and the best
-of both at every rate: the map is a model of a model, meant for where the kinds cross.
+of both at every rate: the map is a model of a model, meant for where the kinds cross.  At the
+machine's own rate the fastest are predicted exactly beside.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import GptFile
 from bench.prediction.narrow_training import NarrowTraining
-from bench.prediction.training_plans.choices import Choice
+from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
@@ -56,11 +57,14 @@ class Place:
         Bytes a second between nodes, in one direction, of a node.
     best : dict of str to Best
         The fastest plan of each of `KINDS` that fits.
+    exact : dict of str to float
+        Their exactly predicted seconds, at the machine's own rate; {} elsewhere.
     """
 
     gpus: int
     rate: float
     best: dict[str, Best]
+    exact: dict[str, float]
 
     @property
     def gain(self) -> float | None:
@@ -99,10 +103,20 @@ def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
             for rate, one in _best_at_rates(asked, number, rates, keeps).items():
                 best[rate][kind] = one
         fits |= any(best.values())
-        yield from (Place(number, rate, best[rate]) for rate in rates)
+        for rate in rates:
+            progress(f"{number} GPUs: predicting {rate / 1e9:g} GB/s")
+            yield Place(number, rate, best[rate], _exact_seconds(asked, number, best[rate])
+                        if rate == asked.machine.network.bytes_per_second else {})
     if not fits:
         raise UsageError(f"{asked.gpt.name} on {', '.join(map(str, gpus))} GPUs: no plan fits: "
                          f"more GPUs would do, or a smaller model")
+
+
+def _exact_seconds(asked: Asked, gpus: int, best: dict[str, Best]) -> dict[str, float]:
+    """Predict plans by dry runs of a step; one that the library cannot run has none."""
+    training = Training(asked.gpt, gpus, asked.batch, asked.seq, asked.dtype, asked.machine)
+    plans = {kind: Search(training).predicted(one.choice) for kind, one in best.items()}
+    return {kind: plan.seconds for kind, plan in plans.items() if plan is not None}
 
 
 def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],

@@ -5,7 +5,7 @@ from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, number_cell
 from bench.prediction.kind_map import Asked, BOX, KINDS, Place
-from bench.prediction.training_plans.search import describe
+from bench.prediction.training_plans.choices import Choice
 
 GB = 1e9
 
@@ -18,16 +18,25 @@ def map_parts(asked: Asked, places: Sequence[Place]) -> list[Part]:
                    for kind in KINDS]
         gain = math.nan if one.gain is None else 100 * one.gain
         rows.append([one.gpus, number_cell(one.rate / GB), *seconds, number_cell(gain, "+.1f"),
-                     *(describe(one.best[kind].choice) if kind in one.best else "none fits"
+                     *(number_cell(one.exact.get(kind, math.nan)) for kind in KINDS),
+                     *(_short(one.best[kind].choice) if kind in one.best else "none fits"
                        for kind in KINDS)])
     return [asked.machine.described, heading(asked),
             Table("The fastest plan of each kind, by estimate (a model)", [
                 Column("GPUs"), Column("links", "GB/s", align="."),
                 *(Column(kind, "s", align=".") for kind in KINDS),
                 Column("steps of " + BOX, "more, %", align="."),
-                *(Column("plan", kind, align="<") for kind in KINDS)], rows),
+                *(Column(kind, "s", "predicted", ".") for kind in KINDS),
+                *(Column(kind, "grid, stages, replicas, micro-batch, recompute", align="<")
+                  for kind in KINDS)], rows),
             Notes("Where each is faster", crossings(places)),
             Notes("Remarks", remarks(asked))]
+
+
+def _short(choice: Choice) -> str:
+    """Describe a plan in few words, ending with micro-batch and recomputation."""
+    return (f"{choice.grid.compact} {choice.scheme}, {choice.stages} x {choice.schedule}, "
+            f"data {choice.data} ZeRO {choice.zero}, {choice.micro}, {choice.recompute}")
 
 
 def heading(asked: Asked) -> str:
@@ -56,5 +65,5 @@ def remarks(asked: Asked) -> list[str]:
             f"links are those of a node of {per_node} GPUs to all others, in one direction; "
             f"inside a node each GPU has {inside / GB:g} GB/s",
             "seconds are estimates by closed forms, of all plans at the lowest and the highest "
-            "rate, and of the best hundred of each family of both at the rates between; none was "
-            "measured"]
+            "rate, and of the best hundred of each family of both at the rates between; predicted "
+            "are the fastest by dry runs of a step, at the machine's own rate; none was measured"]

@@ -23,23 +23,33 @@ def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]
     found : sequence of sequence of Tested
         The plans of each rule, the planner's own as the last.
     """
-    return [machine.described, rules.title, _plan_table(found), _share_table(found),
-            *_problems(found), _remarks(rules, found)]
+    return [machine.described, _rule_table(rules, found), _plan_table(found),
+            _share_table(found), *_problems(found), _remarks(rules)]
+
+
+def _rule_table(rules: Rules, found: Sequence[Sequence[Tested]]) -> Table:
+    """Make the table of the rules as printed, and of what is trained."""
+    rows = []
+    for rule, (one, *_) in zip(rules.rules, found):
+        gpt = one.training.gpt
+        rows.append([rule.size, " or ".join(map(str, rule.tensor)), rule.stages, rule.data,
+                     rule.gpus, gpt.name, number_cell(gpt.own_parameters / 1e9), rule.batch,
+                     one.training.seq])
+    return Table(rules.title, [
+        Column("model", align="<"), Column("TP"), Column("PP"), Column("DP"), Column("GPUs"),
+        Column("a GPT of", "the sizes of", align="<"), Column("parameters", "billion", align="."),
+        Column("sequences", "a step"), Column("tokens in", "a sequence")], rows)
 
 
 def _plan_table(found: Sequence[Sequence[Tested]]) -> Table:
     """Make the table of plans, their seconds, and by what a rule loses the most."""
-    rows = [[*_heads(one), *_choice(one), *_figures(one, group[-1])]
+    rows = [[one.rule.size, one.by, *_choice(one), *_figures(one, group[-1])]
             for group in found for one in group]
     return Table("Rules, the decision tree and the planner (seconds are a model)", [
-        Column("model", align="<"), Column("GPUs"), Column("batch"), Column("by", align="<"),
-        *choice_columns(), Column("micro-", "batches"), Column("step s", align="."),
+        Column("model", align="<"), Column("by", align="<"), *choice_columns(),
+        Column("micro-", "batches"), Column("step s", align="."),
         Column("MFU", "%", align="."), Column("slower", "%", align="."),
         Column("lacks", "GiB", align="."), Column("loses the", "most by", align="<")], rows)
-
-
-def _heads(one: Tested) -> list[Cell]:
-    return [one.rule.size, one.rule.gpus, one.rule.batch, one.by]
 
 
 def _choice(one: Tested) -> list[Cell]:
@@ -87,24 +97,19 @@ def _problems(found: Sequence[Sequence[Tested]]) -> list[Part]:
     return [Notes("No plan", lines)] if lines else []
 
 
-def _remarks(rules: Rules, found: Sequence[Sequence[Tested]]) -> Notes:
+def _remarks(rules: Rules) -> Notes:
     """Say what rules leave open and where they contradict themselves, and what the model is."""
     plain = ", ".join(f"{name} {value}" for name, value in PLAIN.items())
-    models = {one.rule.size: one.training.gpt for group in found for one in group}
     return Notes("Remarks", [
         f"rules from: {rules.source}",
-        f"batches: {rules.batches}",
+        f"sequences: {rules.batches}",
         *(line for rule in rules.rules for line in rule.contradictions),
-        f"a rule names a mesh alone: plain is {plain}; else the planner chooses the rest, plain "
-        f"or sequence-parallel 1-D too, so that a rule loses by its mesh alone",
-        "the tree: replicas alone where values, gradients, masters and moments (16 bytes a "
-        "parameter) fit one GPU, else so many ranks of tensor parallelism as that needs, at most "
-        "a node's; it derives the stages from the replicas and these from the stages, so the "
-        "planner chooses both",
-        "the tree wants more than 4 micro-batches a stage where there are more than 8 stages: see "
-        "the column",
+        f"a rule names a mesh alone: plain is {plain}; else the planner chooses the rest, and "
+        f"plain or sequence-parallel 1-D, so that a rule loses by its mesh alone",
+        "the tree: replicas alone where values, gradients, masters and moments fit one GPU, else "
+        "as many ranks of tensor parallelism as they need, at most a node's; it derives the "
+        "stages from the replicas and these from the stages, so the planner chooses both",
+        "the tree wants more than 4 micro-batches a stage where there are more than 8 stages",
         "memory is exact, that of a dry run of a step; seconds are a model; slower, and what a "
         "plan loses the most by, are beside the planner's, which is the best of a search and may "
-        "be beaten",
-        *(f"{size}: {gpt.name}, a GPT of its sizes: {gpt.difference}"
-          for size, gpt in models.items())])
+        "be beaten"])

@@ -9,14 +9,14 @@ from bench.prediction.kind_map import Asked, BOX, LINE, Place
 from bench.reports.figures import style
 from bench.reports.kind_map import GB, heading
 
-MOST = 20.0    # per cent, the darkest shade
+LEAST = 2.0    # per cent of the darkest shade, so that small differences look small
 
 
 def draw_map(folder: str, asked: Asked, places: Sequence[Place]) -> Path:
     """Draw a map into a folder; return the PNG file.
 
-    Colours are blue where X x Y x Z does more steps, orange where 1 x t x 1 does; a cell has its
-    per cent, and the grid and stages of the faster.
+    Cells are blue, and bold, where X x Y x Z does more steps, orange where 1 x t x 1 does; each
+    has the grid and the stages of the faster, and by how much it is.
     """
     name = f"kind-map-{asked.gpt.name}-{asked.machine.name}.png"
     return style.save_picture(Path(folder) / name, lambda: _figure(asked, places))
@@ -31,23 +31,23 @@ def _figure(asked: Asked, places: Sequence[Place]):
     for one in places:
         if one.gain is not None:
             gains[rates.index(one.rate), gpus.index(one.gpus)] = 100 * one.gain
-    colours = LinearSegmentedColormap.from_list("kinds", [style.ORANGE, "white", style.BLUE])
-    colours.set_bad("0.9")
+    most = max(LEAST, *(abs(100 * one.gain) for one in places if one.gain is not None), 0.0)
+    colours = LinearSegmentedColormap.from_list(
+        "kinds", [style.ORANGE, "white", style.BLUE]).with_extremes(bad="0.9")
     panel.grid(False)
-    image = panel.imshow(gains, origin="lower", cmap=colours, vmin=-MOST, vmax=MOST,
-                         aspect="auto")
+    image = panel.imshow(gains, origin="lower", cmap=colours, vmin=-most, vmax=most,
+                         aspect="auto", interpolation="nearest")
     for one in places:
         panel.text(gpus.index(one.gpus), rates.index(one.rate), _text(one), ha="center",
-                   va="center", fontsize=8.5, color="white" if (one.gain or 0) > .12 else "black")
+                   va="center", fontsize=8.5, fontweight="bold" if (one.gain or 0) > 0 else None)
     panel.set_xticks(range(len(gpus)), gpus)
     panel.set_yticks(range(len(rates)), [f"{rate / GB:g}" for rate in rates])
     panel.set(xlabel="GPUs", ylabel="GB/s of a node to all others, in one direction")
     panel.set_title(f"Where {BOX} is faster than {LINE}, each with its best pipeline (a model)\n"
                     + heading(asked))
-    bar = figure.colorbar(image, extend="both")
-    bar.set_label(f"% more steps: above 0 by {BOX}, below by {LINE}")
-    figure.supxlabel("by closed forms, of plans that fit the memory; nothing here was measured",
-                     fontsize=8.5)
+    figure.colorbar(image, label=f"% more steps by {BOX} than by {LINE}")
+    figure.supxlabel(f"bold: {BOX} is faster; estimates by closed forms, of plans that fit the "
+                     f"memory; nothing here was measured", fontsize=8.5)
     return figure
 
 
