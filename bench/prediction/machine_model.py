@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
-from bench.prediction.described_files import read_described
+from bench.text_files import read_described
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces",
@@ -290,7 +290,9 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     UsageError
         When there is no such machine, the file does not describe one, or it has no such rate.
     """
-    machine = read_described("machine", name, Machine, _find_problem, RETIRED)
+    machine = read_described(
+        "machine", name, Machine,
+        lambda tree: msgspec.convert(tree, Machine, str_keys=True), _find_problem, RETIRED)
     if dtype and (lacking := missing_rate(machine, dtype)):
         raise UsageError(lacking)
     return machine

@@ -3,7 +3,7 @@
 import msgspec
 
 from bench.errors import UsageError
-from bench.prediction.described_files import read_described
+from bench.text_files import read_described
 from mm3d import ModelSizes
 from mm3d.model import cost
 
@@ -69,7 +69,7 @@ def load_model(name: str) -> GptFile:
     UsageError
         When there is no such model, or the file does not describe one.
     """
-    found = read_described("model", name, GptFile)
+    found = read_described("model", name, GptFile, lambda tree: msgspec.convert(tree, GptFile))
     for size in SIZES:
         if not 1 <= (value := getattr(found, size)) <= MOST:
             raise UsageError(f"model file {name}: {size} = {value}: a whole number from 1 to "

@@ -4,7 +4,7 @@ import math
 from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, number_cell
-from bench.prediction.kind_map import Asked, BOX, KINDS, Place
+from bench.prediction.meshes.kind_map import Asked, BOX, KINDS, Place
 from bench.prediction.training_plans.choices import Choice
 
 GB = 1e9

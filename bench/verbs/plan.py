@@ -167,8 +167,8 @@ def _trainings(arguments: argparse.Namespace) -> int:
 
 def _formats(arguments: argparse.Namespace) -> int:
     """Print the format of the files of machines, models or rules; return 0."""
-    from bench.prediction.described_files import describe_format
-    from bench.prediction.rules_of_thumb import Rules
+    from bench.reports.file_formats import describe_format
+    from bench.prediction.meshes.rules_of_thumb import Rules
     formats = {"machine": (machine_model.Machine, "dgx-a100"), "model": (GptFile, "gpt-3-175b"),
                "rules": (Rules, "overview")}
     for name, (kind, example) in formats.items():
@@ -179,7 +179,7 @@ def _formats(arguments: argparse.Namespace) -> int:
 
 def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
-    from bench.prediction.rules_of_thumb import check_rules, load_rules
+    from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
     from bench.reports.rule_tables import rule_parts
     _refuse(arguments, ("gpus", "model", "all", "batch", "seq", *OF_LAYERS),
             f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
@@ -193,7 +193,7 @@ def _rules(arguments: argparse.Namespace) -> int:
 
 def _map(arguments: argparse.Namespace) -> int:
     """Print, and draw, where X x Y x Z is faster than 1 x t x 1; return 0."""
-    from bench.prediction.kind_map import Asked, FACTORS, map_kinds
+    from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
     from bench.reports.kind_map import map_parts
     _require(arguments, "model", "batch")
     _refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),

@@ -5,7 +5,7 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.prediction.kind_map import Asked, BOX, LINE, Place
+from bench.prediction.meshes.kind_map import Asked, BOX, LINE, Place
 from bench.reports.figures import style
 from bench.reports.kind_map import GB, heading
 

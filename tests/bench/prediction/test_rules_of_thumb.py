@@ -3,10 +3,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.prediction.kind_map import Asked, BOX, LINE, map_kinds
+from bench.prediction.meshes.kind_map import Asked, BOX, LINE, map_kinds
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import GptFile, load_model
-from bench.prediction.rules_of_thumb import (PLAIN, check_rules, fitting_tensor, load_rules)
+from bench.prediction.meshes.rules_of_thumb import (PLAIN, check_rules, fitting_tensor, load_rules)
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
 from support import status_of

@@ -6,15 +6,15 @@ machine's own rate the fastest are predicted exactly beside.
 """
 
 from dataclasses import dataclass
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import Callable, Iterator, Sequence
 
 import msgspec
 
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import GptFile
-from bench.prediction.narrow_training import NarrowTraining
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.meshes.narrow_training import NarrowTraining
+from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
@@ -23,7 +23,7 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)    # of the machine's rate, by defau
 
 
 def _is_line(scheme: str, grid: GridShape) -> bool:
-    return scheme in ("1d", "1d-sp")
+    return TITLES[scheme] == "1-D"
 
 
 def _is_box(scheme: str, grid: GridShape) -> bool:
@@ -31,14 +31,15 @@ def _is_box(scheme: str, grid: GridShape) -> bool:
 
     P x 1 x 1 is replicas with divided parameters, 1 x P x 1 is sequence-parallel 1-D.
     """
-    return scheme == "3d" and sum(size > 1 for size in grid.sizes) > 1
+    return TITLES[scheme] == "3-D" and sum(size > 1 for size in grid.sizes) > 1
 
 
 LINE, BOX = "1 x t x 1", "X x Y x Z"    # each with or without a pipeline and replicas
 KINDS: dict[str, Callable[[str, GridShape], bool]] = {LINE: _is_line, BOX: _is_box}
 
 
-class Best(NamedTuple):
+@dataclass(frozen=True)
+class Best:
     """The fastest plan of a kind, and its estimated seconds."""
 
     seconds: float

@@ -12,16 +12,15 @@ from typing import Callable, Iterator
 import msgspec
 
 from bench.errors import UsageError
-from bench.prediction.described_files import read_described
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import GptFile, load_model
-from bench.prediction.narrow_training import NarrowTraining
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.meshes.narrow_training import NarrowTraining
+from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.search import Search, TrainingPlan
 from bench.prediction.training_step import state_by_kind
+from bench.text_files import read_described
 from mm3d.grid.shape import GridShape
 
-MEGATRON = ("1d", "1d-sp")    # the schemes that a rule's degree of tensor parallelism is of
 PLAIN = {"zero": 0, "schedule": "1f1b", "micro": 1, "recompute": "full"}
 
 
@@ -122,7 +121,7 @@ def load_rules(name: str) -> Rules:
     UsageError
         When there is no such file, or it describes no rules.
     """
-    found = read_described("rule", name, Rules)
+    found = read_described("rule", name, Rules, lambda tree: msgspec.convert(tree, Rules))
     for rule in found.rules:
         counts = {"stages": rule.stages, "data": rule.data, "gpus": rule.gpus,
                   "batch": rule.batch, "tensor": min(rule.tensor, default=0)}
@@ -166,7 +165,7 @@ def check_rules(rules: Rules, machine: Machine, dtype: str,
 
 
 def _is_megatron(tensor: int, scheme: str, grid: GridShape) -> bool:
-    return scheme in MEGATRON and grid.ranks == tensor
+    return TITLES[scheme] == "1-D" and grid.ranks == tensor
 
 
 def _tested(rule: Rule, by: str, training: Training, find: Callable[[Search], TrainingPlan],

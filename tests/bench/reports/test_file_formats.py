@@ -6,10 +6,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.prediction.described_files import HEAD, describe_fields, read_described
+from bench.reports.file_formats import HEAD, describe_fields
 from bench.prediction.machine_model import Achieved, Curve, Level, Line, Machine
 from bench.prediction.model_file import GptFile, load_model
-from bench.prediction.rules_of_thumb import Rule, Rules
+from bench.prediction.meshes.rules_of_thumb import Rule, Rules, load_rules
 from support import status_of
 
 FORMATS = (Machine, Level, Achieved, Curve, Line, GptFile, Rules, Rule)
@@ -61,7 +61,7 @@ def test_a_file_that_is_no_table_of_fields(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('title = "t"\nsource = "s"\nbatches = "b"\nrules = 3')
     with pytest.raises(UsageError, match="rules: a list would do, not a whole number"):
-        read_described("rule", str(path), Rules)
+        load_rules(str(path))
 
 
 def test_an_unknown_name_is_refused_by_the_verb(capsys):
