@@ -117,7 +117,7 @@ def products(sizes: ModelSizes,
 def _products_of(part: str, sizes: ModelSizes,
                  experts: ExpertOptions | None) -> list[ProductShape]:
     """List the products with weights of a part."""
-    tokens, h, wide = sizes.tokens, sizes.hidden, sizes.mlp_factor * sizes.hidden
+    tokens, h, wide = sizes.tokens, sizes.hidden, sizes.inner
     head = h // sizes.heads
     if part == "experts":    # k rows for each token
         rows = experts.top * tokens
@@ -228,7 +228,7 @@ def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | 
         return (sums + [*outer.vector_gather_moves(h)] * 2,
                 [*outer.vector_reduce_moves(h)] * 2 + [*outer.row_sum_moves(of.tokens, 2)])
     if part == "gelu":
-        wide = sizes.mlp_factor * h
+        wide = sizes.inner
         return [*inner.vector_gather_moves(wide)], [*inner.vector_reduce_moves(wide)]
     if part == "attention":    # keys and values are gathered, in backward again
         gathers, sums = ([*inner.sequence_moves(collective, 2 * of.tokens * h)]
@@ -254,7 +254,7 @@ def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
     the counts of its choices, are not recomputed.
     """
     outer, inner, E = of.outer, of.inner, experts.count
-    h, wide = sizes.hidden, sizes.mlp_factor * sizes.hidden
+    h, wide = sizes.hidden, sizes.inner
     forward, backward = ([*outer.vector_gather_moves(E * h)] * 2
                          + [*inner.vector_gather_moves(E * wide)],
                          [*outer.vector_reduce_moves(E * h)] * 2

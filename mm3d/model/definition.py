@@ -5,8 +5,8 @@ from typing import Any
 
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.grid.agreement import text_of
+from mm3d.model.architecture import FIELD, PLAIN
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.layers import LayerNorm
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 
@@ -37,7 +37,10 @@ class Definition:
 def define_transformer(stack: Stack, make_layers: Any) -> Definition:
     """Return the definition of a Transformer; parameters as in `mm3d.Transformer`."""
     function = {"layers": stack.layers, "hidden": stack.hidden, "heads": stack.heads,
-                "causal": bool(stack.causal), "epsilon": LayerNorm.eps}
+                "causal": bool(stack.causal), "epsilon": stack.architecture.epsilon}
+    if stack.architecture != PLAIN:    # earlier checkpoints state none
+        function |= {f"{FIELD}.{name}": text_of(value) if isinstance(value, tuple) else value
+                     for name, value in vars(stack.architecture).items() if name != "epsilon"}
     made_by = getattr(make_layers, "func", make_layers)    # a part of the layers of a pipeline
     training = {"dtype": str(stack.dtype), "dropout": stack.dropout, "described_by": (
         TRANSFORMER if made_by is transformer_layers else text_of(made_by))}

@@ -55,7 +55,7 @@ def _layer(build: Builder, stack: Stack, selective: bool,
     With `selective` each linear layer and the layer before it are recomputed in backward.
     """
     sizes, h, dropout = stack.sizes, stack.hidden, stack.dropout
-    wide, head = sizes.mlp_factor * h, h // stack.heads
+    wide, head = sizes.inner, sizes.head
 
     def residual(name: str, layers: Sequence[Layer]) -> Chain:
         if selective and len(layers) > 2:

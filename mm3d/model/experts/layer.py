@@ -311,7 +311,7 @@ class Experts(ExpertOptions):
 
     def make_layer(self, build: Builder, name: str, sizes: ModelSizes) -> ExpertsLayer:
         """Make a layer of experts in place of a multi-layer perceptron."""
-        wide = sizes.mlp_factor * sizes.hidden
+        wide = sizes.inner
         return ExpertsLayer(build, name, self, sizes.hidden, wide, sizes.layers)
 
     def recompute(self, build: Builder, layers: Sequence[Layer]) -> RecomputedExperts:
