@@ -13,7 +13,7 @@ ARCHITECTURES = {
     "qwen": LLAMA | dict(biases="qkv", rotary_scaling=None, kv_heads=1),
     "window": LLAMA | dict(window=3, kv_heads=None, head=4, inner=None),
     "biases": LLAMA | dict(biases="all", norm="layer"),
-    "gelu": dict(kv_heads=2, perceptron="gelu", inner=9, biases="none"),
+    "gelu": dict(kv_heads=2, head=3, perceptron="gelu", inner=9, biases="none"),
     "rms": dict(norm="rms", head=4)}
 
 
