@@ -57,6 +57,14 @@ def test_shares_of_a_step_are_its_seconds():
     assert alone.shares["hops"] == 0 and alone.shares["bubble"] == pytest.approx(0, abs=1e-9)
 
 
+def test_shares_are_the_seconds_where_weights_gradients_come_apart():
+    """A forward counted twice would hide the bubble, and make the shares more than the step."""
+    model = gpt(2, 4)
+    apart = predict_step(replace(model, schedule=build("zb-h1", 2, 4), named="zb-h1"), A100)
+    assert sum(apart.shares.values()) == pytest.approx(apart.seconds)
+    assert apart.shares["products"] == pytest.approx(predict_step(model, A100).shares["products"])
+
+
 def test_a_repeated_forward_costs_a_forward():
     once, again = (predict_step(gpt(1), A100, repeats=repeats) for repeats in (False, True))
     forward = float(once.pipeline.timeline.times.forward[0])
