@@ -65,7 +65,8 @@ class Beside:
 def check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
     """Raise UsageError for what ColossalAI's 3-D layers cannot do: they pad nothing."""
     grid, q = scheme.grid.shape.sizes, scheme.grid.shape.sizes[0]
-    if scheme.name != "3d" or set(grid) != {q} or q == 1:
+    if (scheme.name not in schemes_with_option("keep") or len(grid) < 3 or set(grid) != {q}
+            or q == 1):
         raise UsageError(f"--colossal --scheme {scheme.name} --grid {scheme.grid.shape.compact}: "
                          f"ColossalAI has the 3-D layers on a cube of 8, 27, 64 ... ranks")
     for name, divisor in (("batch", q * q), ("heads", q), ("hidden", q * q)):
