@@ -35,6 +35,13 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
         add_fields(parser, Division, names, given, lambda name: f"default {said[name]}", before)
 
 
+def add_hide_sums(parser: argparse.ArgumentParser, before: str = "") -> None:
+    """Add ``--hide-sums``, an assumption on what goes on behind computing."""
+    parser.add_argument("--hide-sums", action="store_true", help=(
+        f"{before}assume that sums over replicas go on behind backward, and gathers behind "
+        f"forward, as far as these take longer (default: a step waits for both)"))
+
+
 def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--data``, a number of replicas of the stages; `what` says what they are."""
     parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N",

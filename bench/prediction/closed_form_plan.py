@@ -6,6 +6,7 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Mapping
 
 import numpy as np
 
@@ -85,8 +86,8 @@ def elementwise_coefficients(kernels: str = "own",
                              attention: str = "flash") -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
-    These words are linear in a rank's elements of an outer activation, of an inner one and of the
-    scores.  For each of forward and backward, three small dry runs give the three coefficients.
+    These words are linear in the numbers of `BlockSizes.elements`.  For each of forward and
+    backward, four small dry runs give the four coefficients; on three ranks heads are uneven.
 
     Parameters
     ----------
@@ -94,17 +95,21 @@ def elementwise_coefficients(kernels: str = "own",
         As of `bench.prediction.machine_model.Machine`.
     """
     rows, found = [], {phase: [] for phase in PHASES}
-    for ranks, seq in ((1, 64), (4, 64), (1, 128)):
+    for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         trace = with_kernels(
             dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq),
             kernels, attention, "float32", 64)
-        outer = 4 * seq * 256
-        rows.append((outer, outer / ranks, 4 * 4 * seq * seq / ranks))
+        rows.append(line_elements(ranks, ModelSizes(1, 256, 4, 4, seq)))
         for phase in PHASES:
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
             found[phase].append(moved / 4)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
+
+
+def line_elements(ranks: int, sizes: ModelSizes) -> np.ndarray:
+    """Return `BlockSizes.elements` of the scheme 1d."""
+    return BlockSizes("1d", GridShape("x", (ranks,)), sizes).elements()
 
 
 class BlockSizes:
@@ -123,10 +128,11 @@ class BlockSizes:
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
         outer, inner = find_scheme(name).layouts(grid, sizes["batch"], sizes["seq"])
         self.sizes = sizes
-        # Parts of outer activations, and of inner ones by sequence, position and feature.
-        (self.outside, self.sequences, self.positions, self.features) = (
+        # Parts of activations by sequence, position and feature.
+        self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
-            for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
+            for letters in (*one[0].split(","), one[1])) for one in (outer, inner))
+        self.sequences, self.positions, self.features = inside
         self.heads = largest_block(sizes["heads"], self.features)
 
     def attention_products(self, dtype: str) -> Gemm:
@@ -137,13 +143,21 @@ class BlockSizes:
                     self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
 
     def elements(self) -> np.ndarray:
-        """Count elements of an outer activation, of an inner one and of the scores."""
-        seq, heads = self.sizes["seq"], self.sizes["heads"]
-        tokens, inside = self.sizes["batch"] * seq, self.sequences * self.positions * self.features
-        uneven = self.heads * self.features / heads
-        whole = tokens * self.sizes["hidden"]
-        return np.array([whole / self.outside, whole / inside * uneven,
-                         tokens * seq * heads / inside * uneven])
+        """Count elements of an outer activation, of inner ones and of the scores.
+
+        Inner ones are those of attention, in whole heads, and a part of the perceptron's that is
+        as wide as the outer one.
+        """
+        batch, seq, hidden = self.sizes.batch, self.sizes.seq, self.sizes.hidden
+        sequences, positions, features = self.outside
+        rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
+        wide = self.sizes.mlp_factor * hidden
+        return np.array([
+            largest_block(batch, sequences) * largest_block(seq, positions)
+            * largest_block(hidden, features),
+            rows * self.heads * (hidden // self.sizes.heads),
+            rows * largest_block(wide, self.features) / self.sizes.mlp_factor,
+            rows * seq * self.heads], float)
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
@@ -158,9 +172,13 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound)
 
 
-def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
-               stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the predicted seconds of each phase, and the words that a rank moves."""
+def price_grid(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
+               strides: Mapping[str, int] | None = None
+               ) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the predicted seconds of each phase, and the words that a rank moves.
+
+    `strides` are those of the grid's directions over the nodes, by default the grid's own.
+    """
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, sizes)
@@ -173,7 +191,8 @@ def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
             g = grid[axis]
             whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
             whole /= 2 if kind == "all_reduce" else 1
-            event = Collective(kind, axis, g, grid.stride(axis), whole)
+            event = Collective(kind, axis, g, strides[axis] if strides else grid.stride(axis),
+                               whole)
             for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
     flash = machine.kernels == "fused" and machine.attention == "flash"

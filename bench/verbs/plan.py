@@ -49,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "file of such sizes; --seq changes the length of its sequences"))
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
+    pipeline_options.add_hide_sums(parser, "with --gpus: ")
     parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
                         help="ranks of the job, of all replicas")
     options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When there are fewer than 2 ranks or no plan to print.
     """
-    if arguments.gpus or arguments.model or arguments.all:
+    if arguments.gpus or arguments.model or arguments.all or arguments.hide_sums:
         return _trainings(arguments)
     for name in ("ranks", "hidden"):
         if getattr(arguments, name) is None:
@@ -143,7 +144,7 @@ def _trainings(arguments: argparse.Namespace) -> int:
     gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
-                        machine)
+                        machine, arguments.hide_sums, arguments.machine)
     with StatusLine() as status:
         found = Search(training, status.show).run()
     parts = training_plans.training_parts(training, found, arguments.all, arguments.top)

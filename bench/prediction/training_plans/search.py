@@ -13,13 +13,15 @@ from typing import Callable, Iterable, Iterator
 
 from bench.errors import UsageError
 from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_NODES, POLICIES,
-                                                     Training, divisors, list_grids)
+from bench.prediction.pipeline_seconds import fullest_stage
+from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.dimensions import (DIMENSIONS, FIRST, OF_STATE, OF_WORK,
+                                                        changed, describe, list_choices)
 from bench.prediction.training_plans.estimate import Estimator
 from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screened_bytes,
-                                                        screened_work, traced_work)
+                                                        screened_work, trace_layer, traced_work)
 from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                            predict_step)
+                                            predict_step, shortened)
 
 KEPT = 100          # plans of a family that closed forms leave
 REFINED = 24        # that fit by dry runs of a layer, in all
@@ -32,7 +34,6 @@ SURE = 0.95         # of memory, up to which that of a layer needs no dry run of
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
 
 Scored = tuple[float, Choice]    # estimated seconds first
-CHANGES = ("micro-batch", "ZeRO", "recompute", "schedule", "stages", "grid")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class TrainingPlan:
     def memory(self) -> dict[str, float]:
         """Return the peak bytes of a rank by kind, by a dry run of a step, some seconds."""
         return memory_by_kind(self.model)
+
+    @property
+    def fullest(self) -> int:
+        """Return the stage of the rank that `memory` is of."""
+        return fullest_stage(shortened(self.model), optimizer=True)[0]
 
     @property
     def seconds(self) -> float:
@@ -80,8 +86,10 @@ class Found:
     unfit : list of TrainingPlan
         Plans that were predicted and do not fit.
     changes : dict of str to TrainingPlan or str
-        For each of `CHANGES`, the fastest plan that fits and differs from the best in this alone;
-        or why there is none.
+        For each of `DIMENSIONS`, the fastest plan that fits and differs from the best in this
+        alone; or why there is none.
+    refused : dict of str to str
+        Why the library cannot run plans that were to be predicted, by their description.
     counts : dict of str to int
         Plans that are "candidates", "too large" by closed forms, "layers" and "exact".
     seconds : float
@@ -92,6 +100,7 @@ class Found:
     families: dict[str, TrainingPlan]
     unfit: list[TrainingPlan]
     changes: dict[str, TrainingPlan | str]
+    refused: dict[str, str]
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -115,12 +124,14 @@ class Search:
         self.filled = cache(lambda layer: screened_bytes(training, layer))
         self.screened: Callable[[Layer], LayerWork] = cache(
             lambda layer: screened_work(training, layer))
+        self.traces = cache(lambda layer: trace_layer(training, layer))
         self.traced: Callable[[Layer], LayerWork] = cache(
-            lambda layer: traced_work(training, layer))
+            lambda layer: traced_work(training, layer, self.traces(layer._replace(strides=()))))
         self.predicted = cache(self._predict)
         self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
         self.least = float("inf")    # bytes of the smallest candidate
         self.unfit: list[TrainingPlan] = []
+        self.refused: dict[str, str] = {}
 
     def run(self) -> Found:
         """Return the best plans.
@@ -142,12 +153,12 @@ class Search:
             if plan is not None:
                 best.setdefault(plan.choice.family, plan)
         if not best:
-            raise UsageError(self._too_large())
+            raise UsageError(self._too_large() if self.unfit else self._none_runs())
         ordered = dict(sorted(best.items(), key=lambda one: one[1].seconds))
         fastest = next(iter(ordered.values()))
-        changes = {name: self._cheapest(name, fastest.choice) for name in CHANGES}
+        changes = {name: self._cheapest(name, fastest.choice) for name in DIMENSIONS}
         self.counts["exact"] = self.predicted.cache_info().currsize
-        return Found(fastest, ordered, self.unfit, changes, self.counts,
+        return Found(fastest, ordered, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
 
     def _first_fitting(self, plans: Iterable[TrainingPlan | None]) -> TrainingPlan | None:
@@ -162,6 +173,12 @@ class Search:
                 self.unfit.append(plan)
         return None
 
+    def _none_runs(self) -> str:
+        which, why = next(iter(self.refused.items()))
+        return (f"--gpus {self.training.gpus} --model {self.training.gpt.name}: the library can "
+                f"run none of {len(self.refused)} plans that were predicted; the first, {which}: "
+                f"{why}")
+
     def _too_large(self) -> str:
         training = self.training
         return (f"--gpus {training.gpus} --model {training.gpt.name}: no plan fits "
@@ -170,18 +187,11 @@ class Search:
 
     def choices(self) -> Iterator[Choice]:
         """List all plans."""
-        training = self.training
-        for scheme, grid in training.shapes():
-            for data, stages in training.meshes(grid.ranks):
-                of_replica = training.batch // data
-                for micro in divisors(of_replica):
-                    if not training.divides_rows(scheme, grid, micro):
-                        continue
-                    for schedule in training.schedules(stages, of_replica // micro):
-                        yield from (
-                            Choice(data, zero, stages, schedule, micro, scheme, grid, recompute)
-                            for recompute in POLICIES
-                            for zero in (range(4) if data > 1 else (0,)))
+        return list_choices(self.training)
+
+    def works(self) -> Iterator[Choice]:
+        """List all ways to divide the work of a micro-batch, without what replicas divide."""
+        return list_choices(self.training, OF_WORK)
 
     def screen(self) -> dict[str, list[Scored]]:
         """Return the best plans of each family by closed forms.
@@ -192,16 +202,21 @@ class Search:
             When there are none.
         """
         bounded: dict[str, list[Scored]] = {}
-        for choice in self.choices():
-            self.counts["candidates"] += 1
-            filled, passes = self.filled(Layer.of(choice, whole=True))
-            needed = self.estimator.memory(choice, filled)
-            if needed > SLACK * self.limit:
-                self.least = min(self.least, needed)
-                self.counts["too large"] += 1
-            else:
-                bounded.setdefault(choice.family, []).append(
-                    (self.estimator.least(choice, passes), choice))
+        states = cache(lambda data: [*list_choices(
+            self.training, OF_STATE, FIRST._replace(data=data))])
+        for work in self.works():
+            filled, passes = self.filled(Layer.of(work, whole=True))
+            held, bound = self.estimator.held(work, filled), self.estimator.least(work, passes)
+            for one in states(work.data):
+                self.counts["candidates"] += 1
+                state = self.estimator.state(one.zero, one.parts)
+                needed = max(state * parameters + more for parameters, more in held)
+                if needed <= SLACK * self.limit:
+                    choice = work._replace(zero=one.zero, shards=one.shards)
+                    bounded.setdefault(choice.family, []).append((bound, choice))
+                else:
+                    self.least = min(self.least, needed)
+                    self.counts["too large"] += 1
         if not self.counts["candidates"]:
             raise UsageError(self._no_mesh())
         if not bounded:
@@ -212,21 +227,27 @@ class Search:
         """Return the fastest of some plans, which are ordered by a bound from below."""
         heap: list = []    # the slowest first
         for number, (bound, choice) in enumerate(plans):
-            if len(heap) == KEPT and bound > -heap[0][0]:
+            worst = -heap[0][0] if len(heap) == KEPT else float("inf")
+            if bound > worst:
                 break
             if not number % 1000:
                 self.progress(f"{choice.family}: {number} of {len(plans)} plans estimated")
-            layer = Layer.of(choice)
-            if len(heap) == KEPT and layer.recompute != "none":
-                base = self.screened(layer._replace(recompute="none"))
-                again = LEAST_AGAIN * base.forward * (layer.recompute == "full")
+            if worst < float("inf") and choice.recompute != "none":
+                base = self.screened(Layer.of(choice)._replace(recompute="none"))
+                again = LEAST_AGAIN * base.forward * (choice.recompute == "full")
                 base = replace(base, backward=base.backward + again)
-                if self.estimator.seconds(choice, base) > -heap[0][0]:
+                if self.estimator.seconds(choice, base) > worst:
                     continue
-            seconds = self.estimator.seconds(choice, self.screened(layer))
+            seconds, choice = self._placed(choice, self.screened)
             (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(
                 heap, (-seconds, -number, choice))
         return _ordered((-seconds, choice) for seconds, _, choice in heap)
+
+    def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork]) -> Scored:
+        """Return the fastest place of a plan on the nodes."""
+        found = [choice._replace(inside=one) for one in self.training.insides(choice)]
+        return min((self.estimator.seconds(one, priced(Layer.of(one))), number, one)
+                   for number, one in enumerate(found))[::2]
 
     def _no_mesh(self) -> str:
         training, gpt = self.training, self.training.gpt
@@ -248,23 +269,31 @@ class Search:
                 total += 1
         return {family: _ordered(plans) for family, plans in found.items()}
 
-    def _scored(self, choice: Choice) -> Scored | None:
-        """Estimate a plan by dry runs of a layer; None if it is too large."""
-        layer = Layer.of(choice)
-        work = self.traced(layer)
-        self.counts["layers"] = self.traced.cache_info().currsize
+    def _scored(self, choice: Choice, places: bool = True) -> Scored | None:
+        """Estimate a plan by dry runs of a layer; None if it is too large.
+
+        With `places` it is the plan in its best place on the nodes.
+        """
+        layer = Layer.of(choice)._replace(strides=())
+        filled = self.traced(layer).filled
+        self.counts["layers"] = self.traces.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
-        if self.estimator.memory(choice, work.filled) > TRACED_SLACK[layer.halves] * self.limit:
+        if self.estimator.memory(choice, filled) > TRACED_SLACK[layer.halves] * self.limit:
             return None
-        return self.estimator.seconds(choice, work), choice
+        if places:
+            return self._placed(choice, self.traced)
+        return self.estimator.seconds(choice, self.traced(Layer.of(choice))), choice
 
     def _predict(self, choice: Choice) -> TrainingPlan | None:
         """Predict a plan exactly; None for one that the library cannot run."""
         self.progress(f"predicting {describe(choice)}")
+        training = self.training
         try:
-            model = self.training.model(choice)
-            return TrainingPlan(choice, model, predict_step(model, self.training.machine))
-        except ValueError:
+            model = training.model(choice)
+            return TrainingPlan(choice, model, predict_step(
+                model, training.machine, overlap=training.overlap, inside=choice.inside))
+        except ValueError as error:
+            self.refused[describe(choice)] = str(error)
             return None
 
     def _cheapest(self, name: str, best: Choice) -> TrainingPlan | str:
@@ -276,7 +305,7 @@ class Search:
                 screened.append((self.estimator.seconds(
                     choice, self.screened(Layer.of(choice))), choice))
         refined = [one for _, choice in _ordered(screened)[:OF_FAMILY]
-                   if (one := self._scored(choice)) is not None]
+                   if (one := self._scored(choice, False)) is not None]
         for _, choice in _ordered(refined)[:TRIES]:
             plan = self.predicted(choice)
             if plan is not None and self._fits(plan):
@@ -289,62 +318,11 @@ class Search:
         return needed < SURE * self.limit or plan.memory["all"] <= self.limit
 
 
-def changed(training: Training, name: str, best: Choice) -> Iterator[Choice]:
-    """List the plans that differ from `best` in one of `CHANGES`.
-
-    Other stages are in place of replicas, other grids have as many ranks.
-    """
-    of_replica = training.batch // best.data
-    if name == "micro-batch":
-        found = [best._replace(micro=micro) for micro in divisors(of_replica)]
-    elif name == "ZeRO":
-        found = [best._replace(zero=zero) for zero in range(4) if best.data > 1]
-    elif name == "recompute":
-        found = [best._replace(recompute=one) for one in POLICIES]
-    elif name == "schedule":
-        found = [best._replace(schedule=one) for one in training.schedules(
-            best.stages, training.microbatches(best))]
-    elif name == "stages":
-        found = [best._replace(data=data, stages=stages, zero=best.zero * (data > 1),
-                               schedule=best.schedule if stages > 1 else "1f1b")
-                 for data, stages in training.meshes(best.places)]
-    else:
-        found = [best._replace(scheme=scheme, grid=grid)
-                 for scheme, grid in list_grids(best.places)
-                 if (scheme, grid) in set(training.shapes())]
-    for one in found:
-        if one != best and _is_plan(training, one):
-            yield one
-
-
-def _is_plan(training: Training, choice: Choice) -> bool:
-    """Return whether a choice is among those of the search."""
-    rest = training.batch // choice.data
-    return (rest % choice.micro == 0
-            and training.divides_rows(choice.scheme, choice.grid, choice.micro)
-            and choice.schedule in training.schedules(choice.stages, rest // choice.micro))
-
-
 def _ordered(plans: Iterable[Scored]) -> list[Scored]:
     """Return plans by ascending seconds."""
     return sorted(plans, key=lambda one: one[0])
 
 
-def describe(choice: Choice) -> str:
-    """Describe a plan in a line."""
-    return (f"data {choice.data} ZeRO {choice.zero}, {choice.stages} stages {choice.schedule}, "
-            f"micro-batch {choice.micro}, {choice.scheme} {choice.grid.compact}, recompute "
-            f"{choice.recompute}")
-
-
 def _near(gpus: int) -> int:
     """Return the greatest power of two below a number, as numbers of GPUs often are."""
     return 1 << (gpus - 1).bit_length() - 1 if gpus > 1 else 1
-
-
-def pruned(training: Training) -> str:
-    """Say which plans a search does not consider."""
-    if training.most_places == training.gpus:
-        return ""
-    return (f"above {FEW_GPUS} GPUs, stages have the ranks of {MOST_NODES} nodes at most, here "
-            f"{training.most_places}")

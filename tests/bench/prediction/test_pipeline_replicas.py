@@ -53,9 +53,9 @@ def test_replicas_share_the_links_of_a_node():
     """Stages of one rank, three of them: a node of 4 ranks has one and a third replicas."""
     moves = hop_seconds.stage_moves("serial", *[mm3d.SCHEMES["serial"].grid_shape((1,))] * 2,
                                     (1, 4, 8), {})
-    crossing = {}
+    crossing, mesh = {}, GridShape("rdsx", (1, 8, 3, 1))
     for source, target in ((0, 1), (1, 2)):
-        placed = hop_seconds.place_moves(moves, 4, 1, 3, 8, 4, (source, target))
+        placed = hop_seconds.place_moves(moves, 4, mesh, "", 4, (source, target))
         crossing[source] = [(int(a), int(b)) for a, b, _ in zip(*placed) if a // 4 != b // 4]
     assert crossing == {0: [(3, 4)], 1: [(7, 8)]}
     assert len(placed[0]) == 5    # replicas, after which places in nodes repeat

@@ -1,0 +1,104 @@
+"""State what plans of a training choose, in order, and list all plans and those of one change.
+
+A dimension has some fields of a `Choice`, and lists their values for the fields before it.  A new
+choice is a line here, a field of `Choice`, and its price in `estimate`.
+"""
+
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
+
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_NODES, POLICIES,
+                                                     Training)
+from mm3d.grid.shape import GridShape
+
+ZERO = range(4)
+FIRST = Choice(1, 0, 1, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
+
+
+class Dimension(NamedTuple):
+    """Fields of a `Choice`, their values for the fields of the dimensions before, and a text."""
+
+    fields: tuple[str, ...]
+    values: Callable[[Training, Choice], Iterable[Any]]    # of one field, or tuples
+    said: Callable[[Choice], str]
+
+
+DIMENSIONS = {
+    "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes,
+                      lambda one: f"{one.scheme} {one.grid.compact}"),
+    "stages": Dimension(("data", "stages"), Training.meshes,
+                        lambda one: f"{one.stages}, data {one.data}"),
+    "micro-batch": Dimension(("micro",), Training.micros, lambda one: str(one.micro)),
+    "schedule": Dimension(("schedule",), Training.schedules, lambda one: one.schedule),
+    "recompute": Dimension(("recompute",), lambda training, one: POLICIES,
+                           lambda one: one.recompute),
+    "ZeRO": Dimension(("zero",), lambda training, one: ZERO if one.data > 1 else ZERO[:1],
+                      lambda one: str(one.zero)),
+    "shards": Dimension(("shards",), Training.shards, lambda one: str(one.shards or "all")),
+    "inside nodes": Dimension(("inside",), Training.insides, lambda one: inside_nodes(one))}
+OF_WORK = ("grid", "stages", "micro-batch", "schedule", "recompute")    # of a micro-batch
+OF_STATE = ("ZeRO", "shards")    # what replicas divide
+
+
+def list_choices(training: Training, names: Iterable[str] = tuple(DIMENSIONS),
+                 start: Choice = FIRST) -> Iterator[Choice]:
+    """List the plans with all values of some dimensions; the others are those of `start`."""
+    first, *rest = names
+    fields, values, _ = DIMENSIONS[first]
+    for value in values(training, start):
+        one = start._replace(**dict(zip(fields, value if len(fields) > 1 else (value,))))
+        if rest:
+            yield from list_choices(training, rest, one)
+        else:
+            yield one
+
+
+def changed(training: Training, name: str, best: Choice) -> Iterator[Choice]:
+    """List the plans that differ from `best` in one dimension.
+
+    Other stages are in place of replicas, other grids have as many ranks.  What has but one value
+    beside the other choice, such as ZeRO without replicas, has that.
+    """
+    for one in list_choices(training, [name], best):
+        if one.places * one.stages * one.data == training.gpus and one.places == best.places:
+            found = _completed(training, one)
+            if found not in (None, best):
+                yield found
+
+
+def _completed(training: Training, choice: Choice) -> Choice | None:
+    """Return a plan whose every choice is among the values; None where several others are."""
+    for fields, values, _ in DIMENSIONS.values():
+        known = [value if len(fields) > 1 else (value,) for value in values(training, choice)]
+        if tuple(getattr(choice, field) for field in fields) in known:
+            continue
+        if len(known) != 1:
+            return None
+        choice = choice._replace(**dict(zip(fields, known[0])))
+    return choice
+
+
+def inside_nodes(choice: Choice) -> str:
+    """Name the direction of more than one rank that varies fastest over the nodes."""
+    mesh = {"r": choice.data // choice.parts, "d": choice.parts, "s": choice.stages,
+            **choice.grid}
+    return choice.inside or ([name for name, size in mesh.items() if size > 1] or ["-"])[-1]
+
+
+def describe(choice: Choice) -> str:
+    """Describe a plan in a line."""
+    shards = f" in {choice.shards} shards" if choice.shards else ""
+    inside = f", {choice.inside} inside nodes" if choice.inside else ""
+    return (f"data {choice.data} ZeRO {choice.zero}{shards}, {choice.stages} stages "
+            f"{choice.schedule}, micro-batch {choice.micro}, {choice.scheme} "
+            f"{choice.grid.compact}, recompute {choice.recompute}{inside}")
+
+
+def pruned(training: Training) -> str:
+    """Say which plans a search does not consider."""
+    found = ["replicas have equally many sequences, interleaved stages equally many layers, each "
+             "rank a sequence or position, and a head",
+             "one direction of the mesh is taken out of its order, to lie inside nodes"]
+    if training.most_places < training.gpus:
+        found.append(f"above {FEW_GPUS} GPUs, stages have the ranks of {MOST_NODES} nodes at "
+                     f"most, here {training.most_places}")
+    return "; ".join(found)
