@@ -6,7 +6,7 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Mapping
+from typing import Iterable, Mapping
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mm3d.model import cost
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
-from mm3d.schemes.closed_form import largest_block
+from mm3d.schemes.closed_form import Move, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
@@ -172,13 +172,54 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound)
 
 
-def price_grid(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
-               strides: Mapping[str, int] | None = None
-               ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the predicted seconds of each phase, and the words that a rank moves.
+def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
+               stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the predicted seconds of each phase, and the words that a rank moves."""
+    found, words = grid_work(name, grid, machine, stack)
+    return {phase: one.seconds(machine) for phase, one in found.items()}, words
 
-    `strides` are those of the grid's directions over the nodes, by default the grid's own.
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """The work of a rank in a phase.
+
+    Attributes
+    ----------
+    seconds_alone : float
+        Of all but collectives.
+    collectives : tuple of (Collective, int)
+        Those of the phase, and how often each is called.
     """
+
+    seconds_alone: float
+    collectives: tuple[tuple[Collective, int], ...]
+
+    def seconds(self, machine: machine_model.Machine,
+                strides: Mapping[str, int] | None = None) -> float:
+        """Predict the seconds, by default with the grid's own `strides` over the nodes."""
+        return self.seconds_alone + sum(
+            calls * achieved_seconds(machine, collective_terms(
+                machine, one._replace(stride=strides[one.direction]) if strides else one))
+            for one, calls in self.collectives)
+
+
+def collectives_of(moves: Iterable[Move], grid: GridShape,
+                   size: int) -> tuple[tuple[Collective, int], ...]:
+    """Return the collectives of a rank, and how often it calls each, for words of `size` bytes."""
+    found = []
+    for move in moves:
+        g = grid[move.axis]
+        if g > 1:
+            whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
+            whole /= 2 if move.collective == "all_reduce" else 1
+            found.append((Collective(move.collective, move.axis, g, grid.stride(move.axis),
+                                     whole), move.calls))
+    return tuple(found)
+
+
+def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
+              stack: Stack) -> tuple[dict[str, PhaseWork], dict[str, float]]:
+    """Return the work of a rank in each phase, and the words that it moves."""
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, sizes)
@@ -186,15 +227,6 @@ def price_grid(name: str, grid: GridShape, machine: machine_model.Machine, stack
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
     spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
-    for phase, found in moves.items():
-        for (axis, kind), move in found.items():
-            g = grid[axis]
-            whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
-            whole /= 2 if kind == "all_reduce" else 1
-            event = Collective(kind, axis, g, strides[axis] if strides else grid.stride(axis),
-                               whole)
-            for term, value in collective_terms(machine, event).items():
-                spent[phase][term] += move.calls * value
     flash = machine.kernels == "fused" and machine.attention == "flash"
     scores = blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
@@ -217,4 +249,6 @@ def price_grid(name: str, grid: GridShape, machine: machine_model.Machine, stack
     chosen = parse_policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
-    return {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}, words
+    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]),
+                             collectives_of(moves[phase].values(), grid, size))
+            for phase in PHASES}, words

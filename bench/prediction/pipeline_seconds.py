@@ -216,11 +216,12 @@ def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
     return fullest_stage(model, optimizer)[1]
 
 
-def fullest_stage(model: PipelineModel, optimizer: bool = False) -> tuple[int, int]:
+def fullest_stage(model: PipelineModel, optimizer: bool = False,
+                  last: bool = True) -> tuple[int, int]:
     """Return the stage that needs the most memory, and the peak bytes of its first rank.
 
     Among stages of the same grid and layers, only the first with the most micro-batches in flight
-    is run, and the last of a GPT, where logits are.
+    is run; and with `last` the last of a GPT, where logits are.
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
@@ -228,7 +229,7 @@ def fullest_stage(model: PipelineModel, optimizer: bool = False) -> tuple[int, i
         alike.setdefault((grid, layers), []).append(stage)
     flying = peak_in_flight(model.schedule)
     found = {max(stages, key=flying.__getitem__) for stages in alike.values()}
-    if model.vocab:
+    if model.vocab and last:
         found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
     peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
     return max(peaks.items(), key=lambda one: one[1])

@@ -15,7 +15,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, Spent,
-                                               largest_peak_bytes, predict_pipeline)
+                                               fullest_stage, predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
@@ -188,13 +188,14 @@ def model_flops(model: PipelineModel) -> dict[str, float]:
     return {"model": model.data * useful, "hardware": model.data * (useful + again)}
 
 
-def memory_by_kind(model: PipelineModel) -> dict[str, float]:
+def memory_by_kind(model: PipelineModel, last: bool = True) -> dict[str, float]:
     """Return the peak bytes of a rank by kind, exact in all, by a dry run of a step.
 
     Values, gradients, masters and moments are those of the stage with the most parameters;
-    "activations" is all else at the peak, buffers and intermediate arrays among them.
+    "activations" is all else at the peak, buffers and intermediate arrays among them.  Without
+    `last` the last stage is taken not to be the fullest.
     """
-    peak = largest_peak_bytes(shortened(model), optimizer=True)
+    _, peak = fullest_stage(shortened(model), optimizer=True, last=last)
     found = state_by_kind(model.stack.dtype, parameters_of_rank(model), model.zero,
                           model.shards or model.data)
     return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}

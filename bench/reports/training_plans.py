@@ -11,11 +11,12 @@ from bench.prediction.training_step import SHARES
 
 GIB = 2 ** 30
 IN_FLIGHT = 8    # sums over replicas, in the options of train
-NOT_OVERLAPPED = ("sums and gathers over replicas are not hidden, as in train without --in-flight; "
-                  "--hide-sums assumes that they are")
-OVERLAPPED = ("assumed: sums over replicas go on behind backward, and gathers behind forward, which "
-              "hides as many of their seconds as these take; train --in-flight hides sums, and "
-              "gathers nothing ahead; what is in flight takes no memory here")
+OVERLAPS = {
+    False: "sums and gathers over replicas are not hidden, as in train without --in-flight; "
+           "--hide-sums assumes that they are",
+    True: "assumed: sums over replicas go on behind backward, and gathers behind forward, as far "
+          "as these take longer; train --in-flight hides sums, and gathers nothing ahead; what is "
+          "in flight takes no memory here"}
 KINDS = ("values", "gradients", "masters", "moments", "activations")
 LIMITS = {"products": "products", "elementwise": "elementwise passes",
           "links": "links inside a stage", "latency": "latency", "hops": "hops between stages",
@@ -132,16 +133,16 @@ def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
     gpt, choice, machine = training.gpt, plan.choice, training.machine
     sizes = (f"--layers {gpt.layers} --hidden {gpt.hidden} --heads {gpt.heads} --batch "
              f"{training.batch} --seq {training.seq} --dtype {training.dtype}")
-    mesh = (f"--data {choice.data} --zero {choice.zero}"
-            + f" --shards {choice.shards}" * bool(choice.shards)
-            + f" --stages {choice.stages} --schedule {choice.schedule} --microbatches "
-            f"{training.microbatches(choice)} --scheme {choice.scheme} --grid "
-            f"{choice.grid.compact} --recompute {choice.recompute}"
-            + f" --inside {choice.inside}" * bool(choice.inside) + " --untied" * (not gpt.tied))
+    shards = f"--shards {choice.shards} " * bool(choice.shards)
+    mesh = (f"--data {choice.data} --zero {choice.zero} {shards}--stages {choice.stages} "
+            f"--schedule {choice.schedule} --microbatches {training.microbatches(choice)} "
+            f"--scheme {choice.scheme} --grid {choice.grid.compact} --recompute "
+            f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)
+            + " --untied" * (not gpt.tied))
     trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
     return [f"python -m bench dry --ranks {training.gpus} {sizes} --vocab {gpt.vocab} {mesh} "
-            f"--rank {plan.fullest * choice.places} --machine {training.named or machine.name} --memory "
-            f"{machine.memory_bytes:.0f}" + " --hide-sums" * training.overlap,
+            f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
+            f"{training.named or machine.name}" + " --hide-sums" * training.overlap,
             f"mpirun -n {training.gpus} python -m bench train {trained}",
             f"python -m jobs train --site gpu8 --ranks {training.gpus} -- {trained}"]
 
@@ -158,7 +159,7 @@ def remarks(training: Training, found: Found) -> Notes:
         f"not searched: {pruned(training)}",
         *([f"the library refused {len(found.refused)} plans that were to be predicted; the first, "
            f"{first[0]}: {first[1]}"] if first else []),
-        OVERLAPPED if training.overlap else NOT_OVERLAPPED,
+        OVERLAPS[training.overlap],
         "shards: replicas that divide one copy of the model by ZeRO; inside nodes: the direction "
         "of the mesh that varies fastest from rank to rank (d among these replicas, r across "
         "copies, s stages)",

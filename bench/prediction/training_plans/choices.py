@@ -177,12 +177,9 @@ class Training:
 
     def insides(self, choice: Choice) -> tuple[str, ...]:
         """List the directions that may lie inside the nodes, "" for the order of the mesh first.
-
-        With all ranks on one node, or on nodes of their own, the order does not matter.
         """
-        if self.machine.ranks_per_node in (1, self.gpus):
-            return ("",)
-        return movable(choice.data // choice.parts, choice.parts, choice.stages, choice.grid)
+        return movable(choice.data // choice.parts, choice.parts, choice.stages, choice.grid,
+                       self.machine.ranks_per_node)
 
 
 @cache
@@ -206,10 +203,16 @@ def mesh_strides(copies: int, shards: int, stages: int, grid: GridShape,
 
 
 @cache
-def movable(copies: int, shards: int, stages: int, grid: GridShape) -> tuple[str, ...]:
-    """Return "", and the directions that are not inside the nodes in the order of the mesh."""
+def movable(copies: int, shards: int, stages: int, grid: GridShape,
+            per_node: int) -> tuple[str, ...]:
+    """Return "", and the directions that are not inside the nodes in the order of the mesh.
+
+    With one rank on a node, none can be.
+    """
     sizes = {"r": copies, "d": shards, "s": stages, **grid}
-    return ("", *[name for name, size in sizes.items() if size > 1][:-1])
+    strides = mesh_strides(copies, shards, stages, grid, "")
+    return ("", *[name for name, size in sizes.items()
+                  if size > 1 and per_node % (size * strides[name]) and per_node > 1])
 
 
 @cache

@@ -95,10 +95,10 @@ def describe(choice: Choice) -> str:
 
 def pruned(training: Training) -> str:
     """Say which plans a search does not consider."""
-    found = ["replicas have equally many sequences, interleaved stages equally many layers, each "
-             "rank a sequence or position, and a head",
-             "one direction of the mesh is taken out of its order, to lie inside nodes"]
+    found = ["models with experts", "replicas or interleaved stages with unequal numbers of "
+             "sequences or layers", "ranks without a sequence, position or head",
+             "orders of the mesh over nodes with more than one direction in another place"]
     if training.most_places < training.gpus:
-        found.append(f"above {FEW_GPUS} GPUs, stages have the ranks of {MOST_NODES} nodes at "
-                     f"most, here {training.most_places}")
+        found.append(f"stages of more ranks than {MOST_NODES} nodes have, {training.most_places}, "
+                     f"as there are above {FEW_GPUS} GPUs")
     return "; ".join(found)

@@ -99,17 +99,41 @@ class Estimator:
 
     def seconds(self, choice: Choice, work: LayerWork) -> float:
         """Estimate the seconds of a step."""
+        stages, strides = choice.stages, choice.strides
+        sizes = self.sizes(choice.scheme, choice.grid, stages)
+        hop = 0.0 if stages == 1 else self.hop(
+            choice.scheme, choice.grid, choice.micro,
+            (choice.data // choice.parts, choice.parts, stages), choice.inside)
+        total, busy = self._pipelined(choice, work, self._with_replicas(
+            choice, work, sizes, strides), hop)
+        sums = self._last_sums(choice, sizes, strides)
+        if self.training.overlap:
+            sums = max(0.0, sums - busy)
+        share = choice.parts if choice.zero else 1
+        return (total + sums + self.adamw(sizes.most / share)
+                + self.tied(stages, strides["s"], sizes.parts))
+
+    def alone(self, choice: Choice, work: LayerWork) -> float:
+        """Estimate the seconds of a step without hops, replicas and optimizer."""
+        return self._pipelined(choice, work, work.forward + work.backward, 0.0)[0]
+
+    def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
+                   hop: float) -> tuple[float, float]:
+        """Return the seconds of all stages, and those in which one computes a micro-batch.
+
+        Parameters
+        ----------
+        choice, work
+            The plan, and its work.
+        layer, hop : float
+            Seconds of a layer, and of a hop.
+        """
         micro, stages = self.training.microbatches(choice), choice.stages
-        sizes, strides = self.sizes(choice.scheme, choice.grid, stages), choice.strides
-        forward, backward = self._with_replicas(choice, work, sizes, strides)
-        layer = forward + backward
+        sizes = self.sizes(choice.scheme, choice.grid, stages)
         first, last, every = sizes.layers
         ends = sum(work.ends)
         busy = [first * layer, last * layer + ends]
         most, whole = max(busy), every * layer + ends
-        hop = 0.0 if stages == 1 else self.hop(
-            choice.scheme, choice.grid, choice.micro,
-            (choice.data // choice.parts, choice.parts, stages), choice.inside)
         others = whole - most
         if choice.chunks > 1:
             total = micro * most + others / choice.chunks + 2 * (stages - 1) * hop
@@ -118,24 +142,19 @@ class Estimator:
                      + 2 * (stages - 1 + micro) * hop)
         else:
             total = micro * most + others + 2 * (stages - 1 + micro) * hop
-        sums = self._last_sums(choice, sizes, strides)
-        if self.training.overlap:
-            sums = max(0.0, sums - min(busy))
-        share = choice.parts if choice.zero else 1
-        return (total + sums + self.adamw(sizes.most / share)
-                + self.tied(stages, strides["s"], sizes.parts))
+        return total, min(busy)
 
     def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
-                       strides: dict[str, int]) -> tuple[float, float]:
-        """Return the seconds of a layer, forward and backward, with what ZeRO 2 and 3 move."""
+                       strides: dict[str, int]) -> float:
+        """Return the seconds of a layer with what ZeRO 2 and 3 move."""
         if choice.parts == 1 or choice.zero < 2:
-            return work.forward, work.backward
+            return work.forward + work.backward
         where = choice.parts, strides["d"], sizes.of_layer, ARRAYS_OF_LAYER
         gathered = self.moved("all_gather", *where) * (choice.zero == 3)
         over = gathered, (self.moved("reduce_scatter", *where)
                           + gathered * (1 + (choice.recompute == "full")))
         both = (work.forward, over[0]), (work.backward, over[1])
-        return tuple(map(max if self.training.overlap else sum, both))
+        return sum(map(max if self.training.overlap else sum, both))
 
     def _last_sums(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
         """Return the seconds of sums over replicas, and of gathers, at the end of a step."""

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import (BlockSizes, elementwise_coefficients,
-                                               line_elements, price_grid)
+from bench.prediction.closed_form_plan import (BlockSizes, PhaseWork, collectives_of,
+                                               elementwise_coefficients, grid_work,
+                                               line_elements)
 from bench.prediction.kernels import with_kernels
-from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import HALVES
-from bench.prediction.seconds import (achieved_seconds, collective_terms, gemm_seconds,
-                                      trace_terms, with_strides)
+from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
+                                      with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
@@ -57,10 +57,10 @@ class Layer(NamedTuple):
                    not whole and choice.schedule.startswith("zb"),
                    tuple(strides[name] for name in choice.grid) if strides else ())
 
-    def stride(self, direction: str) -> int:
-        """Return the stride of a direction of the grid over the nodes."""
-        strides = dict(zip(self.grid, self.strides))
-        return strides[direction] if strides else self.grid.stride(direction)
+    @property
+    def anywhere(self) -> "Layer":
+        """Return the layer without its place on the nodes."""
+        return self._replace(strides=()) if self.strides else self
 
 
 class LayerBytes(NamedTuple):
@@ -148,35 +148,62 @@ def launches(kernels: str, attention: str, recompute: str) -> tuple[int, int]:
                  for phase in PHASES)
 
 
-def screened_work(training: Training, layer: Layer) -> LayerWork:
-    """Price a layer by closed forms."""
+@dataclass(frozen=True)
+class ScreenedLayer:
+    """The work of a layer by closed forms, in any place on the nodes.
+
+    Attributes
+    ----------
+    passes, ends : (PhaseWork, PhaseWork)
+        Forward and backward, of the layer and of the ends of a GPT.
+    weights : float
+        The share of backward that W takes.
+    filled : LayerBytes
+        Bytes.
+    """
+
+    passes: tuple[PhaseWork, PhaseWork]
+    ends: tuple[PhaseWork, PhaseWork]
+    weights: float
+    filled: LayerBytes
+
+
+def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
+    """Count the work of a layer by closed forms."""
     machine, stack = training.machine, training.stack(layer.micro, layer.recompute, 1)
-    seconds, _ = price_grid(layer.scheme, layer.grid, machine, stack,
-                            dict(zip(layer.grid, layer.strides)))
+    found, _ = grid_work(layer.scheme, layer.grid, machine, stack)
     started = [machine.launch_seconds * count / machine.achieved.latency for count in launches(
         machine.kernels, machine.attention, layer.recompute)]
     halves = cost.flops_of_halves(stack.sizes)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute))
-    return LayerWork(seconds["forward"] + started[0], seconds["backward"] + started[1],
-                     share * seconds["backward"], _screened_ends(training, layer),
-                     screened_bytes(training, layer)[0])
+    passes = tuple(replace(found[phase], seconds_alone=found[phase].seconds_alone + more)
+                   for phase, more in zip(PHASES, started))
+    return ScreenedLayer(passes, _screened_ends(training, layer), share,
+                         screened_bytes(training, layer)[0])
 
 
-def _screened_ends(training: Training, layer: Layer) -> tuple[float, float]:
-    """Return the seconds of the ends, forward and backward, by closed forms."""
+def screened_work(training: Training, layer: Layer, screened: ScreenedLayer) -> LayerWork:
+    """Price a layer by the result of `screen_layer`, which does not depend on strides."""
+    strides = dict(zip(layer.grid, layer.strides))
+    passes, ends = (tuple(one.seconds(training.machine, strides) for one in both)
+                    for both in (screened.passes, screened.ends))
+    return LayerWork(*passes, screened.weights * passes[1], ends, screened.filled)
+
+
+def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWork]:
+    """Return the work of the ends, forward and backward, by closed forms."""
     machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
     shape = ProductShape("up", layer.micro * training.seq, gpt.hidden, gpt.vocab)
     size = itemsize(training.dtype)
-    forward, backward = _product_moves(machine, layer, shape, size)
     product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
                   for one in kind.local_products(layer.grid, shape))
     logits = size * _logits(training, layer)
-    passes = LOGIT_PASSES[machine.kernels]
-    return (forward + achieved_seconds(machine, {
-        "gemm": product, "memory": passes[0] * logits / machine.memory_bandwidth}),
-        backward + achieved_seconds(machine, {
-            "gemm": 2 * product, "memory": passes[1] * logits / machine.memory_bandwidth}))
+    return tuple(PhaseWork(achieved_seconds(machine, {
+        "gemm": times * product, "memory": passes * logits / machine.memory_bandwidth}),
+        collectives_of(moves, layer.grid, size))
+        for times, passes, moves in zip((1, 2), LOGIT_PASSES[machine.kernels],
+                                        kind.product_moves(layer.grid, shape)))
 
 
 def _logits(training: Training, layer: Layer) -> float:
@@ -185,24 +212,6 @@ def _logits(training: Training, layer: Layer) -> float:
     return (largest_block(layer.micro, blocks.sequences)
             * largest_block(training.seq, blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
-
-
-def _product_moves(machine: Machine, layer: Layer, shape: ProductShape,
-                   size: int) -> list[float]:
-    """Return the seconds of the collectives of a product, forward and backward."""
-    found = []
-    for moves in find_scheme(layer.scheme).product_moves(layer.grid, shape):
-        seconds = 0.0
-        for move in moves:
-            g = layer.grid[move.axis]
-            if g > 1:
-                whole = move.words / layer.grid.ranks * size * g / (g - 1) / move.calls
-                whole /= 2 if move.collective == "all_reduce" else 1
-                seconds += move.calls * achieved_seconds(machine, collective_terms(
-                    machine, Collective(move.collective, move.axis, g,
-                                        layer.stride(move.axis), whole)))
-        found.append(seconds)
-    return found
 
 
 def trace_layer(training: Training, layer: Layer) -> tuple[Trace, Trace]:

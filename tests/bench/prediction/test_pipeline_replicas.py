@@ -6,6 +6,7 @@ import mm3d
 from bench.__main__ import main
 from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_model import PipelineModel
+from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Collective
 from mm3d.training.schedules import build

@@ -9,6 +9,7 @@ from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
+from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
