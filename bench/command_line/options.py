@@ -71,10 +71,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser, "float16", "bfloat16", "float32", "float64")
 
 
-def add_untied(parser: argparse.ArgumentParser, before: str = "") -> None:
+def add_untied(parser: argparse.ArgumentParser) -> None:
     """Add ``--untied``, for a GPT whose head has a matrix of its own."""
     parser.add_argument("--untied", action="store_true", help=(
-        f"{before}give the head a matrix of its own, instead of the embedding's table"))
+        "give the head a matrix of its own, instead of the embedding's table"))
 
 
 def add_recompute(parser: argparse.ArgumentParser) -> None:

@@ -74,11 +74,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=options.whole(1), metavar="N", help=(
         "with --stages: count a GPT, with embedding, head and loss for N tokens, and with "
         "--machine predict a whole step of its training by AdamW"))
-    options.add_untied(parser, "with --vocab: ")
+    options.add_untied(parser)
     expert_options.add_assumed(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
     pipeline_options.add_inside(parser, "with --stages and --machine: ")
-    pipeline_options.add_hide_sums(parser, "with --vocab and --machine: ")
+    pipeline_options.add_hide_sums(parser)
     options.add_format(parser, FORMATS)
 
 

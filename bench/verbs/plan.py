@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "file of such sizes; --seq changes the length of its sequences"))
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
-    pipeline_options.add_hide_sums(parser, "with --gpus: ")
+    pipeline_options.add_hide_sums(parser)
     parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
                         help="ranks of the job, of all replicas")
     options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(

@@ -4,7 +4,8 @@ A dimension has some fields of a `Choice`, and lists their values for the fields
 choice is a line here, a field of `Choice`, and its price in `estimate`.
 """
 
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Iterator
 
 from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_NODES, POLICIES,
                                                      Training)
@@ -14,12 +15,29 @@ ZERO = range(4)
 FIRST = Choice(1, 0, 1, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
 
 
-class Dimension(NamedTuple):
-    """Fields of a `Choice`, their values for the fields of the dimensions before, and a text."""
+@dataclass(frozen=True)
+class Dimension:
+    """What a plan chooses.
+
+    Attributes
+    ----------
+    fields : tuple of str
+        Fields of a `Choice`.
+    listed : callable
+        Returns their values for the fields of the dimensions before: those of one field, or
+        tuples.
+    said : callable
+        Says what a plan has chosen.
+    """
 
     fields: tuple[str, ...]
-    values: Callable[[Training, Choice], Iterable[Any]]    # of one field, or tuples
+    listed: Callable[[Training, Choice], Iterable[Any]]
     said: Callable[[Choice], str]
+
+    def values(self, training: Training, choice: Choice) -> Iterator[dict[str, Any]]:
+        """List the values by field."""
+        for value in self.listed(training, choice):
+            yield dict(zip(self.fields, value if len(self.fields) > 1 else (value,)))
 
 
 DIMENSIONS = {
@@ -43,9 +61,8 @@ def list_choices(training: Training, names: Iterable[str] = tuple(DIMENSIONS),
                  start: Choice = FIRST) -> Iterator[Choice]:
     """List the plans with all values of some dimensions; the others are those of `start`."""
     first, *rest = names
-    fields, values, _ = DIMENSIONS[first]
-    for value in values(training, start):
-        one = start._replace(**dict(zip(fields, value if len(fields) > 1 else (value,))))
+    for value in DIMENSIONS[first].values(training, start):
+        one = start._replace(**value)
         if rest:
             yield from list_choices(training, rest, one)
         else:
@@ -67,13 +84,13 @@ def changed(training: Training, name: str, best: Choice) -> Iterator[Choice]:
 
 def _completed(training: Training, choice: Choice) -> Choice | None:
     """Return a plan whose every choice is among the values; None where several others are."""
-    for fields, values, _ in DIMENSIONS.values():
-        known = [value if len(fields) > 1 else (value,) for value in values(training, choice)]
-        if tuple(getattr(choice, field) for field in fields) in known:
+    for one in DIMENSIONS.values():
+        known = [*one.values(training, choice)]
+        if {name: getattr(choice, name) for name in one.fields} in known:
             continue
         if len(known) != 1:
             return None
-        choice = choice._replace(**dict(zip(fields, known[0])))
+        choice = choice._replace(**known[0])
     return choice
 
 

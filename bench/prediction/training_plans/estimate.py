@@ -101,11 +101,11 @@ class Estimator:
         """Estimate the seconds of a step."""
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages)
-        hop = 0.0 if stages == 1 else self.hop(
+        hops = (0.0, 0.0) if stages == 1 else self.hop(
             choice.scheme, choice.grid, choice.micro,
             (choice.data // choice.parts, choice.parts, stages), choice.inside)
         total, busy = self._pipelined(choice, work, self._with_replicas(
-            choice, work, sizes, strides), hop)
+            choice, work, sizes, strides), hops)
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)
@@ -115,18 +115,20 @@ class Estimator:
 
     def alone(self, choice: Choice, work: LayerWork) -> float:
         """Estimate the seconds of a step without hops, replicas and optimizer."""
-        return self._pipelined(choice, work, work.forward + work.backward, 0.0)[0]
+        return self._pipelined(choice, work, work.forward + work.backward, (0.0, 0.0))[0]
 
     def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
-                   hop: float) -> tuple[float, float]:
+                   hops: tuple[float, float]) -> tuple[float, float]:
         """Return the seconds of all stages, and those in which one computes a micro-batch.
 
         Parameters
         ----------
         choice, work
             The plan, and its work.
-        layer, hop : float
-            Seconds of a layer, and of a hop.
+        layer : float
+            Seconds of a layer.
+        hops : (float, float)
+            The result of `_hop`.
         """
         micro, stages = self.training.microbatches(choice), choice.stages
         sizes = self.sizes(choice.scheme, choice.grid, stages)
@@ -136,12 +138,13 @@ class Estimator:
         most, whole = max(busy), every * layer + ends
         others = whole - most
         if choice.chunks > 1:
-            total = micro * most + others / choice.chunks + 2 * (stages - 1) * hop
+            total = micro * most + others / choice.chunks + (
+                2 * (stages * choice.chunks - 1) * hops[0])
         elif choice.schedule == "zb-h1":
             total = (micro * most + others * (layer - 2 * work.weights) / layer
-                     + 2 * (stages - 1 + micro) * hop)
+                     + 2 * (stages - 1 + micro) * hops[1])
         else:
-            total = micro * most + others + 2 * (stages - 1 + micro) * hop
+            total = micro * most + others + 2 * (stages - 1 + micro) * hops[1]
         return total, min(busy)
 
     def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
@@ -186,16 +189,22 @@ class Estimator:
         return achieved_seconds(machine, terms)
 
     def _hop(self, scheme: str, grid: GridShape, micro: int, rds: tuple[int, int, int],
-             inside: str) -> float:
-        """Return the seconds of a hop between stages, on two nodes if any of them are."""
+             inside: str) -> tuple[float, float]:
+        """Return the mean seconds of a hop between stages, and those of the longest.
+
+        The longest is on two nodes if any is, and the first on one node if any is.
+        """
         training, per_node = self.training, self.training.machine.ranks_per_node
         stride = mesh_strides(*rds, grid, inside)["s"]
-        source = min(rds[2] - 2, max(0, per_node // stride - 1))
+        crossing = min(rds[2] - 2, max(0, per_node // stride - 1))
         mesh = GridShape("rds" + grid.directions, (*rds, *grid.sizes))
         shape = micro, training.seq, training.gpt.hidden
         moves = stage_moves(scheme, grid, grid, shape, {})
-        return seconds_of_moves(training.machine, *place_moves(
+        first, longest = (seconds_of_moves(training.machine, *place_moves(
             moves, itemsize(training.dtype), mesh, inside, per_node, (source, source + 1)))[0]
+            for source in (0, crossing))
+        share = min(1.0, stride / per_node)    # of hops that leave a node
+        return share * longest + (1 - share) * first, longest
 
     def _adamw(self, parameters: float) -> float:
         return adamw_seconds(self.training.machine, parameters, self.training.dtype)

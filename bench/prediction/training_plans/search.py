@@ -132,7 +132,7 @@ class Search(Screening):
         best: dict[str, TrainingPlan] = {}
         exact = [plan for _, choice in every if (plan := self.predicted(choice)) is not None]
         tried = [(self.predicted(choice) for _, choice in plans[:TRIES])
-                    for plans in refined.values()]
+                 for plans in refined.values()]
         for plans in (sorted(exact, key=lambda one: one.seconds), *tried):
             plan = self._first_fitting(plans)
             if plan is not None:
