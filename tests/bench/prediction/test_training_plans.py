@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from bench.__main__ import main
 from bench.command_line import config_options
@@ -96,7 +97,7 @@ class Hybrid(search.Search):
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind, gpt, batch, mib", [(Uneven, UNEVEN, 6, 12),
-                                                   (Hybrid, SMALL, 8, 14)])
+                                                   (Hybrid, SMALL, 8, 26)])
 def test_so_it_is_with_uneven_grids_shards_and_places(kind, gpt, batch, mib):
     asked = kind(replace(training(8, batch, mib), gpt=gpt))
     found = asked.run()
@@ -260,6 +261,23 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
 def test_why_there_is_no_plan(options, message, capsys):
     assert status_of(main, [*PLAN, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--vocab", "512"], "--vocab: give --stages too"),
+    (["--stages", "2", "--untied"], "--untied: give --vocab too"),
+    (["--stages", "2", "--vocab", "512", "--hide-sums"], "--hide-sums: give --machine too"),
+    (["--stages", "2", "--machine", "cpu", "--scheme", "1d", "--inside", "y"],
+     "--inside y: the mesh has the directions r, d, s, x")])
+def test_options_of_dry_that_do_nothing_alone(options, message, capsys):
+    assert status_of(main, ["dry", "--ranks", "4", "--hidden", "256", "--layers", "4", "--heads",
+                            "4", "--batch", "8", "--seq", "64", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_train_has_no_direction_that_its_mesh_has_not():
+    with pytest.raises(UsageError, match="--inside y: the mesh has the directions r, d, s, x"):
+        train.place_ranks(MPI.COMM_SELF, Division(scheme="1d"), "y")
 
 
 @pytest.mark.parametrize("line, message", [
