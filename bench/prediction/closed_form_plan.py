@@ -151,12 +151,12 @@ class BlockSizes:
         batch, seq, hidden = self.sizes.batch, self.sizes.seq, self.sizes.hidden
         sequences, positions, features = self.outside
         rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
-        wide = self.sizes.mlp_factor * hidden
+        inner = self.sizes.inner
         return np.array([
             largest_block(batch, sequences) * largest_block(seq, positions)
             * largest_block(hidden, features),
-            rows * self.heads * (hidden // self.sizes.heads),
-            rows * largest_block(wide, self.features) / self.sizes.mlp_factor,
+            rows * self.heads * self.sizes.head,
+            rows * largest_block(inner, self.features) * hidden / inner,
             rows * seq * self.heads], float)
 
 
@@ -220,6 +220,7 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
 def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
               stack: Stack) -> tuple[dict[str, PhaseWork], dict[str, float]]:
     """Return the work of a rank in each phase, and the words that it moves."""
+    stack.architecture.require_plain("a plan by closed forms")    # elementwise work is fitted
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, sizes)

@@ -114,27 +114,29 @@ def parameters_of_rank(model: PipelineModel) -> float:
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     extra = [0.0] * schedule.ranks
     if model.vocab:
-        extra[first] += (model.vocab + sizes.seq) * sizes.hidden / divided
-        extra[last] += 2 * sizes.hidden / divided    # the last norm
+        positions = sizes.seq if sizes.architecture.positions == "learned" else 0
+        extra[first] += (model.vocab + positions) * sizes.hidden / divided
+        extra[last] += cost.vectors_of_norm(sizes) * sizes.hidden / divided    # of the last one
     if model.vocab and (last != first or not model.tied):
         extra[last] += model.vocab * sizes.hidden / divided
-    layer = layer_parameters(model.scheme, model.grids[0], sizes.hidden, sizes.heads)
+    layer = layer_parameters(model.scheme, model.grids[0], sizes)
     return max(layer * count + more for count, more in zip(layers, extra))
 
 
 @cache
-def layer_parameters(scheme: str, grid: GridShape, hidden: int, heads: int) -> float:
+def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes) -> float:
     """Return the parameters of a layer on the first rank, whose blocks of weights are the largest.
 
     Vectors are taken to be divided evenly.
     """
-    kind, ranks = find_scheme(scheme), grid.ranks
-    sizes = ModelSizes(1, hidden, heads, 1, 1)
+    kind, ranks, one = find_scheme(scheme), grid.ranks, replace(sizes, layers=1)
     even = kind.local_products(grid, ProductShape("up", ranks, ranks, ranks))[0]
     gathered = ranks ** 2 // (even.inner * even.columns)    # parts of a weight in a product
-    words = sum(times * one.inner * one.columns for product, times in cost.products(sizes).items()
-                for one in kind.local_products(grid, product)[:1])
-    vectors = cost.parameters(sizes) - 12 * hidden ** 2
+    words, vectors = 0, cost.parameters(one)
+    for product, times in cost.products(one).items():
+        local = kind.local_products(grid, product)[0]
+        words += times * local.inner * local.columns
+        vectors -= times * product.N * product.K
     return (words * gathered + vectors) / weight_parts(scheme, grid)
 
 

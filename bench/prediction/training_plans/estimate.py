@@ -178,7 +178,7 @@ class Estimator:
         ends = [table + self.training.seq * gpt.hidden / parts, table]
         if stages == 1:
             ends = [ends[0] + table * (not gpt.tied)] * 2
-        layer = layer_parameters(scheme, grid, gpt.hidden, gpt.heads)
+        layer = layer_parameters(scheme, grid, self.training.stack(1, "none", 1).sizes)
         return StageSizes(parts, (share + (more > 0), share, gpt.layers), layer, tuple(ends))
 
     def _moved(self, kind: str, ranks: int, stride: int, words: float, arrays: int) -> float:

@@ -120,7 +120,7 @@ def test_closed_forms_price_the_largest_rank(sizes):
     for name in ("forward", "backward"):
         assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.03)
     assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
-    assert layer_parameters(scheme, grid, 4096, 32) == pytest.approx(
+    assert layer_parameters(scheme, grid, asked.stack(6, "none").sizes) == pytest.approx(
         traces[0].parameters / 8, rel=1e-3)
 
 
