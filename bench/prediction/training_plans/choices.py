@@ -19,7 +19,8 @@ from mm3d.training.schedules import build
 SCHEMES = {"1d": "x", "1d-sp": "x", "2d": "xy", "2.5d": "xyz", "3d": ""}
 TITLES = {"1d": "1-D", "1d-sp": "1-D", "2d": "2-D", "2.5d": "2.5-D", "3d": "3-D"}
 POLICIES = ("none", "selective", "full")
-FEW_GPUS = 1024     # on more of them, the ranks of a stage are those of `MOST_NODES` at most
+# On more GPUs the ranks of a stage are those of `MOST_NODES` at most, and shards those of one.
+FEW_GPUS = 1024
 MOST_NODES = 8
 MOST_CHUNKS = 6     # of a rank, where stages are interleaved
 MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock times in seconds
@@ -173,7 +174,9 @@ class Training:
 
     def shards(self, choice: Choice) -> tuple[int | None, ...]:
         """List the numbers of replicas that divide one copy of the model, None for all."""
-        return (None, *divisors(choice.data)[1:-1]) if choice.zero else (None,)
+        most = self.gpus if self.gpus <= FEW_GPUS else self.machine.ranks_per_node
+        return (None, *(one for one in divisors(choice.data)[1:-1]
+                        if choice.zero and one <= most))
 
     def insides(self, choice: Choice) -> tuple[str, ...]:
         """List the directions that may lie inside the nodes, "" for the order of the mesh first.

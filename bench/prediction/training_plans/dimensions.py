@@ -115,7 +115,7 @@ def pruned(training: Training) -> str:
     found = ["models with experts", "replicas or interleaved stages with unequal numbers of "
              "sequences or layers", "ranks without a sequence, position or head",
              "orders of the mesh over nodes with more than one direction in another place"]
-    if training.most_places < training.gpus:
-        found.append(f"stages of more ranks than {MOST_NODES} nodes have, {training.most_places}, "
-                     f"as there are above {FEW_GPUS} GPUs")
+    if training.gpus > FEW_GPUS:
+        found.append(f"above {FEW_GPUS} GPUs, stages of more ranks than {MOST_NODES} nodes have, "
+                     f"{training.most_places}, and more shards than one has, unless all replicas")
     return "; ".join(found)

@@ -223,6 +223,7 @@ class Search(Screening):
             return True
         if self._surely_too_large(plan):
             return False
+        self.measured[_work_of(plan.choice)] = plan
         return plan.memory["all"] <= self.limit
 
 
