@@ -93,7 +93,7 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
 def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
                     overlap: bool) -> dict[str, float]:
     """Return the seconds of a micro-batch in a stage of the schedule, by some of `SHARES`."""
-    phases = HALVES if model.halves else PHASES[1:]
+    phases = HALVES[1:] if model.halves else PHASES[1:]
     names = {"gemm": "products", "memory": "elementwise", "node": "links", "network": "links",
              "latency": "latency"}
     total = dict.fromkeys([*names.values(), "replicas"], 0.0)

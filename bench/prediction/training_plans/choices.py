@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
@@ -130,9 +130,12 @@ class Training:
         most = MOST_NODES * self.machine.ranks_per_node
         return self.gpus if self.gpus <= FEW_GPUS else min(self.gpus, most)
 
+    def shapes(self) -> Iterable[tuple[str, GridShape]]:
+        """List the schemes and grids of a stage."""
+        return self._shapes
+
     @cached_property
-    def shapes(self) -> tuple[tuple[str, GridShape], ...]:
-        """Return the schemes and grids of a stage."""
+    def _shapes(self) -> tuple[tuple[str, GridShape], ...]:
         return tuple((scheme, grid) for places in divisors(self.gpus)
                      if places <= self.most_places for scheme, grid in list_grids(places)
                      if self._has_heads(scheme, grid))
@@ -143,9 +146,9 @@ class Training:
                    for one in find_scheme(scheme).layouts(grid, grid.ranks, self.seq)]
         return columns[0] <= self.gpt.hidden and columns[1] <= self.gpt.heads
 
-    def meshes(self, choice: Choice) -> Iterator[tuple[int, int]]:
-        """List the numbers of replicas and of stages for the grid of a plan."""
-        rest = self.gpus // choice.places
+    def meshes(self, places: int) -> Iterator[tuple[int, int]]:
+        """List the numbers of replicas and of stages for stages of so many ranks."""
+        rest = self.gpus // places
         for data in divisors(math.gcd(rest, self.batch)):
             if rest // data <= self.gpt.layers:
                 yield data, rest // data

@@ -41,9 +41,10 @@ class Dimension:
 
 
 DIMENSIONS = {
-    "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes,
+    "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes(),
                       lambda one: f"{one.scheme} {one.grid.compact}"),
-    "stages": Dimension(("data", "stages"), Training.meshes,
+    "stages": Dimension(("data", "stages"),
+                        lambda training, one: training.meshes(one.places),
                         lambda one: f"{one.stages}, data {one.data}"),
     "micro-batch": Dimension(("micro",), Training.micros, lambda one: str(one.micro)),
     "schedule": Dimension(("schedule",), Training.schedules, lambda one: one.schedule),

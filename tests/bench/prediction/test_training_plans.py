@@ -112,7 +112,7 @@ def test_so_it_is_with_uneven_grids_shards_and_places(kind, gpt, batch, mib):
 def test_closed_forms_price_the_largest_rank(sizes):
     """32 heads, 4096 features, and 2 sequences, on 3 and 6 ranks."""
     asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
-    scheme, grid = next(one for one in asked.shapes if one[1].sizes == sizes)
+    scheme, grid = next(one for one in asked.shapes() if one[1].sizes == sizes)
     layer = Layer(scheme, grid, 6, "none", False)
     near, traces = screened_work(asked, layer, screen_layer(asked, layer)), trace_layer(
         asked, layer)
@@ -190,7 +190,7 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
 def test_closed_forms_of_a_layer_are_near_its_dry_run(machine, error, recompute):
     """With softmax in memory, with scores in registers, and with this library's own passes."""
     asked = Training(load_model("llama-2-7b"), 8, 8, 2048, "float32", load_machine(machine))
-    for scheme, grid in asked.shapes:
+    for scheme, grid in asked.shapes():
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
             near = screened_work(asked, layer, screen_layer(asked, layer))
