@@ -17,7 +17,7 @@ from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.block_replay import Held, Recorded, Replay, Step
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.tracing.events import Collective, Event, Gemm, Observer
+from mm3d.tracing.events import Collective, Event, Gemm, Observer, Overlapped
 from mm3d.tracing.observe import observed
 from mm3d.transport.communicators import DryCommunicator
 
@@ -55,21 +55,38 @@ class Story:
     closed_form: tuple[Move, ...] | None
 
 
-class _Recorder(Observer):
-    """List the products and collectives of a rank, with the words that it counts in each."""
+class Recorder(Observer):
+    """List the events of a rank, with the words that it counts from each to the next.
 
-    kinds = (Gemm, Collective)
+    Parameters
+    ----------
+    grid : Grid
+        The ranks; its counts of traffic are reset.
+    kinds : tuple of type
+        The events.
+    """
+
     sizes = False
 
-    def __init__(self, grid: Any) -> None:
-        self.grid, self.found = grid, []
-        grid.reset_traffic()
+    def __init__(self, grid: Any, kinds: tuple[type, ...]) -> None:
+        self.grid, self.kinds = grid, (*kinds, Overlapped)
+        self.found: list[Recorded] = []
+
+    def observe(self, work: Callable[[], Any], model: Any) -> None:
+        """Call `work`, and record its events; `model` is as in `observed`."""
+        self.grid.reset_traffic()
+        with observed(self.grid, self, model):
+            work()
+        self._count()
 
     def enter(self, event: Event, barrier: Any = None) -> None:
-        self.count()
+        if isinstance(event, Overlapped):
+            raise ValueError("blocks are under way while ranks multiply, so that steps do not "
+                             "follow each other: a scheme without overlap would do")
+        self._count()
         self.found.append(Recorded(event, self.operand, 0))
 
-    def count(self) -> None:
+    def _count(self) -> None:
         """Count the words of the last event: its traffic is complete when the next one begins."""
         if self.found:
             words = sum(one.words for one in self.grid.traffic().values())
@@ -125,7 +142,10 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
                      backward) for rank in range(grid.ranks)]
     layouts = subjects[0].layouts
     replay = Replay("ab" if form in LAYERS else form, grid, layouts, shape)
-    recorded = [*zip(*map(_record, subjects), strict=True)]
+    recorders = [Recorder(one.grid, (Gemm, Collective)) for one in subjects]
+    for recorder, one in zip(recorders, subjects):
+        recorder.observe(one.run, one.model)
+    recorded = [*zip(*(one.found for one in recorders), strict=True)]
     return Story(scheme.name, form, grid, replay.shapes,
                  {name: layout.spec for name, (layout, _) in layouts.items()},
                  replay.stored("ABC" if backward else "AB"),
@@ -169,14 +189,6 @@ def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
 def _empty_blocks(grid: Any, layouts: Mapping[str, tuple[Layout, tuple[int, ...]]]) -> list:
     return [grid.backend.empty(layout.local_shape(grid, shape), "float32")
             for layout, shape in layouts.values()]
-
-
-def _record(subject: _Subject) -> list[Recorded]:
-    recorder = _Recorder(subject.grid)
-    with observed(subject.grid, recorder, subject.model):
-        subject.run()
-    recorder.count()
-    return recorder.found
 
 
 def _closed_form(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],
