@@ -293,6 +293,20 @@ def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
             for phase, found in moves(scheme, grid, sizes, recompute, **options).items()}
 
 
+def step_words(model: Any) -> dict[Key, float]:
+    """Return the words of a forward and a backward of a `mm3d.Transformer`, in closed form.
+
+    They are the mean of all ranks, by (direction, collective); a rank with larger blocks than
+    others moves more.  ``print(model.traffic().beside(step_words(model)))`` is a table.
+    """
+    options = {name: getattr(model.scheme, name) for name in model.scheme.options}
+    found: Counter[Key] = Counter()
+    for own in moves(model.scheme.name, model.grid.shape, model.sizes, model.recompute,
+                     model.stack.experts, **options).values():
+        found.update({key: move.words for key, move in own.items()})
+    return {key: words / model.grid.size for key, words in found.items()}
+
+
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
     """Return a lower bound of the words that some rank moves in a product M x N by N x K.
 

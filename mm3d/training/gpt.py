@@ -10,7 +10,7 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, checksums, same_arguments
-from mm3d.grid.axis import Traffic
+from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
@@ -280,7 +280,7 @@ class GPT(PlainNumbers, Trained):
         tokens = np.arange(math.prod(self.shape)).reshape(self.shape) % self.vocab
         self.step(tokens, tokens)
 
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
+    def traffic(self) -> TrafficCounts:
         """Return the traffic of this rank, as `mm3d.Pipeline.traffic`."""
         return self.pipeline.traffic()
 

@@ -237,7 +237,8 @@ REACH = {
     "mm3d.schemes.cube": (22, 3450),
     "mm3d.model.transformer": (45, 6500),
     "mm3d.training.gpt": (74, 11000),
-    **dict.fromkeys(("bench.verbs.cube", "bench.verbs.schedule"), (30, 3500)),
+    "bench.verbs.cube": (80, 11600),    # it runs products and a layer, dry; it drew a picture
+    "bench.verbs.schedule": (30, 3500),
     "bench.verbs.merge": (50, 7200),
     "bench.verbs.compare": (56, 8100),    # 60 files, 8,000 lines, and so the next
     "bench.verbs.report": (71, 9850),

@@ -77,7 +77,8 @@ class Pen:
         from matplotlib.patches import Rectangle
         self.axes.add_patch(Rectangle(
             place[:2], *place[2:], facecolor=colour, edgecolor=edge, hatch=pattern or None,
-            linewidth=0.8 * self.scale, linestyle=(0, (3, 2)) if dashed else "-"))
+            linewidth=min(0.8, 10 * min(place[2:])) * self.scale,
+            linestyle=(0, (3, 2)) if dashed else "-"))
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], **how: Any) -> None:
         """Draw a curved arrow."""

@@ -7,7 +7,7 @@ from bench.reports.figures.frames import (FAINT, HEIGHT, INK, PANEL, WIDTH, Mome
                                           colour_of)
 from mm3d.tracing.layer_moves import LayerStory, Part, Rectangle
 
-LIST, SQUARE, MOVES = 0.4, 5.6, 11.0    # left ends of the parts, of the blocks, of what travels
+LIST, SQUARE, MOVES = 0.4, 5.5, 10.8    # left ends of the parts, of the blocks, of what travels
 TOP, BOTTOM = 7.0, 0.9
 SHARED = "#EAEAEA"    # of a block that several ranks store
 
@@ -87,9 +87,11 @@ class LayerParts:
         """List what travels in the part."""
         if not part.moved:
             pen.text(MOVES, TOP - 0.3, "nothing travels", 12.5, INK, "left")
-        for number, one in enumerate(joined_moves(part)):
-            top = TOP - 0.3 - 0.95 * number
+        moves = joined_moves(part)
+        apart = min(0.95, (TOP - BOTTOM) / max(1, len(moves)))
+        for number, one in enumerate(moves):
+            top = TOP - 0.3 - apart * number
             pen.text(MOVES, top, OPERANDS.get(one.operand, one.operand), 12.5, INK, "left",
                      weight="bold")
-            pen.text(MOVES, top - 0.4, f"{one.kind.replace('_', '-')} along {one.direction}, "
-                     f"{max(one.words)} words", 12.5, INK, "left")
+            pen.text(MOVES, top - 0.42 * apart, f"{one.kind.replace('_', '-')} along "
+                     f"{one.direction}, {max(one.words)} words", 12.5, INK, "left")

@@ -15,8 +15,9 @@ from mm3d.tracing.block_replay import (GATHERS, KEEP, MULTIPLY, REDUCTIONS, Bloc
                                        Travel)
 
 LEFT, RIGHT, TOP, BOTTOM = 0.9, 15.7, 6.75, 0.95    # the ranks' part of it
-GAP, GROUP_GAP = 0.26, 0.7    # between panels, and between those of neighbouring z
-LEGEND = ("number and colour of a block: the rank that it comes from        "
+FEW = 8    # ranks, each with its place in letters
+GAP, GROUP_GAP = 0.3, 0.75    # between panels, and between those of neighbouring z
+LEGEND = ("number and colour of a block: the rank that it comes from      "
           "Σ, dashed: terms of a sum, still to be added")
 SIGNS = {"ab": ("A", "B"), "abt": ("A", "Bᵀ"), "atb": ("Aᵀ", "B")}
 TITLES = {"all_gather": "Gather {matrix} along {direction}",
@@ -49,17 +50,20 @@ class RankPanels:
         self.story, self.first = story, -1
         self.moving = [bool(step.travels) for step in story.steps]
         M, N, K = self._extents
-        inner = 0.08 * max(M, N, K)
         sizes = {"x": 1, "y": 1, "z": 1} | dict(story.grid)
         self.in_a_row = sizes["y"] * sizes["z"] == 1    # the ranks of x lie beside each other
         rows, columns, groups = ((1, sizes["x"], 1) if self.in_a_row else
                                  (sizes["x"], sizes["y"], sizes["z"]))
-        label = 0.3
+        # Of many ranks the sums are drawn narrower, so that thin blocks of rows are seen.
+        self.few = story.grid.ranks <= FEW
+        narrow = 1.0 if self.few else 0.45
+        inner = 0.08 * max(M, N, K)
         width = (RIGHT - LEFT - GROUP_GAP * (groups - 1)) / (columns * groups) - GAP
-        height = (TOP - BOTTOM) / rows - GAP - label
-        self.unit = min(width / (N + inner + K), height / (N + inner + M))
-        self.gap, self.panel = inner * self.unit, (
-            (N + inner + K) * self.unit + GAP, (N + inner + M) * self.unit + GAP + label)
+        height = (TOP - BOTTOM) / rows - GAP
+        self.unit = min(width / (narrow * N + inner + K), height / (narrow * N + inner + M))
+        self.terms, self.gap = narrow * self.unit, inner * self.unit
+        self.panel = (N * self.terms + self.gap + K * self.unit + GAP,
+                      N * self.terms + self.gap + M * self.unit + GAP)
         group = columns * self.panel[0]
         self.group = group + GROUP_GAP
         self.origin = (0.5 * (LEFT + RIGHT - groups * group - (groups - 1) * GROUP_GAP),
@@ -85,16 +89,14 @@ class RankPanels:
         name = matrix[-1]
         if (name, self.story.form) in (("B", "abt"), ("A", "atb")):    # drawn transposed
             rows, columns = columns, rows
-        _, N, _ = self._extents
+        across, down = (self.terms if name == "A" else self.unit,
+                        self.terms if name == "B" else self.unit)
         left, top = self.corner(rank)
-        left += (N * self.unit + self.gap) * (name != "A")
-        top -= self.panel[1] - GAP - self._height(name) if name != "B" else 0.3
-        return (left + columns[0] * self.unit, top - rows[1] * self.unit,
-                (columns[1] - columns[0]) * self.unit, (rows[1] - rows[0]) * self.unit)
-
-    def _height(self, name: str) -> float:
-        """Return the height of A and C, below B."""
-        return self._extents[0] * self.unit
+        beyond = self._extents[1] * self.terms + self.gap
+        left += beyond * (name != "A")
+        top -= beyond * (name != "B")
+        return (left + columns[0] * across, top - rows[1] * down,
+                (columns[1] - columns[0]) * across, (rows[1] - rows[0]) * down)
 
     def draw(self, axes: Any, moment: Moment, scale: float = 1.0) -> None:
         """Draw a moment into matplotlib's `axes`; `scale` is that of letters and lines."""
@@ -123,20 +125,19 @@ class RankPanels:
 
     def _heading(self, pen: Pen, number: int) -> None:
         """Write the step, what moves, and its words."""
-        story, steps = self.story, self.story.steps
+        story, steps, names = self.story, self.story.steps, self.story.stored[0]
         if number < 0:
-            title, lines = f"Each rank stores a block of {' and '.join(story.stored[0])}", [
-                f"scheme {story.scheme}, grid {story.grid}: " + ", ".join(
-                    f'{name} is "{spec}"' for name, spec in story.layouts.items())]
+            title = f"Each rank stores a block of {'A, B and dC' if 'C' in names else 'A and B'}"
+            line = f"scheme {story.scheme}, grid {story.grid}; layouts " + ", ".join(
+                f'{name} "{spec}"' for name, spec in story.layouts.items())
         else:
             title = f"{number + 1}   {step_title(story, steps[number])}"
-            lines = [step_words(story, steps[number])]
-        so_far = [sum(step.words[rank] for step in steps[:number + 1])
-                  for rank in range(story.grid.ranks)]
-        whole = [sum(step.words[rank] for step in steps) for rank in range(story.grid.ranks)]
+            line = step_words(story, steps[number])
+        words = [sum(step.words) for step in steps]
         pen.text(0.4, 8.4, title, 19, INK, "left", weight="bold")
-        pen.text(0.4, 7.72, lines[0], 13.5, INK, "left")
-        pen.text(WIDTH - 0.4, 8.4, f"{max(so_far)} of {max(whole)} words", 13.5, INK, "right")
+        pen.text(0.4, 7.72, line, 13.5, INK, "left")
+        pen.text(WIDTH - 0.4, 8.4, f"{sum(words[:number + 1])} of {sum(words)} words", 13.5,
+                 INK, "right")
 
     def _directions(self, pen: Pen, active: str) -> None:
         """Draw the directions of the grid beside the panels, the one of the step in bold."""
@@ -155,16 +156,14 @@ class RankPanels:
     def _panel(self, pen: Pen, rank: int, held: Held, step: Step | None) -> None:
         """Draw what a rank holds."""
         left, top = self.corner(rank)
-        coords = ",".join(map(str, self.story.grid.coordinates(rank).values()))
-        M, N, K = self._extents
-        pen.box((left - 0.06, top - self.panel[1] + GAP - 0.06, self.panel[0] - GAP + 0.12,
-                 self.panel[1] - GAP + 0.1), PANEL, "none")
-        pen.text(left, top - 0.14, f"rank {rank}", 10.5, INK, "left", weight="bold")
-        for name, rows, columns in (("A", *self.story.shapes["A"]), ("B", *self.story.shapes["B"]),
-                                    ("C", *self.story.shapes["C"])):
+        pen.box((left - 0.07, top - self.panel[1] + GAP - 0.07, self.panel[0] - GAP + 0.14,
+                 self.panel[1] - GAP + 0.14), PANEL, "none")
+        for name, (rows, columns) in self.story.shapes.items():
             pen.box(self.place(rank, name, Block(None, (0, rows), (0, columns))), "white", OUTLINE)
-        pen.text(left + N * self.unit / 2, top - 0.3 - N * self.unit / 2,
-                 f"({coords})", 10.5, FAINT)
+        half = self._extents[1] * self.terms / 2
+        coords = ",".join(map(str, self.story.grid.coordinates(rank).values()))
+        pen.text(left + half, top - half, f"rank {rank}\n({coords})" if self.few else str(rank),
+                 max(8, min(11, 18 * half)), INK, weight="bold")
         for matrix in self._shown(held, step):
             for block in held[matrix]:
                 if block.size:
@@ -243,6 +242,7 @@ def step_words(story: Story, step: Step) -> str:
     whole, part = ("".join(INDEX[c] for c in letters if keep or c != step.direction)
                    for keep in (False, True))
     first, then = (whole, part) if step.kind in REDUCTIONS else (part, whole)
-    moved = f"{step.matrix}_{first} to {step.matrix}_{then}" if first != then else step.matrix
+    moved = f"{step.matrix}_{first} to {step.matrix}_{then}" if first and first != then and (
+        step.kind not in ONE_TO_ALL) else step.matrix
     return (f"{step.kind.replace('_', '-')}, {moved}: {who} words, all {story.grid.ranks} ranks "
             f"{sum(step.words)}")

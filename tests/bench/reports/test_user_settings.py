@@ -47,7 +47,7 @@ from bench.reports.figures import every_figure, style
 figures = [one for one in every_figure.make_drawings(read_folder(".")) if "step" in one.name]
 drawn, left_out = style.save_drawings(figures, style.Path(), ("png", "svg"))
 assert len(drawn) == 2 and not left_out
-sys.exit(main(["cube", "cube.png"]))
+sys.exit(main(["cube", "--grid=2x1x1", "--out", "cube.png"]))
 """
 
 
