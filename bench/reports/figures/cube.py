@@ -9,7 +9,7 @@ from typing import Any, Iterator
 from bench.reports.figures import style
 from bench.reports.figures.frames import HEIGHT, INCHES, WIDTH, Frames, Moment
 
-STILL, FLIGHT, HOPS = 1300, 80, 7    # milliseconds of a frame at rest and in motion; frames of it
+STILL, FLIGHT, HOPS = 1300, 100, 5    # milliseconds of a frame at rest and in motion; frames of it
 STRIP_INCHES = 8.0    # of a frame's width
 
 

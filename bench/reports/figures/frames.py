@@ -62,13 +62,14 @@ def colour_of(owner: int | None) -> tuple[str, str]:
 class Pen:
     """Draw boxes, texts and arrows into matplotlib's axes, in one scale."""
 
-    def __init__(self, axes: Any, scale: float) -> None:
-        self.axes, self.scale = axes, scale
+    def __init__(self, axes: Any, scale: float, level: int = 0) -> None:
+        self.axes, self.scale, self.level = axes, scale, level    # higher levels hide lower ones
 
     def text(self, x: float, y: float, text: str, size: float, colour: str,
              align: str = "center", **style: Any) -> None:
         """Write a text at a place."""
         self.axes.text(x, y, text, fontsize=size * self.scale, color=colour, ha=align,
+                       zorder=3 + self.level,
                        va="center_baseline" if align == "center" else "center", **style)
 
     def box(self, place: tuple[float, float, float, float], colour: str, edge: str,
@@ -77,7 +78,7 @@ class Pen:
         from matplotlib.patches import Rectangle
         self.axes.add_patch(Rectangle(
             place[:2], *place[2:], facecolor=colour, edgecolor=edge, hatch=pattern or None,
-            linewidth=min(0.8, 10 * min(place[2:])) * self.scale,
+            zorder=1 + self.level, linewidth=min(0.8, 10 * min(place[2:])) * self.scale,
             linestyle=(0, (3, 2)) if dashed else "-"))
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], **how: Any) -> None:

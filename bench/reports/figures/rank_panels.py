@@ -111,8 +111,9 @@ class RankPanels:
         for rank, own in enumerate(held):
             self._panel(pen, rank, own, step)
         if moving:
+            above = Pen(axes, scale, level=3)
             for travel in step.travels * (moment.progress < 1):
-                self._flying(pen, step, travel, moment.progress)
+                self._flying(above, step, travel, moment.progress)
         elif step is not None:
             for travel in step.travels:
                 self._arrow(pen, step, travel)

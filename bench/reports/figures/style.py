@@ -129,7 +129,7 @@ def save_animation(path: str | os.PathLike, frames: Iterable[tuple[Callable[[], 
     """
     from PIL import Image    # which matplotlib needs, too
     makers, durations = zip(*frames)
-    images = [Image.open(io.BytesIO(draw_image(make, "png", dpi=100))).convert("RGB")
+    images = [Image.open(io.BytesIO(draw_image(make, "png", dpi=90))).convert("RGB")
               for make in makers]
     joined = Image.new("RGB", (images[0].width, 3 * images[0].height))
     for place, image in enumerate((images[0], images[len(images) // 2], images[-1])):
