@@ -55,7 +55,13 @@ class Traffic:
 
 
 class TrafficCounts(dict[tuple[str, str], Traffic]):
-    """Hold traffic by (direction, collective); printed it is a table."""
+    """Hold traffic by (direction, collective); printed it is a table.
+
+    >>> print(TrafficCounts({("x", "all_gather"): Traffic(calls=2, words=64)}))
+    collective     along  calls      words
+    all_gather     x          2         64
+    all                       2         64
+    """
 
     def __str__(self) -> str:
         return self.beside()

@@ -122,7 +122,8 @@ class Grid(GridAxes):
     Examples
     --------
     >>> grid = Grid(comm, x=2, y=2, z=2)
-    >>> grid["x"].all_gather(a, dim=0)
+    >>> a.shape, grid["x"].all_gather(a, dim=0).shape
+    ((2, 3), (4, 3))
     """
 
     def __init__(self, comm: MPI.Intracomm | DryCommunicator, backend: str | Backend | None = None,

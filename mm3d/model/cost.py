@@ -7,7 +7,9 @@ instead, and tells the memory too.  Words are array elements, counted as by
 divides evenly.  Where everything does, each of the P ranks has 1/P of them.
 
 >>> sizes = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
->>> mm3d.cost.words("3d", dict(x=2, y=2, z=2), sizes, recompute="selective")
+>>> found = mm3d.cost.words("3d", dict(x=2, y=2, z=2), sizes, recompute="selective")
+>>> found["forward"]["y", "all_gather"]
+24576
 """
 
 import itertools

@@ -131,6 +131,13 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
         When the scheme has no products of plain matrices, or cannot use the grid.
     RuntimeError
         When blocks and events do not agree, which is an error of the program.
+
+    Examples
+    --------
+    >>> cube = mm3d.SCHEMES["3d"]
+    >>> story = product_story(cube, cube.grid_shape((2, 2, 2)), "ab", (8, 8, 8))
+    >>> [(step.kind, step.matrix, step.direction, step.words[0]) for step in story.steps[:2]]
+    [('all_gather', 'A', 'y', 8), ('all_gather', 'B', 'x', 8)]
     """
     if form not in LAYERS and scheme.matrix_product is None:
         raise ValueError(f"scheme {scheme.name!r} has no products of plain matrices: the form "

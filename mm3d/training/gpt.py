@@ -73,7 +73,7 @@ class GPT(PlainNumbers, Trained):
 
     Examples
     --------
-    >>> mesh = mm3d.Mesh(comm, stages=2, scheme="3d", grid=(2, 1, 1))
+    >>> mesh = mm3d.Mesh(comm, stages=4, scheme="3d", grid=(2, 1, 1))    # on 8 ranks
     >>> model = mm3d.GPT(mesh, layers=4, hidden=64, heads=4, vocab=256, batch=16, seq=32,
     ...                  microbatches=4)
     >>> loss = model.step(tokens, targets)
