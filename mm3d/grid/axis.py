@@ -75,10 +75,10 @@ class TrafficCounts(dict[tuple[str, str], Traffic]):
         for direction, kind in dict.fromkeys([*self, *(closed_form or ())]):
             one = self.get((direction, kind), Traffic())
             stated = (closed_form or {}).get((direction, kind), 0)
-            rows.append([kind, direction, f"{one.calls}", f"{one.words}", f"{stated:g}"])
+            rows.append([kind, direction, f"{one.calls}", f"{one.words}", f"{stated:.10g}"])
         rows.append(["all", "", f"{sum(one.calls for one in self.values())}",
                      f"{sum(one.words for one in self.values())}",
-                     f"{sum((closed_form or {}).values()):g}"])
+                     f"{sum((closed_form or {}).values()):.10g}"])
         return "\n".join(f"{kind:15}{along:7}{calls:>5}{words:>11}"
                          + f"{stated:>19}" * (closed_form is not None)
                          for kind, along, calls, words, stated in rows)
