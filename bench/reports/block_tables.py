@@ -51,9 +51,10 @@ def layer_tables(story: LayerStory) -> list[DocumentPart]:
 def joined_moves(part: Part) -> list[Moved]:
     """Return the collectives of a part, those of one kind of an operand together."""
     found: dict[tuple[str, str, str], tuple[int, ...]] = {}
-    for operand, kind, direction, words in part.moved:
-        before = found.get((operand, kind, direction), (0,) * len(words))
-        found[operand, kind, direction] = tuple(map(sum, zip(before, words)))
+    for one in part.moved:
+        key = one.operand, one.kind, one.direction
+        before = found.get(key, (0,) * len(one.words))
+        found[key] = tuple(map(sum, zip(before, one.words)))
     return [Moved(*key, words) for key, words in found.items()]
 
 

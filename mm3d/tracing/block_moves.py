@@ -5,10 +5,10 @@ of the matrices give the blocks.  Both are compared in each step: what a picture
 what the running code counts, and every term of a sum is added once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, Mapping
 
 from mm3d.arrays import backend as backends
 from mm3d.grid.layout import Layout, divided_directions
@@ -90,11 +90,12 @@ class Recorder(Observer):
         """Count the words of the last event: its traffic is complete when the next one begins."""
         if self.found:
             words = sum(one.words for one in self.grid.traffic().values())
-            self.found[-1] = self.found[-1]._replace(words=words)
+            self.found[-1] = replace(self.found[-1], words=words)
         self.grid.reset_traffic()
 
 
-class _Subject(NamedTuple):
+@dataclass(frozen=True)
+class _Subject:
     """Describe the product on one rank: of a layer or of plain matrices, behind one interface.
 
     `layouts` has the layout and the global shape of A, B and C by name; `run` computes the

@@ -5,8 +5,8 @@ travel are those that the running code counts, each rank multiplies blocks that 
 operations of its event, and each term of a sum is added once.
 """
 
-from dataclasses import dataclass
-from typing import Iterator, Mapping, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Iterator, Mapping
 
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
@@ -18,7 +18,8 @@ GATHERS, REDUCTIONS = ("all_gather", "broadcast"), ("reduce_scatter", "reduce", 
 MULTIPLY, KEEP = "multiply", "keep"
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True)
+class Block:
     """Describe a block of a matrix, and the rank that it comes from; None for a term of a sum."""
 
     owner: int | None
@@ -31,7 +32,8 @@ class Block(NamedTuple):
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
-class Travel(NamedTuple):
+@dataclass(frozen=True)
+class Travel:
     """Describe a block that travels from one rank to another."""
 
     source: int
@@ -73,7 +75,8 @@ class Step:
     held: tuple[Held, ...]
 
 
-class Recorded(NamedTuple):
+@dataclass(frozen=True)
+class Recorded:
     """Describe an event of one rank, with the operand that it moves, and its words."""
 
     event: Gemm | Collective
@@ -81,7 +84,8 @@ class Recorded(NamedTuple):
     words: int
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """Describe a block of a result on a rank, and the terms of its sums that are in it."""
 
     block: Block
@@ -238,7 +242,7 @@ class Replay:
         _require({one.block for one in last.values()} == {block}, "terms of different blocks")
         inner = _united([one.inner for one in last.values()])
         if kind == "reduce_scatter":
-            goals = {rank: self.block(rank, name)._replace(owner=None) for rank in line}
+            goals = {rank: replace(self.block(rank, name), owner=None) for rank in line}
             count = [block.size - goals[rank].size for rank in line]
         elif kind == "all_reduce":
             goals = dict.fromkeys(line, block)
@@ -263,7 +267,7 @@ class Replay:
             ready = [one.block for one in terms if len(one.inner) == whole]
             self.terms[rank] = [one for one in terms if len(one.inner) < whole]
             done = [one for one in self.held[rank].get(result, ()) if one.owner is not None]
-            found = (*done, *(one._replace(owner=rank) for one in ready if one.size),
+            found = (*done, *(replace(one, owner=rank) for one in ready if one.size),
                      *(one.block for one in self.terms[rank]))
             self.held[rank][result] = found
 

@@ -4,7 +4,7 @@ The layer runs dry on every rank; its events give the collectives and their word
 """
 
 from dataclasses import dataclass
-from typing import Any, Mapping, NamedTuple
+from typing import Any, Mapping
 
 from mm3d.arrays import backend as backends
 from mm3d.grid.activations import Space
@@ -22,7 +22,8 @@ from mm3d.transport.communicators import DryCommunicator
 Rectangle = tuple[int, int, int, int]    # rows and columns: first, last + 1
 
 
-class Moved(NamedTuple):
+@dataclass(frozen=True)
+class Moved:
     """Describe a collective: what it moves, and the words of each rank."""
 
     operand: str

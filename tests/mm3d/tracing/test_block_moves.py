@@ -1,5 +1,6 @@
 """The steps of a product on all ranks: their words are the closed forms, and errors are found."""
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_blocks_travel_as_in_the_paper():
     gathered, _, multiplied, scattered, kept = (step.held for step in story.steps)
     assert {(one.source, one.target) for one in story.steps[0].travels} == {
         (0, 2), (2, 0), (1, 3), (3, 1), (4, 6), (6, 4), (5, 7), (7, 5)}
-    assert [block[:2] for block in gathered[0]["A"]] == [(0, (0, 2)), (2, (2, 4))]
+    assert [(block.owner, block.rows) for block in gathered[0]["A"]] == [(0, (0, 2)), (2, (2, 4))]
     assert [block.owner for block in multiplied[0]["C"]] == [None]
     assert scattered[0]["C"] == kept[0]["C"] == (block_replay.Block(0, (0, 2), (0, 4)),)
     for name in "ABC":    # every element is on one rank
@@ -103,7 +104,7 @@ def test_a_picture_that_would_lie_is_an_error(monkeypatch, wrong, problem):
 
         def more(recorder):
             count(recorder)
-            recorder.found[-1:] = [one._replace(words=one.words + 1)
+            recorder.found[-1:] = [replace(one, words=one.words + 1)
                                    for one in recorder.found[-1:]]
         monkeypatch.setattr(block_moves.Recorder, "_count", more)
 
