@@ -241,7 +241,7 @@ REACH = {
     "bench.verbs.schedule": (30, 3500),
     "bench.verbs.merge": (50, 7200),
     "bench.verbs.compare": (56, 8100),    # 60 files, 8,000 lines, and so the next
-    "bench.verbs.report": (71, 9850),
+    "bench.verbs.report": (71, 9900),
     "bench.verbs.validate": (54, 7500),
     "bench.verbs.run": (152, 23050)}    # 120 files, 16,000 lines
 EVENING = 3500    # lines
