@@ -38,6 +38,16 @@ class Case:
     variant: Variant = Variant()
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.row.gpus
+
+    @property
+    def selector(self) -> str:
+        """Its name in ``bench run --rows``, such as ``weak:3d:1d``."""
+        return ":".join(filter(None, (self.row.table, self.row.scheme, self.row.like)))
+
+    @property
     def name(self) -> str:
         """The beginning of a result's file name, such as ``weak-3d-p064-laptop``."""
         like = f"-as-{self.row.like}" * bool(self.row.like)

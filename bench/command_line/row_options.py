@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.case import Case
+from bench.cases.combined import TABLE
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
 from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
@@ -56,7 +57,8 @@ def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
                         for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
                         help=f"rows of these tables: {', '.join(HEADINGS)}, several "
-                             f"separated by commas, or all (default)")
+                             f"separated by commas, or all (default); {TABLE}, of reproduce: training "
+                             f"steps on meshes of all dimensions")
     parser.add_argument("--scheme", default="paper", metavar="NAMES",
                         help=f"rows of these schemes: {', '.join(TITLES)}, several "
                              f"separated by commas, all that divide the work, or those of the "
