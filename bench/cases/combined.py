@@ -75,7 +75,7 @@ class TrainingCase:
         """What a record states of it."""
         how = {name: value for name, value in asdict(self.config.division).items()
                if value is not None and name != "grid"}
-        return {"table": TABLE, "group": self.group, "row": self.number,
+        return {"group": self.group, "row": self.number,
                 "mesh": str(self.config.division)} | self.config.model.settings() | how
 
 

@@ -148,7 +148,7 @@ def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
 def _belongs_to(reproduction: Reproduction, run: Measurements) -> bool:
     recorded, wanted = run.configuration, reproduction.settings
     if not isinstance(run, model_run.Run):    # a training of --table combined
-        return (run.created >= reproduction.begun and recorded.get("table") == wanted.get("table")
+        return (run.created >= reproduction.begun and run.kind == wanted.get("table")
                 and recorded.get("order") == reproduction.order)
     variant = asdict(variants.recorded_variant(recorded))
     return (run.created >= reproduction.begun and recorded.get("order") == reproduction.order

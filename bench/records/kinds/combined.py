@@ -20,7 +20,7 @@ SCHEMAS = {
         "environment": "ranks cores",
         "settings": (
             "batch data dilation dtype ended_by group heads hidden layers mesh "
-            "microbatches order recompute row schedule scheme seq software_share stages table "
+            "microbatches order recompute row schedule scheme seq software_share stages "
             "vocab waited_machine waited_scale waited_shrink zero"),
         "variables": {
             "modelled": "rank", "overlapped": "rank", "predicted": "part",
