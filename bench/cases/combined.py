@@ -54,10 +54,11 @@ class TrainingCase:
     ranks: int
     number: int
     config: Config
+    verb = ("measure", "meshes")    # of bench, which takes selectors
 
     @property
     def selector(self) -> str:
-        """Its name in ``bench run --rows``."""
+        """Its name in the command line of a job."""
         return f"{TABLE}:{self.group}-{self.ranks}-{self.number}"
 
     @property
@@ -103,7 +104,7 @@ def _case(group: Group, number: int, fields: dict[str, Any]) -> TrainingCase:
 
 
 def cases_by_name(names: str) -> list[TrainingCase]:
-    """Return the rows that ``--rows`` names, such as ``combined:dense-8-3``, each once.
+    """Return the rows that are named, such as ``combined:dense-8-3``, each once.
 
     Raises
     ------
@@ -113,5 +114,5 @@ def cases_by_name(names: str) -> list[TrainingCase]:
     known = {one.selector: one for one in list_cases()}
     for name in names.split(","):
         if name not in known:
-            raise UsageError(f"--rows {name}: {', '.join(known)} would do")
+            raise UsageError(f"row {name!r} is unknown: {', '.join(known)} would do")
     return [known[name] for name in dict.fromkeys(names.split(","))]

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     if arguments.table == combined.TABLE:
-        return combined_rows.reproduce(arguments)
+        return combined_rows.reproduce(arguments, write_tables_and_figures)
     if arguments.preset is None:
         choose(arguments)
     preset = load_tables().presets[arguments.preset]

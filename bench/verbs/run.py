@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from bench.agreement import broadcast_from_rank_0
-from bench.cases import combined
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
 from bench.cases.row_stack import row_stack
@@ -35,7 +34,7 @@ from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
 from bench.reports.formats import render
-from bench.command_line import combined_rows, grids, measuring, options, row_options
+from bench.command_line import grids, measuring, options, row_options
 from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.console import say
@@ -52,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, **dict.fromkeys(SIZES, "the preset's"))
     parser.add_argument("--rows", metavar="NAMES", help=(
         "measure these rows, instead of --table and --scheme: weak:3d,strong:1d; weak:3d:1d is "
-        "the row of 3d with the batch of 1d; combined:dense-8-1 is a training"))
+        "the row of 3d with the batch of 1d"))
     parser.add_argument("--grid", metavar="XxYxZ", help=(
         "sizes of the grid's directions, or auto for the planner's choice (default: the scheme's "
         "own)"))
@@ -81,8 +80,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
     StoreError
         When the results folder cannot be written.
     """
-    if (arguments.rows or "").startswith(f"{combined.TABLE}:"):
-        return combined_rows.run(arguments, comm)
     rows = rows_of_options(arguments, comm.size)
     settings, variant = read_settings(arguments, rows, comm)
     cases = make_cases(rows, comm.size, arguments, variant)

@@ -81,7 +81,7 @@ def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
     names = ",".join(one.selector for one in job)
     try:
         return launcher.mpirun_command(
-            job[0].ranks, sys.executable, "-m", "bench", "run", f"--rows={names}", *options)
+            job[0].ranks, sys.executable, "-m", "bench", *job[0].verb, names, *options)
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
 

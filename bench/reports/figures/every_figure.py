@@ -11,7 +11,7 @@ from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
 from bench.records.measurements import Measurements
 from bench.reports.emulated import waited_rows
-from bench.reports.figures import combined, experts, link_sweep, style
+from bench.reports.figures import experts, link_sweep, style
 from bench.reports.figures.style import Drawing, LeftOut
 
 
@@ -68,7 +68,7 @@ def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           combined.make_combined_drawings(found.measurements),
+                           _by_name("combined.make_combined_drawings")(found.measurements),
                            link_sweep.make_sweep_drawings([*found.measurements, *joined]))
 
 
