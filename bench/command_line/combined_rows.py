@@ -62,7 +62,7 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
     progress, stopped = RowProgress(len(cases), len(finished)), None
     progress.say(f"{progress.total} rows, {progress.done} of them there; results in {log.folder}")
     options = [f"--out={log.folder}", f"--order={begun.order}"] + [
-        f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in PASSED_ON
+        f"--{name.replace('_', '-')}={getattr(arguments, name) or 'none'}" for name in PASSED_ON
         if getattr(arguments, name) is not None]
     try:
         measure_cases([one for one in shuffle_cases(cases, begun.order)
