@@ -177,23 +177,24 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Train
 
     def sample() -> float:
         return time_side(training.step, comm, backend.synchronize, shared).seconds
+
+    def counted_sample() -> float:
+        """Take a sample; compare the first of them with the dry run."""
+        if found:
+            return sample()
+        found.append(count_step(training, clock, sample))
+        check_step(found[0], trace, clock.pace * modelled, comm)
+        return found[0].seconds
+    found: list[Counted] = []
     trace = trace_rank(one.config, comm, settings.work)
     factor, software = slow_down(comm, clock, settings.dilation, lambda: [sample()],
                                  sum(predicted.values()))
-    counted, passed, moved = count_step(training, clock)
-    modelled = clock.pace * modelled_seconds(trace, settings.work)
-    problem = ""
-    if moved != trace.total_traffic():
-        problem = "a step that waits for its work moves other words than its dry run"
-    elif abs(counted - modelled) > ROUNDING * modelled:
-        problem = (f"a step waits {counted:g} s for its work, which takes {modelled:g} s by the "
-                   f"model")
-    if problem := next(filter(None, comm.allgather(problem)), ""):
-        raise Failed(problem)
-    samples, ended_by = take_samples(sample, settings.limits, comm)
+    modelled = modelled_seconds(trace, settings.work)
+    samples, ended_by = take_samples(counted_sample, settings.limits, comm)
     set_links(None, comm, settings.dilation.change)    # the rest is not timed
-    words = sum(traffic.words for traffic in moved.values())
-    everyone = comm.gather((modelled, *passed, words))
+    first = found[0]
+    words = sum(traffic.words for traffic in first.moved.values())
+    everyone = comm.gather((factor * modelled, first.slept, first.overlapped, words))
     environment = measured_environment("numpy", comm)
     if everyone is None:
         return None
@@ -231,13 +232,44 @@ def modelled_seconds(trace: Trace, work: ModelledWork) -> float:
                if isinstance(event, (Gemm, Pass)))
 
 
-def count_step(training: Training, clock: WorkClock) -> tuple[
-        float, tuple[float, float], dict[tuple[str, str], Any]]:
-    """Do a step; return the seconds counted, those (slept, overlapped), and the traffic."""
+@dataclass(frozen=True)
+class Counted:
+    """A step that was timed and counted.
+
+    Attributes
+    ----------
+    seconds : float
+        Its makespan.
+    work, slept, overlapped : float
+        Seconds of work of this rank; of them slept, and passed while the host worked.
+    moved : dict
+        This rank's traffic, by direction and collective.
+    """
+
+    seconds: float
+    work: float
+    slept: float
+    overlapped: float
+    moved: dict[tuple[str, str], Any]
+
+
+def count_step(training: Training, clock: WorkClock, sample: Callable[[], float]) -> Counted:
+    """Take a sample of a step, and count it."""
     clock.settle()
     clock.reset()
     training.model.reset_traffic()
-    training.step()
-    clock.settle()
+    seconds = sample()
     moved = {key: one for key, one in training.model.traffic().items() if one.calls}
-    return clock.counted, (clock.slept, clock.overlapped), moved
+    return Counted(seconds, clock.counted, clock.slept, clock.overlapped, moved)
+
+
+def check_step(one: Counted, trace: Trace, modelled: float, comm: Any) -> None:
+    """Raise Failed, on every rank, where a step of one is not as a dry run of the rank says."""
+    problem = ""
+    if one.moved != trace.total_traffic():
+        problem = "a step that waits for its work moves other words than its dry run"
+    elif abs(one.work - modelled) > ROUNDING * modelled:
+        problem = (f"a step waits {one.work:g} s for its work, which takes {modelled:g} s by the "
+                   f"model")
+    if problem := next(filter(None, comm.allgather(problem)), ""):
+        raise Failed(problem)
