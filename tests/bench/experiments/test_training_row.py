@@ -12,7 +12,7 @@ from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
 from bench.prediction.machine_model import load_machine
-from bench.prediction.seconds import work_seconds
+from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import emulating_machine
 from bench.prediction.waited_step import PARTS, predict_waited
 from bench.records import run_file
@@ -22,6 +22,7 @@ from bench.reports.figures.every_figure import draw_figures
 from bench.reports.paper_tables import format_tables
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
+from mm3d.tracing.events import Collective
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}
 SCALE = 20.0
@@ -152,3 +153,15 @@ def test_a_record_is_read_and_drawn(tmp_path):
 def test_options_of_other_rows_are_refused(tmp_path, capsys, words, message):
     assert main(["reproduce", "--table", "combined", *words, "--out", str(tmp_path / "a")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sums_of_replicas_between_nodes_are_exchanges():
+    """Each of a node's 4 ranks sends half of its array to the other node, through one link."""
+    machine = emulating_machine(load_machine("longhorn"), 1.0, SCALE, Cluster.parse("2x4:50Mbit"))
+
+    def seconds(kind: str, direction: str) -> float:
+        return collective_terms(machine, Collective(kind, direction, 8, 1, 8000))["network"]
+    once = 4 * 8000 / 2 / machine.network.bytes_per_second
+    assert seconds("reduce_scatter", "d") == seconds("all_gather", "d") == pytest.approx(once)
+    assert seconds("all_reduce", "d") == pytest.approx(2 * once)
+    assert seconds("reduce_scatter", "x") < once / 3    # a ring through both nodes
