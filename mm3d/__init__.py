@@ -48,6 +48,7 @@ _FILES = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
           "warmup_cosine": "mm3d.training.learning_rates",
           "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring",
           "Transformer": "mm3d.model.transformer", "ModelSizes": "mm3d.model.sizes",
+          "Architecture": "mm3d.model.architecture",
           "Vector": "mm3d.model.vectors", "Experts": "mm3d.model.experts.layer",
           "cost": "mm3d.model.cost",
           "Watchdog": "mm3d.tracing.watchdog"}

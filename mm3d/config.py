@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Mapping, Self
 
 from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.model.architecture import FIELD, PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack, field_names, make_of_fields
 
@@ -50,6 +51,8 @@ class Model:
         See `mm3d.model.cross_entropy.CrossEntropy`.
     ignored : int
         The target of positions that do not count.
+    architecture : Architecture
+        See `mm3d.Architecture`.
     """
 
     layers: int = said("Transformer layers", least=1)
@@ -69,16 +72,18 @@ class Model:
     label_smoothing: float = said("share of a target that is spread over all tokens", 0.0)
     z_loss: float = said("coefficient of the squared log of the softmax's denominator", 0.0)
     ignored: int = said("the target of positions that do not count", -1)
+    architecture: Architecture = said("what the layers compute, if not those of 2019", PLAIN)
 
     def __post_init__(self) -> None:
         keep_plain_numbers(self)
 
     def settings(self) -> dict[str, Any]:
-        """Return all fields as settings of a record, fields of experts with a prefix.
+        """Return all fields as settings of a record, those of experts and architecture prefixed.
 
-        Fields that are None are left out.
+        Fields that are None are left out, and the architecture's that are as by default.
         """
-        found = asdict(self)
+        found = {name: value for name, value in asdict(self).items() if name != FIELD}
+        found |= {f"{FIELD}_{name}": value for name, value in self.architecture.given().items()}
         found |= {PREFIX + name: value for name, value in (found.pop("experts") or {}).items()}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -92,7 +92,7 @@ def measure_model(comm: MPI.Intracomm, folder: Path, model: mm3d.Transformer, op
             shutil.rmtree(work, ignore_errors=True)
     return _record(comm, model.grid.backend.name, samples, subject.total, [
         Check(QUANTITY, float(differing), 0.0)],
-        {**asdict(model.sizes), "dtype": model.dtype, "scheme": "1d", "ranks": comm.size,
+        {**model.sizes, "dtype": model.dtype, "scheme": "1d", "ranks": comm.size,
          "seed": seed, "ended_by": ended_by, **asdict(limits)})
 
 

@@ -2,18 +2,20 @@
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
-from typing import Any, ClassVar, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Iterator
 
 from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.model.architecture import (FIELD, INNER_FACTOR, PLAIN, Architecture,
+                                     check_architecture)
 
 
 @dataclass(frozen=True)
-class ModelSizes(Mapping[str, int]):
+class ModelSizes(Mapping[str, Any]):
     """Hold the sizes of a Transformer.
 
     It is a read-only mapping from names to sizes, so that ``Transformer(scheme, **sizes)`` and
-    ``dict(sizes)`` work.
+    ``dict(sizes)`` work; an architecture other than the default is among them.
 
     Attributes
     ----------
@@ -21,8 +23,8 @@ class ModelSizes(Mapping[str, int]):
         Number of layers, features of the residual stream, attention heads.
     batch, seq : int
         Global number of sequences, and positions in each.
-    mlp_factor : int
-        Ratio of the inner features of the multi-layer perceptron to `hidden`, for all models.
+    architecture : Architecture
+        What the layers compute; heads and perceptrons have sizes there.
 
     Examples
     --------
@@ -36,7 +38,7 @@ class ModelSizes(Mapping[str, int]):
     heads: int
     batch: int
     seq: int
-    mlp_factor: ClassVar[int] = 4
+    architecture: Architecture = PLAIN
 
     def __post_init__(self) -> None:
         keep_plain_numbers(self)
@@ -52,33 +54,57 @@ class ModelSizes(Mapping[str, int]):
         """
         return cls(*(settings[name] for name in SIZES))
 
-    def __getitem__(self, name: str) -> int:
-        if name not in SIZES:
+    def __getitem__(self, name: str) -> Any:
+        if name not in (*SIZES, FIELD):
             raise KeyError(name)
         return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(SIZES)
+        yield from SIZES
+        if self.architecture != PLAIN:
+            yield FIELD
 
     def __len__(self) -> int:
-        return len(SIZES)
+        return len(SIZES) + (self.architecture != PLAIN)
 
     @property
     def tokens(self) -> int:
         """Return the number of positions in all sequences together."""
         return self.batch * self.seq
 
+    @property
+    def head(self) -> int:
+        """Return the number of features of a head."""
+        return self.architecture.head or self.hidden // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the number of heads of keys and of values."""
+        return self.architecture.kv_heads or self.heads
+
+    @property
+    def group(self) -> int:
+        """Return the number of heads of queries that share one of keys and values."""
+        return self.heads // self.kv_heads
+
+    @property
+    def inner(self) -> int:
+        """Return the number of features between the products of a perceptron."""
+        return self.architecture.inner or INNER_FACTOR * self.hidden
+
+    @property
+    def gates(self) -> int:
+        """Return how many products up a perceptron has: 2 where one gates the other."""
+        return self.architecture.gates
+
     def check(self) -> None:
-        """Raise ValueError unless all sizes are at least 1 and the heads have equal features."""
-        for name, size in zip(SIZES, astuple(self)):
+        """Raise ValueError unless all sizes are at least 1, and those of heads fit."""
+        for name in SIZES:
+            size = getattr(self, name)
             if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r} should be a whole number of at least 1")
-        hidden, heads = self.hidden, self.heads
-        if hidden % heads:
-            below, above = hidden // heads * heads, (hidden // heads + 1) * heads
-            near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
-            raise ValueError(f"hidden={hidden} cannot be divided among heads={heads} of equal "
-                             f"size: {near} would do")
+        check_architecture(self.architecture)
+        self.architecture.check_heads(self.hidden, self.heads)
 
 
-SIZES = tuple(field.name for field in fields(ModelSizes))
+SIZES = tuple(field.name for field in fields(ModelSizes) if field.name != FIELD)

@@ -4,6 +4,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Iterable, Mapping, Self, TypeVar
 
 from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.model.architecture import FIELD, PLAIN, Architecture, gather_architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES, ModelSizes
 
@@ -41,6 +42,8 @@ class Stack:
         Options of experts, which some layers have in place of the perceptron, see
         `mm3d.model.experts`.  The gradients of the router's losses are added by `backward`, times
         ``routings.scale``.
+    architecture : Architecture
+        What the layers compute; its fields are keywords too, wherever those of a stack are.
     """
 
     layers: int
@@ -55,6 +58,7 @@ class Stack:
     recompute: str = "none"
     dropout: float = 0.0
     experts: ExpertOptions | None = None
+    architecture: Architecture = PLAIN
 
     def __post_init__(self) -> None:
         keep_plain_numbers(self)
@@ -70,12 +74,14 @@ class Stack:
 
     @property
     def sizes(self) -> ModelSizes:
-        """Return the sizes alone."""
-        return ModelSizes(*(getattr(self, name) for name in SIZES))
+        """Return the sizes, with the architecture."""
+        return ModelSizes(*(getattr(self, name) for name in SIZES), self.architecture)
 
 
 def make_of_fields(given: Mapping[str, Any], owner: str, *kinds: type[Made]) -> list[Made]:
     """Make dataclasses of one mapping from the names of their fields to values.
+
+    Where one of them has an architecture, the fields of `Architecture` may be given too.
 
     Parameters
     ----------
@@ -93,6 +99,8 @@ def make_of_fields(given: Mapping[str, Any], owner: str, *kinds: type[Made]) -> 
     """
     names = [field_names(kind) for kind in kinds]
     every = [name for some in names for name in some]
+    if FIELD in every:
+        given = gather_architecture(given)
     for name, value in given.items():
         if name not in every:
             raise TypeError(f"{owner}: {name}={value!r}: there is no such field: "

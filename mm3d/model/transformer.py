@@ -11,6 +11,7 @@ from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Traffic
 from mm3d.grid.grid import Grid
+from mm3d.model.architecture import gather_architecture
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, vectors_of, weighted_products
 from mm3d.model.definition import define_transformer
@@ -31,7 +32,8 @@ from mm3d.schemes.scheme import Scheme
 class Transformer(Trained):
     """Stack pre-LN Transformer layers, without embedding and head, as in the paper's measurements.
 
-    Each layer computes y = x + Attention(LN(x)), then y + MLP(LN(y)), with MLP factor 4 and GELU.
+    Each layer computes y = x + Attention(LN(x)), then y + MLP(LN(y)), with MLP factor 4 and GELU
+    unless an `mm3d.Architecture` says otherwise.
     Weights are drawn from N(0, 1 / fan-in), biases from N(0, 0.01) and the norms' weights from
     N(1, 0.01), so that checks of results are sensitive to all of them.  The same seed gives the
     same model for every scheme, grid and number of ranks.
@@ -55,7 +57,7 @@ class Transformer(Trained):
         Ranks with other sequences of the same batch, and the ranks that divide the experts.
     **fields
         Those of `mm3d.model.stack.Stack`: layers, hidden, heads, batch, seq, seed, dtype, causal,
-        master, recompute, dropout, experts.
+        master, recompute, dropout, experts, architecture; or fields of `mm3d.Architecture`.
 
     Raises
     ------
@@ -97,11 +99,15 @@ class Transformer(Trained):
         if stack is not None and not isinstance(stack, Stack):
             raise TypeError(f"Transformer: {stack!r} is no Stack: sizes have names, such as "
                             f"layers=2, hidden=48, heads=4, batch=8, seq=16")
-        self.stack = stack = Stack.of(fields) if stack is None else replace(stack, **fields)
+        self.stack = stack = Stack.of(fields) if stack is None else replace(
+            stack, **gather_architecture(fields, stack.architecture))
         with same_arguments(scheme.grid.comm, "Transformer") as given:
             given |= stack.fields()
         self.sizes = stack.sizes
         self.sizes.check()
+        if stack.architecture.window and not stack.causal:
+            raise ValueError(f"window={stack.architecture.window} of positions before one's own: "
+                             f"causal=True would do, or window=None")
         check_experts_given(stack.experts)
         _check_dtypes(scheme, stack.dtype, stack.master)
         keep = getattr(scheme, "keep", "none")

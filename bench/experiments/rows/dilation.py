@@ -22,7 +22,7 @@ from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
-STEPS = 3    # without links and waits, after one that does not count
+STEPS = 2    # without links and waits, after one that does not count
 KINDS = ("work", "links")    # of predicted seconds
 LEAST_LINK = 1e4    # bit/s, below which no link is slowed
 
@@ -138,8 +138,7 @@ def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
     float, ndarray
         The factor, and the seconds of the steps, (phases, repetitions).
     """
-    set_links(None, comm, dilation.change)
-    waits.pace = 0.0
+    run_free(comm, waits, dilation)
     samples = np.array([sample() for _ in range(1 + STEPS)])[1:].T
     factor = comm.bcast(
         dilation_factor(float(np.median(samples.sum(axis=0))), predicted, dilation.share,
@@ -147,6 +146,12 @@ def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
     waits.pace = factor
     set_links(dilation.link and dilation.link / factor, comm, dilation.change)
     return factor, samples
+
+
+def run_free(comm: Any, waits: WorkClock, dilation: Dilation) -> None:
+    """Let the following steps wait for nothing, and links have no limit."""
+    set_links(None, comm, dilation.change)
+    waits.pace = 0.0
 
 
 def dilation_factor(software: float, predicted: float, share: float,

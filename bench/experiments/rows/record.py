@@ -17,6 +17,7 @@ from bench.records.measurements import Check, Group, Setting, grid_settings
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
+from mm3d.model.architecture import INNER_FACTOR
 from mm3d.tracing.events import PHASES
 
 
@@ -57,7 +58,7 @@ def row_configuration(one: Case, scheme, settings: Settings) -> dict[str, Settin
     shape, variant = scheme.grid.shape, asdict(one.variant)
     verified_sizes = {f"verified_{name}": value for name, value in one.verified.items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
-            **grid_settings(shape), "mlp_factor": one.sizes.mlp_factor,
+            **grid_settings(shape), "mlp_factor": INNER_FACTOR,
             "seed": settings.seed, **variant, "recompute": settings.recompute,
             "warmup": settings.warmup, "order": settings.order, **asdict(settings.limits),
             "overridden": " ".join([*one.overridden, *["grid"] * (settings.grid is not None)]),

@@ -12,7 +12,7 @@ from bench.cases.combined import TrainingCase
 from bench.checks.against_serial import TOLERANCES, failure_message, worst_error
 from bench.cluster.spec import Cluster
 from bench.errors import Failed
-from bench.experiments.rows.dilation import Dilation, set_links, slow_down
+from bench.experiments.rows.dilation import Dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.waited import ROUNDING
@@ -191,7 +191,7 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Train
                                  sum(predicted.values()))
     modelled = modelled_seconds(trace, settings.work)
     samples, ended_by = take_samples(counted_sample, settings.limits, comm)
-    set_links(None, comm, settings.dilation.change)    # the rest is not timed
+    run_free(comm, clock, settings.dilation)    # the rest is not timed
     first = found[0]
     words = sum(traffic.words for traffic in first.moved.values())
     everyone = comm.gather((factor * modelled, first.slept, first.overlapped, words))

@@ -157,7 +157,7 @@ def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[PairCosts], list[str
 
 def printed_pair(grid: GridShape, sizes: ModelSizes, printed: Printed) -> dict[str, float]:
     """Multiply the printed shares by the sizes of the matrices of both layers."""
-    M, h, wide = sizes.tokens, sizes.hidden, sizes.mlp_factor * sizes.hidden
+    M, h, wide = sizes.tokens, sizes.hidden, sizes.inner
     return printed_sum(grid, [(M, h, wide), (M, wide, h)], printed)
 
 
@@ -181,7 +181,7 @@ def count_pair(name: str, grid: GridShape, sizes: ModelSizes,
     backend = DryBackend()
     scheme = make_scheme(name, DryCommunicator(grid.ranks), grid, backend, **options)
     outer, inner = scheme.spaces(sizes.batch, sizes.seq)
-    features, wide = sizes.hidden, sizes.mlp_factor * sizes.hidden
+    features, wide = sizes.hidden, sizes.inner
     layers = []
     for source, target, shape in ((outer, inner, (features, wide)),
                                   (inner, outer, (wide, features))):

@@ -34,7 +34,7 @@ def printed_costs_parts(found: Sequence[PairCosts], missing: Sequence[str], rank
                          number_cell(counted / printed if printed else float("nan"), ".4f"),
                          one.orders[cost]])
     M, h = sizes.tokens, sizes.hidden
-    title = (f"Two linear layers, {M} x {h} -> {M} x {sizes.mlp_factor * h} -> {M} x {h}, forward "
+    title = (f"Two linear layers, {M} x {h} -> {M} x {sizes.inner} -> {M} x {h}, forward "
              f"and backward, on {ranks} ranks: counted and printed costs of a rank")
     left_out = [f"Left out: {why}." for why in missing]
     return [Table(title, [Column("scheme"), Column("grid", align="<"), Column("cost", align="<"),

@@ -146,6 +146,6 @@ def test_sizes_are_a_value():
     assert ModelSizes(**sizes) == sizes and {sizes: 1}[ModelSizes(**sizes)] == 1
     assert ModelSizes.from_settings({"seed": 0, **sizes}) == sizes and sizes.tokens == 128
     with pytest.raises(KeyError):
-        sizes["mlp_factor"]
+        sizes["vocab"]
     with pytest.raises(ValueError, match="hidden=47 .* heads=4 .*hidden=44 or hidden=48"):
         ModelSizes(2, 47, 4, 8, 16).check()
