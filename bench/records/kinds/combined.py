@@ -138,7 +138,7 @@ def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
     said = [f"{len(errors)} rows: predictions are {100 * np.median(errors):.0f} % off in the "
             f"median, {100 * max(errors):.0f} % at most; the goal is {100 * GOAL_ERROR:.0f} % in "
             f"the median, {_met(np.median(errors) <= GOAL_ERROR)}."]
-    for rows in found:
+    for rows in (rows for rows in found if len(rows) > 1):
         chosen = min(rows, key=lambda row: row.predicted)
         best = min(rows, key=lambda row: row.seconds)
         slower = chosen.seconds / best.seconds - 1

@@ -9,7 +9,7 @@ from bench.records.kinds import combined
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
 
-WIDTH, LINE = 11.0, 0.34    # inches
+WIDTH, LINE = 9.0, 0.3    # inches
 
 
 def make_combined_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawing]:
