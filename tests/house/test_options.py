@@ -16,7 +16,8 @@ PARTICULAR = {
                      "--stop-file"), "of steps of a row or a training, or of other measurements"),
     **dict.fromkeys(("--dtype", "--backend"), "some verbs have fewer choices or a use"),
     **dict.fromkeys(("--out", "--trace", "--torch", "--overlap", "--machine", "--beside", "--work",
-                     "--times", "--experts", "--steps"), "what is done with it differs")}
+                     "--times", "--experts", "--steps", "--vocab"),
+                    "what is done with it differs")}
 
 
 def leaves(parser: argparse.ArgumentParser, name: str):
