@@ -18,7 +18,8 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["console names", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "config", "tracing training", "checkpoints", "selftest", "__init__", "examples"],
+             "hugging_face", "config", "tracing training", "checkpoints", "pretrained",
+             "selftest", "__init__", "examples"],
     "bench": ["document errors mpi statistics least_squares", "text_files", "agreement",
               "cases cluster",
               "records", "instruments", "checks", "experiments",
