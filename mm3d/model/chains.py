@@ -7,7 +7,7 @@ that save only their input.  It is the same for every scheme and has no state.
 from typing import Any, Sequence
 
 from mm3d.arrays.backend import Array
-from mm3d.model.layers import Layer, LayerNorm, Linear
+from mm3d.model.layers import Layer, Linear
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap
@@ -165,8 +165,5 @@ def weighted_products(layer: Layer, backward: bool = False,
 
 def vectors_of(layer: Layer) -> list[tuple[Parameter, Vector]]:
     """List the vectors that a forward pass gathers, in order, each with its storage."""
-    if isinstance(layer, Linear):
-        return [(layer.bias, layer.vector)]
-    if isinstance(layer, LayerNorm):
-        return [(layer.weight, layer.vector), (layer.bias, layer.vector)]
-    return [use for one in getattr(layer, "layers", ()) for use in vectors_of(one)]
+    return getattr(layer, "vectors", None) or [
+        use for one in getattr(layer, "layers", ()) for use in vectors_of(one)]

@@ -37,11 +37,10 @@ EXPERTS = (("norm", "experts"),)
 def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, int]:
     """Count the floating-point operations of all matrix products of a step, over all ranks.
 
-    A multiplication and an addition count as two; backward takes twice as many as forward.  In a
-    layer the four linear layers take 24 tokens hidden^2 and attention 4 tokens seq hidden.
+    A multiplication and an addition count as two; backward takes twice as many as forward.
     Recomputation is not included (see `flops_again`), nor are the scores of attention that
-    backward always recomputes.  A causal mask saves nothing here; NumPy's kernels leave out what
-    they can of the products that it hides.
+    backward always recomputes.  A causal mask or a window saves nothing here; NumPy's kernels
+    leave out what they can of the products that a causal mask hides.
 
     Parameters
     ----------
@@ -98,7 +97,7 @@ def _flops_of(part: str, sizes: ModelSizes, experts: ExpertOptions | None,
     """Count the operations of the forward of a part; routers are not computed `again`."""
     found = sum(2 * one.M * one.N * one.K for one in _products_of(part, sizes, experts))
     if part == "attention":
-        found += 4 * sizes.tokens * sizes.seq * sizes.hidden    # Q K^T and P V
+        found += 4 * sizes.tokens * sizes.seq * sizes.heads * sizes.head    # Q K^T and P V
     if part == "experts" and not again:
         found += 2 * sizes.tokens * sizes.hidden * experts.count
     return found
@@ -117,21 +116,34 @@ def products(sizes: ModelSizes,
 def _products_of(part: str, sizes: ModelSizes,
                  experts: ExpertOptions | None) -> list[ProductShape]:
     """List the products with weights of a part."""
-    tokens, h, wide = sizes.tokens, sizes.hidden, sizes.inner
-    head = h // sizes.heads
-    if part == "experts":    # k rows for each token
-        rows = experts.top * tokens
-        return [ProductShape("up", rows, h, wide), ProductShape("down", rows, wide, h)]
-    found = {"qkv": ProductShape("up", tokens, h, 3 * h, (1, 3 * head)),    # 3 is never divided
-             "proj": ProductShape("down", tokens, h, h, (head, 1)),
-             "up": ProductShape("up", tokens, h, wide), "down": ProductShape(
-                 "down", tokens, wide, h)}.get(part)
-    return [found] if found else []
+    h, inner, gates = sizes.hidden, sizes.inner, sizes.gates
+    rows = sizes.tokens * (experts.top if part == "experts" else 1)    # k for each token
+    unit = sizes.head * (sizes.group + 2)    # what comes before the last dimension stays whole
+    heads = sizes.head * sizes.group
+    found = {"qkv": ProductShape("up", rows, h, sizes.kv_heads * unit, (1, unit)),
+             "proj": ProductShape("down", rows, sizes.kv_heads * heads, h, (heads, 1)),
+             "up": ProductShape("up", rows, h, gates * inner, (1, gates)),
+             "down": ProductShape("down", rows, inner, h)}
+    names = {"experts": ("up", "down")}.get(part, (part,))
+    return [found[name] for name in names if name in found]
 
 
 def parameters(sizes: ModelSizes) -> int:
-    """Count the elements of all parameters; a layer has 12 hidden^2 + 13 hidden."""
-    return sizes.layers * (12 * sizes.hidden ** 2 + 13 * sizes.hidden)
+    """Count the elements of all parameters; a layer of 2019 has 12 hidden^2 + 13 hidden."""
+    norms = 2 * sizes.hidden * _vectors_of_norm(sizes)
+    return sizes.layers * (norms + sum(
+        one.N * one.K + one.K * _has_bias(part, sizes)
+        for part in ("qkv", "proj", "up", "down") for one in _products_of(part, sizes, None)))
+
+
+def _vectors_of_norm(sizes: ModelSizes) -> int:
+    """Return how many vectors a norm has, and how many sums over a row its forward takes."""
+    return 1 if sizes.architecture.norm == "rms" else 2
+
+
+def _has_bias(part: str, sizes: ModelSizes) -> bool:
+    """Return whether the product of a part has a bias."""
+    return sizes.architecture.biases in ("all", part)
 
 
 @cache
@@ -223,22 +235,25 @@ def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | 
               kind: str) -> tuple[Moves, Moves]:
     """List the collectives of a part, forward and backward, in a kind of pass."""
     outer, inner, h = of.outer, of.inner, sizes.hidden
-    if part == "norm":    # sums for the mean, the variance, and both gradients at once
-        sums = [*outer.row_sum_moves(of.tokens, 1)] * 2
-        return (sums + [*outer.vector_gather_moves(h)] * 2,
-                [*outer.vector_reduce_moves(h)] * 2 + [*outer.row_sum_moves(of.tokens, 2)])
+    gelu_adds = sizes.gates == 1 and _has_bias("up", sizes)    # the bias of the product up
+    if part == "norm":    # sums for the mean, the variance, and all gradients at once
+        n = _vectors_of_norm(sizes)
+        sums = [*outer.row_sum_moves(of.tokens, 1)] * n
+        return (sums + [*outer.vector_gather_moves(h)] * n,
+                [*outer.vector_reduce_moves(h)] * n + [*outer.row_sum_moves(of.tokens, n)])
     if part == "gelu":
-        wide = sizes.inner
-        return [*inner.vector_gather_moves(wide)], [*inner.vector_reduce_moves(wide)]
+        wide, n = sizes.inner, int(gelu_adds)
+        return [*inner.vector_gather_moves(wide)] * n, [*inner.vector_reduce_moves(wide)] * n
     if part == "attention":    # keys and values are gathered, in backward again
-        gathers, sums = ([*inner.sequence_moves(collective, 2 * of.tokens * h)]
+        keys = sizes.kv_heads * sizes.head
+        gathers, sums = ([*inner.sequence_moves(collective, 2 * of.tokens * keys)]
                          for collective in ("all_gather", "reduce_scatter"))
         return gathers, gathers + sums
     if part == "experts":
         return _expert_moves(of, sizes, experts, kind == "again")
     (product,) = _products_of(part, sizes, experts)
     forward, backward = of.product_moves(product, kind == "recomputed")
-    if part == "up":    # GELU adds its bias
+    if not _has_bias(part, sizes) or part == "up" and gelu_adds:
         return forward, backward
     target = of.spaces(product.way)[1]
     return ([*forward, *target.vector_gather_moves(product.K)],
@@ -254,11 +269,11 @@ def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
     the counts of its choices, are not recomputed.
     """
     outer, inner, E = of.outer, of.inner, experts.count
-    h, wide = sizes.hidden, sizes.inner
-    forward, backward = ([*outer.vector_gather_moves(E * h)] * 2
-                         + [*inner.vector_gather_moves(E * wide)],
-                         [*outer.vector_reduce_moves(E * h)] * 2
-                         + [*inner.vector_reduce_moves(E * wide)])
+    h, wide, n = sizes.hidden, sizes.gates * sizes.inner, int(_has_bias("up", sizes))
+    forward, backward = ([*outer.vector_gather_moves(E * h)] * (1 + n)    # the router's weight
+                         + [*inner.vector_gather_moves(E * wide)] * n,
+                         [*outer.vector_reduce_moves(E * h)] * (1 + n)
+                         + [*inner.vector_reduce_moves(E * wide)] * n)
     for product in _products_of("experts", sizes, experts):
         # Without rows only the weight's words are left.
         for own, one, weight in zip((forward, backward), of.product_moves(product),

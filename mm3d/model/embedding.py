@@ -15,7 +15,7 @@ from mm3d.model.token_functions import add_rows_by_id, look_up_rows
 
 
 class Embedding:
-    """Compute x = E[token] + P[position].
+    """Compute x = E[token] + P[position], or E[token] alone.
 
     Both tables are stored as the weight of a product down, so that logits can be x E^T: their
     rows, of any number, are divided along one direction without padding.  All ranks along that
@@ -29,17 +29,19 @@ class Embedding:
     build : Builder
         Makes E and P; x is in its outer space.
     vocab, seq, hidden : int
-        Global sizes of the tables, vocab x hidden and seq x hidden.
+        Global sizes of the tables, vocab x hidden and seq x hidden; seq is None without P.
     """
 
-    def __init__(self, build: Builder, vocab: int, seq: int, hidden: int) -> None:
+    def __init__(self, build: Builder, vocab: int, seq: int | None, hidden: int) -> None:
         build.named(self, "embedding", "embedding")
         self.outer, grid, layout = build.outer, build.outer.grid, Layout(build.scheme.down_weight)
         product = build.scheme.product(build.inner, build.outer, (vocab, hidden), (1, 1))
         self.weight = build.create_parameter("embedding.weight", layout, (vocab, hidden),
                                              product.gathered_along)
-        self.positions = build.create_parameter("positions.weight", layout, (seq, hidden))
-        self.parameters, outer = [self.weight, self.positions], self.outer
+        self.parameters, outer = [self.weight], self.outer
+        if seq is not None:
+            self.parameters.append(build.create_parameter("positions.weight", layout,
+                                                          (seq, hidden)))
         vocabulary, features = layout.dims
         self._tables = [_Table(p, grid, layout, features[len(outer.features):])
                         for p in self.parameters]
@@ -56,11 +58,12 @@ class Embedding:
         """Compute this rank's block of x from the global tokens, (batch, seq) on the host."""
         library, dtype = self.outer.grid.backend, self.weight.dtype
         term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
-        table, positions = (one.gather() for one in self._tables)
+        table, *positions = (one.gather() for one in self._tables)
         flat = as_rows(term)
         look_up_rows(table, tokens[self._place].ravel(), self._tables[0].first, flat)
-        here, there = self._shared_positions()
-        term[:, here, :] += positions[there, :]
+        for rows in positions:
+            here, there = self._shared_positions()
+            term[:, here, :] += rows[there, :]
         for split in self._rows:
             term = split.reduce_scatter(term)
         for axis in self._sums:
@@ -79,15 +82,16 @@ class Embedding:
         """Add the gradients of both tables, from this rank's block of dx and the global tokens."""
         for split in reversed(self._rows):
             dx = split.all_gather(dx)
-        xp, (E, P) = namespace(dx), self._tables
+        xp, (E, *positions) = namespace(dx), self._tables
         gradient = E.begin_gradient()
         add_rows_by_id(as_rows(dx), tokens[self._place].ravel(), E.first, gradient)
         E.finish_gradient(gradient, self._copies)
-        here, there = self._shared_positions()
-        total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))
-        gradient = P.begin_gradient()
-        gradient[there, :] = xp.astype(total, gradient.dtype, copy=False)
-        P.finish_gradient(gradient, self._copies)
+        for P in positions:
+            here, there = self._shared_positions()
+            total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))
+            gradient = P.begin_gradient()
+            gradient[there, :] = xp.astype(total, gradient.dtype, copy=False)
+            P.finish_gradient(gradient, self._copies)
 
 
 class _Table:

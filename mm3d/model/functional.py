@@ -88,7 +88,7 @@ def sum_products(a: Array, b: Array, keep_float32: bool = False) -> Array:
     return _sum_terms(keep_float32, lambda u, v: u * v, a, b)
 
 
-def _upcast(a: Array) -> Array:
+def upcast(a: Array) -> Array:
     """Convert `a` to the type of computation: float32 for 16 bits, otherwise its own."""
     return namespace(a).astype(a, accumulation_dtype(a), copy=False)
 
@@ -100,7 +100,7 @@ def _sum_terms(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -
     total = library.empty(like.shape[-1:], dtype)
     total[...] = 0
     for rows in row_blocks(library, *arrays):
-        total += xp.sum(term(*map(_upcast, rows)), axis=0, dtype=dtype)
+        total += xp.sum(term(*map(upcast, rows)), axis=0, dtype=dtype)
     return total if keep_float32 else xp.astype(total, like.dtype, copy=False)
 
 
@@ -118,7 +118,7 @@ def gelu_forward(x: Array, out: Array) -> Array:
     """
     library, xp = backend_of(x), namespace(x)
     for u, y in row_blocks(library, x, out):
-        u = _upcast(u)
+        u = upcast(u)
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * (u * u)))
         t += 1
         t *= u
@@ -130,14 +130,14 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
     """Compute dx = dy GELU'(x) in `out`, from the input x of `gelu_forward`."""
     library, xp = backend_of(x), namespace(x)
     for g, u, dx in row_blocks(library, dy, x, out):
-        u = _upcast(u)
+        u = upcast(u)
         square = u * u
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * square))
         slope = GELU_SCALE / 2 + (1.5 * GELU_SCALE * GELU_CUBIC) * square
         slope *= u
         slope *= 1 - t * t
         slope += 0.5 * (1 + t)
-        dx[...] = xp.astype(_upcast(g) * slope, dx.dtype, copy=False)
+        dx[...] = xp.astype(upcast(g) * slope, dx.dtype, copy=False)
     return out
 
 
@@ -145,7 +145,7 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
 def bias_gelu_forward(x: Array, b: Array, out: Array) -> Array:
     """Compute GELU(x + b), the vector b added to every row of x; parameters as in `add_rows`."""
     for u, y in row_blocks(backend_of(x), x, out):
-        gelu_forward(_upcast(u) + _upcast(b), y)
+        gelu_forward(upcast(u) + upcast(b), y)
     return out
 
 
@@ -157,11 +157,11 @@ def bias_gelu_backward(dy: Array, x: Array, b: Array, out: Array,
     `keep_float32` as in `sum_rows`.
     """
     for g, u, dx in row_blocks(backend_of(x), dy, x, out):
-        gelu_backward(g, _upcast(u) + _upcast(b), dx)
+        gelu_backward(g, upcast(u) + upcast(b), dx)
     return out, sum_rows(out, keep_float32)
 
 
-def _sum_features(xp: Any, a: Array) -> Array:
+def sum_row(xp: Any, a: Array) -> Array:
     """Sum over the last dimension, with at least float32 precision; keep that dimension."""
     return xp.sum(a, axis=-1, dtype=accumulation_dtype(a), keepdims=True)
 
@@ -193,14 +193,14 @@ def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Arra
         `out`, and 1 / sqrt(variance + eps) as (..., 1) in float32 at least.
     """
     library, xp = backend_of(x), namespace(x)
-    mean = total(_sum_features(xp, x)) / features
+    mean = total(sum_row(xp, x)) / features
     squares = library.empty(mean.shape, mean.dtype)
     for u, m, s in row_blocks(library, x, mean, squares):
-        centred = _upcast(u) - m
-        s[...] = _sum_features(xp, centred * centred)
+        centred = upcast(u) - m
+        s[...] = sum_row(xp, centred * centred)
     rstd = 1 / xp.sqrt(total(squares) / features + eps)
     for u, m, y, r in row_blocks(library, x, mean, out, rstd):
-        y[...] = xp.astype((_upcast(u) - m) * r, y.dtype, copy=False)
+        y[...] = xp.astype((upcast(u) - m) * r, y.dtype, copy=False)
     return out, rstd
 
 
@@ -214,12 +214,12 @@ def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
     library, xp = backend_of(dy), namespace(dy)
     sums = library.empty(rstd.shape[:-1] + (2,), rstd.dtype)
     for g, h, s in row_blocks(library, dy, xhat, sums):
-        g, h = _upcast(g), _upcast(h)
-        s[:, 0:1] = _sum_features(xp, g)
-        s[:, 1:2] = _sum_features(xp, g * h)
+        g, h = upcast(g), upcast(h)
+        s[:, 0:1] = sum_row(xp, g)
+        s[:, 1:2] = sum_row(xp, g * h)
     means = total(sums) / features
     for g, h, r, m, dx in row_blocks(library, dy, xhat, rstd, means, out):
-        g, h = _upcast(g), _upcast(h)
+        g, h = upcast(g), upcast(h)
         dx[...] = xp.astype((g - m[:, 0:1] - h * m[:, 1:2]) * r, dx.dtype, copy=False)
     return out
 
@@ -251,13 +251,16 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
         The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries),
         in float32 at least.
     """
+    return attend(q, k, v, causal_mask(q, k, first) if causal else None, out)
+
+
+def attend(q: Array, k: Array, v: Array, mask: Array | None, out: Array) -> tuple[Array, Array]:
+    """Compute attention with a mask, which is added to the scores of all sequences and heads."""
     library, xp = backend_of(q), namespace(q)
-    batch, queries, heads, d = q.shape
-    dtype = accumulation_dtype(q)
-    lse = library.empty((batch, heads, queries), dtype)
-    mask = _causal_mask(q, k, first, dtype) if causal else None
+    batch, queries, heads, _ = q.shape
+    lse = library.empty((batch, heads, queries), accumulation_dtype(q))
     for b, some in head_blocks(library, q, k):
-        Q, K, V = (_upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v))
+        Q, K, V = (upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v))
         S = _scores(xp, Q, K, mask)
         top = xp.max(S, axis=-1, keepdims=True)
         S -= top
@@ -287,11 +290,18 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
     dk, dv : Array
         Shape of k: gradients at all positions, from the queries of this rank.
     """
+    attend_backward(do, (q, k, v), lse, causal_mask(q, k, first) if causal else None,
+                    (dq, dk, dv))
+
+
+def attend_backward(do: Array, qkv: tuple[Array, Array, Array], lse: Array, mask: Array | None,
+                    gradients: tuple[Array, Array, Array]) -> None:
+    """Compute the gradients of `attend`."""
+    (q, k, v), (dq, dk, dv) = qkv, gradients
     library, xp = backend_of(q), namespace(q)
     scale = 1 / math.sqrt(q.shape[-1])
-    mask = _causal_mask(q, k, first, lse.dtype) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V, dO = (_upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v, do))
+        Q, K, V, dO = (upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v, do))
         P = _scores(xp, Q, K, mask)
         P -= lse[b, some, :][:, :, None]
         P = xp.exp(P)
@@ -313,11 +323,11 @@ def _store_heads(a: Array, b: int, some: slice, heads: Array) -> None:
     a[b, :, some, :] = xp.astype(xp.permute_dims(heads, (1, 0, 2)), a.dtype, copy=False)
 
 
-def _causal_mask(q: Array, k: Array, first: int, dtype: Any) -> Array:
+def causal_mask(q: Array, k: Array, first: int) -> Array:
     """Return the causal mask (queries, positions): -inf at later positions, 0 elsewhere."""
     queries, positions, library = q.shape[1], k.shape[1], backend_of(q)
     later = library.arange(0, positions)[None, :] > library.arange(first, first + queries)[:, None]
-    zero = library.empty((queries, positions), dtype)
+    zero = library.empty((queries, positions), accumulation_dtype(q))
     zero[...] = 0
     return library.xp.where(later, zero - math.inf, zero)
 

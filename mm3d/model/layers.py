@@ -16,12 +16,14 @@ Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..
 global one divided as the space says, and the dtype of the model.
 """
 
+import math
 from typing import Any, Protocol
 
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.split import Gathered
-from mm3d.model import functional
+from mm3d.model import functional, windows
+from mm3d.model.architecture import PLAIN
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
@@ -70,25 +72,31 @@ class Linear:
     way : {"up", "down"}
         "up" from the outer space into the inner one, "down" back.
     shape : tuple of int
-        Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
+        Global shape of W: (in, out), or (in, n, out) for n products with the same x, such as
+        queries, keys and values.
     unit : int
         Number of neighbouring features in the inner space that stay together, such as a head's.
     adds_bias : bool
         Whether the layer adds b; otherwise a `Gelu` that follows adds it.
+    has_bias : bool
+        Whether there is b at all.
     """
 
     def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...], unit: int = 1,
-                 adds_bias: bool = True) -> None:
+                 adds_bias: bool = True, has_bias: bool = True) -> None:
         build.named(self, name, name)
         source, target = build.spaces(way)
         units = (1, unit) if way == "up" else (unit, 1)
         self.product = build.scheme.product(source, target, shape, units)
-        self.vector, self.adds_bias = Vector(target, shape[1:], units[1]), adds_bias
+        self.vector, self.bias = Vector(target, shape[1:], units[1]), None
+        self.adds_bias = adds_bias and has_bias
         self.weight = build.create_parameter(f"{name}.weight", self.product.weight, shape,
                                              self.product.gathered_along)
-        self.bias = build.create_parameter(f"{name}.bias", self.vector.layout, shape[1:])
+        if has_bias:
+            self.bias = build.create_parameter(f"{name}.bias", self.vector.layout, shape[1:])
         self.product.accumulate_float32 = self.weight.has_master
-        self.parameters = [self.weight, self.bias]
+        self.parameters = [self.weight, self.bias] if has_bias else [self.weight]
+        self.vectors = [(self.bias, self.vector)] if has_bias else []
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute y = x W + b; return it with the data that the product saves."""
@@ -146,17 +154,19 @@ class LayerNorm:
         Name of the layer in its block.
     hidden : int
         Global number of features.
+    eps : float
+        Added to the variance.
     """
 
-    eps = 1e-5
-
-    def __init__(self, build: Builder, name: str, hidden: int) -> None:
+    def __init__(self, build: Builder, name: str, hidden: int,
+                 eps: float = PLAIN.epsilon) -> None:
         build.named(self, name, name)
-        self.space, self.hidden = build.outer, hidden
+        self.space, self.hidden, self.eps = build.outer, hidden, eps
         self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)
         self.weight, self.bias = self.parameters = [
             build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
             for part in ("weight", "bias")]
+        self.vectors = [(one, self.vector) for one in self.parameters]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
@@ -181,7 +191,7 @@ class LayerNorm:
 
 
 class Gelu:
-    """Compute GELU(x + b), with the output x and the bias b of a linear layer.
+    """Compute GELU(x + b), with the output x and the bias b, if there is one, of a linear layer.
 
     Adding the bias here saves a pass over the widest activation in forward and in backward.
 
@@ -203,6 +213,8 @@ class Gelu:
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute GELU(x + b); save x and the gathered b_l."""
+        if self.bias is None:
+            return functional.gelu_forward(x, out=self.empty(x.dtype)), (x, None)
         y, b_l = gelu_forward(x, vector_of(self.bias, overlap), self.vector,
                               out=self.empty(x.dtype))
         return y, (x, b_l)
@@ -210,72 +222,95 @@ class Gelu:
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Compute dx = dy GELU'(x + b); add db to the gradient of the bias."""
         x, b_l = saved
+        if b_l is None:
+            return functional.gelu_backward(dy, x, out=self.empty(dy.dtype))
         dx, db = gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
         accumulate_terms(self.bias, self.vector, db, overlap)
         return dx
 
 
 class Attention:
-    """Compute multi-head attention from Q, K and V, (batch, seq, 3, features).
+    """Compute multi-head attention from Q, K and V, (batch, seq, group + 2, features).
 
-    Heads are divided like the features.  Where the positions of a sequence are divided, each rank
-    uses its own queries, gathers keys and values along the sequence, and reduce-scatters their
-    gradients.  The paper leaves this communication out.
+    Each head of K and V serves a group of heads of Q: number n of the group is Q[:, :, n], then
+    come K and V.  So a group's heads are neighbours, in the output and in published weights, and
+    stay on the rank of their key.  Heads are divided like the features.
+
+    Where the positions of a sequence are divided, each rank uses its own queries, gathers keys and
+    values along the sequence, and reduce-scatters their gradients.  The paper leaves this
+    communication out.
 
     Parameters
     ----------
     space : Space
         Space of the input and the output.
     features : int
-        Global number of features of all heads together.
+        Global number of features of all heads of Q together.
     head : int
         Number of features of a head.
     causal : bool
         Whether a position attends only to itself and those before it.
+    group : int
+        Number of heads of Q that share one of K and V.
+    window : int, optional
+        To how many positions a causal position attends at most.
     """
 
     parameters: list[Parameter] = []
 
-    def __init__(self, space: Space, features: int, head: int, causal: bool) -> None:
-        self.space, self.head, self.causal = space, head, causal
-        self.empty = space.allocator(features, unit=head)
-        self.empty_qkv = space.allocator(3, features, unit=head)
+    def __init__(self, space: Space, features: int, head: int, causal: bool, group: int = 1,
+                 window: int | None = None) -> None:
+        self.space, self.head, self.causal, self.group = space, head, causal, group
+        self.limit: int = causal
+        self.pair = functional.attention_forward, functional.attention_backward
+        if window is not None and window < space.seq:
+            self.limit = window
+            self.pair = windows.window_attention_forward, windows.window_attention_backward
+        self.empty = space.allocator(features, unit=group * head)
+        self.empty_qkv = space.allocator(group + 2, features // group, unit=head)
         axis = space.sequence_axis
         self.split = None if axis is None else space.rows_split(axis.name)
 
-    def _split_heads(self, a: Array) -> Array:
-        """View the features of `a` as (..., heads, features of a head)."""
-        heads = a.shape[-1] // self.head
-        return namespace(a).reshape(a, a.shape[:-1] + (heads, self.head))
+    def _split_heads(self, a: Array, *members: int) -> Array:
+        """View the features of `a` as (..., heads, `members` of a group, features of a head)."""
+        heads = a.shape[-1] // (self.head * math.prod(members))
+        return namespace(a).reshape(a, (*a.shape[:-1], heads, *members, self.head))
 
     def _gather_qkv(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Return q of this rank's positions, and k and v of all positions, by heads."""
+        """Return Q of this rank's positions, with all members, and K and V of all positions."""
         by_head = self._split_heads(qkv)
-        kv = by_head[:, :, 1:, ...]
+        kv = by_head[:, :, self.group:, ...]
         if self.split is not None:
             kv = self.split.all_gather(kv)
-        return by_head[:, :, 0, ...], kv[:, :, 0, ...], kv[:, :, 1, ...]
+        return by_head, kv[:, :, 0, ...], kv[:, :, 1, ...]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute the output, (batch, seq, features); save Q, K, V and the log-sum-exps."""
         q, k, v = self._gather_qkv(x)
         y = self.empty(x.dtype)
-        _, lse = functional.attention_forward(q, k, v, self.space.first_position, self.causal,
-                                              out=self._split_heads(y))
+        by_member = self._split_heads(y, self.group)
+        lse = [self.pair[0](q[:, :, n, ...], k, v, self.space.first_position, self.limit,
+                            out=by_member[:, :, :, n, :])[1] for n in range(self.group)]
         return y, (x, lse)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute the gradients of Q, K and V, (batch, seq, 3, features)."""
+        """Compute the gradients of Q, K and V, (batch, seq, group + 2, features)."""
         x, lse = saved
         q, k, v = self._gather_qkv(x)
         dx = self.empty_qkv(x.dtype)
-        by_head = self._split_heads(dx)
-        dkv = by_head[:, :, 1:, ...]
+        dq, do = self._split_heads(dx), self._split_heads(dy, self.group)
+        dkv, term = dq[:, :, self.group:, ...], None
         if self.split is not None:
             dkv = self.split.term((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
-        functional.attention_backward(
-            self._split_heads(dy), q, k, v, lse, self.space.first_position, self.causal,
-            by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])
+        for n in range(self.group):
+            if n == 1:    # the members of a group add to the same gradients
+                term = self.space.grid.backend.empty(dkv.shape, x.dtype)
+            into = dkv if term is None else term
+            self.pair[1](
+                do[:, :, :, n, :], q[:, :, n, ...], k, v, lse[n], self.space.first_position,
+                self.limit, dq[:, :, n, ...], into[:, :, 0, ...], into[:, :, 1, ...])
+            if term is not None:
+                dkv += term
         if self.split is not None:
-            by_head[:, :, 1:, ...] = self.split.reduce_scatter(dkv)
+            dq[:, :, self.group:, ...] = self.split.reduce_scatter(dkv)
         return dx

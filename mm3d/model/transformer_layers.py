@@ -6,9 +6,13 @@ from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Recomputed, Residual
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.layers import Attention, Gelu, Layer, LayerNorm, Linear
+from mm3d.model.layers import Attention, Gelu, Layer, Linear
 from mm3d.model.recomputation import parse_policy
+from mm3d.model.rms_norm import make_norm
+from mm3d.model.rotary import Rotary, Turns
+from mm3d.model.sizes import ModelSizes
 from mm3d.model.stack import Stack
+from mm3d.model.swiglu import SwiGLU
 
 
 def transformer_layers(build: Builder, stack: Stack, part: range | None = None) -> list[Layer]:
@@ -32,11 +36,14 @@ def transformer_layers(build: Builder, stack: Stack, part: range | None = None) 
     experts = stack.experts
     policy, whole = parse_policy(stack.recompute), range(stack.layers)
     numbers = [*(whole if part is None else part)]
+    rotary = stack.architecture.positions == "rotary"
+    turns = Turns(build.inner, stack.sizes.head, str(stack.dtype),
+                  stack.architecture) if rotary else None
 
     def layer(number: int) -> list[Layer]:
         here = experts if experts and experts.in_layer(number) else None
         with build.block(f"layers.{number}"):
-            return _layer(build, stack, policy.selective, here)
+            return _layer(build, stack, policy.selective, here, turns)
     if not policy.group_size:
         return [one for number in numbers for one in layer(number)]
     groups = []
@@ -49,13 +56,15 @@ def transformer_layers(build: Builder, stack: Stack, part: range | None = None) 
 
 
 def _layer(build: Builder, stack: Stack, selective: bool,
-           experts: ExpertOptions | None) -> list[Layer]:
+           experts: ExpertOptions | None, turns: Turns | None) -> list[Layer]:
     """Make one layer: attention, then the multi-layer perceptron, or `experts` in its place.
 
-    With `selective` each linear layer and the layer before it are recomputed in backward.
+    With `selective` the layers up to each linear layer are recomputed in backward.  Queries and
+    keys are rotated by `turns`, if there are any.
     """
-    sizes, h, dropout = stack.sizes, stack.hidden, stack.dropout
-    wide, head = sizes.inner, sizes.head
+    sizes, h, dropout, how = stack.sizes, stack.hidden, stack.dropout, stack.architecture
+    features, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+    every = how.biases == "all"
 
     def residual(name: str, layers: Sequence[Layer]) -> Chain:
         if selective and len(layers) > 2:
@@ -66,16 +75,29 @@ def _layer(build: Builder, stack: Stack, selective: bool,
             return build.named(DropoutResidual(drop, *layers), name, "residual")
         return build.named(Residual(*layers), name, "residual")
 
+    rotary = [] if turns is None else [build.named(
+        Rotary(build.inner, sizes.group + 1, keys, turns), "attention.rotary", "rotary")]
     attention = residual("attention", [
-        LayerNorm(build, "ln1", h),
-        Linear(build, "attention.qkv", "up", (h, 3, h), head),
-        build.named(Attention(build.inner, h, head, stack.causal), "attention.attention",
-                    "attention"),
-        Linear(build, "attention.proj", "down", (h, h), head)])
-    norm = LayerNorm(build, "ln2", h)
+        make_norm(build, "ln1", h, how),
+        Linear(build, "attention.qkv", "up", (h, sizes.group + 2, keys), sizes.head,
+               has_bias=how.biases != "none"), *rotary,
+        build.named(Attention(build.inner, features, sizes.head, stack.causal, sizes.group,
+                              how.window), "attention.attention", "attention"),
+        Linear(build, "attention.proj", "down", (features, h), sizes.group * sizes.head,
+               has_bias=every)])
+    norm = make_norm(build, "ln2", h, how)
     if experts is not None:
         return [attention, residual("mlp", [norm, experts.make_layer(build, "experts", sizes)])]
-    up = Linear(build, "mlp.up", "up", (h, wide), adds_bias=False)
     return [attention, residual("mlp", [
-        norm, up, build.named(Gelu(up, build.inner, wide), "mlp.gelu", "gelu"),
-        Linear(build, "mlp.down", "down", (wide, h))])]
+        norm, *_up(build, sizes, every), Linear(build, "mlp.down", "down", (sizes.inner, h),
+                                                has_bias=every)])]
+
+
+def _up(build: Builder, sizes: ModelSizes, has_bias: bool) -> list[Layer]:
+    """Make the first product of a perceptron, or two at once, and what follows."""
+    if sizes.gates == 2:
+        up = Linear(build, "mlp.up", "up", (sizes.hidden, 2, sizes.inner), has_bias=has_bias)
+        return [up, build.named(SwiGLU(build.inner, sizes.inner), "mlp.swiglu", "swiglu")]
+    up = Linear(build, "mlp.up", "up", (sizes.hidden, sizes.inner), adds_bias=False,
+                has_bias=has_bias)
+    return [up, build.named(Gelu(up, build.inner, sizes.inner), "mlp.gelu", "gelu")]

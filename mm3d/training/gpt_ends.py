@@ -13,8 +13,9 @@ from mm3d.model.dropout import Dropout
 from mm3d.model.embedding import Embedding
 from mm3d.model.heads import Head, TiedHead, TiedWeight
 from mm3d.model.initial_values import InitialValues, draw_parameter
-from mm3d.model.layers import LayerNorm
+from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
+from mm3d.model.rms_norm import make_norm
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule
@@ -31,13 +32,15 @@ class Output:
         As for `mm3d.GPT`.
     table : Parameter or None
         The table of the embedding, which a tied head uses; None where it is on another stage.
+    architecture : Architecture
+        Says which norm.
     **options
         Options of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
     """
 
     def __init__(self, build: Builder, vocab: int, hidden: int, tied: bool,
-                 table: Parameter | None, **options: Any) -> None:
-        self.norm = LayerNorm(build, "norm", hidden)
+                 table: Parameter | None, architecture: Architecture, **options: Any) -> None:
+        self.norm = make_norm(build, "norm", hidden, architecture)
         self.head = (TiedHead(build, hidden, vocab, table) if tied else
                      Head(build, hidden, vocab))
         self.loss = build.named(CrossEntropy(build.inner, vocab, **options), "loss", "loss")
@@ -116,14 +119,16 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
     """
     stages, (_, seq, hidden) = schedule.stages[stage], chunks[0].shape
     build, found, table = chunks[0].builder, {}, None
+    architecture = chunks[0].stack.architecture
     if 0 in stages:
-        embedding = found["embedding"] = Embedding(build, vocab, seq, hidden)
+        embedding = found["embedding"] = Embedding(
+            build, vocab, seq if architecture.positions == "learned" else None, hidden)
         first, table = chunks[stages.index(0)], embedding.weight    # with the key of its masks
         if first.dropout:
             drop = Dropout(first.outer, hidden, first.dropout, "dropout", first.mask_key)
             found["dropout"] = build.named(drop, "dropout", "dropout")
     if schedule.stage_count - 1 in stages:
-        found["output"] = Output(build, vocab, hidden, tied, table, **options)
+        found["output"] = Output(build, vocab, hidden, tied, table, architecture, **options)
     return StageEnds(**found)
 
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.backend import Array, namespace
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.split import Split
+from mm3d.model.functional import upcast
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import Vector
 
@@ -39,14 +40,14 @@ class Router:
             The logits, and the gathered W for `backward`.
         """
         weight = self.vector.gather_features(self.weight.value)
-        return self.sum_features(matmul_nt(_upcast(x), _upcast(weight))), weight
+        return self.sum_features(matmul_nt(upcast(x), upcast(weight))), weight
 
     def backward(self, dlogits: Array, x: Array, saved: Any) -> Array:
         """Compute dx, in the type of the logits; add dW to the gradient."""
-        dW, xp = matmul_tn(dlogits, _upcast(x)), namespace(dlogits)
+        dW, xp = matmul_tn(dlogits, upcast(x)), namespace(dlogits)
         self.weight.accumulate(self.vector.reduce_gradient(
             xp.astype(dW, self.weight.grad.dtype, copy=False)))
-        return matmul(dlogits, _upcast(saved))
+        return matmul(dlogits, upcast(saved))
 
     def sum_features(self, a: Array) -> Array:
         """Sum `a`, one row for each token, over the ranks that have other features of the rows."""
@@ -54,8 +55,3 @@ class Router:
             split = Split(axis, 0, a.shape[0])
             a = split.all_gather(split.reduce_scatter(a))
         return a
-
-
-def _upcast(a: Array) -> Array:
-    """Convert `a` to float32 if it has 16 bits."""
-    return namespace(a).astype(a, accumulation_dtype(a), copy=False)

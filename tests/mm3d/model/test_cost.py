@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from llamas import architecture
 from mm3d import ModelSizes
 from mm3d.grid.axis import Axis
 from mm3d.model import cost
@@ -16,7 +17,9 @@ from reference import (SHAPES, every_grid, grids, integers, on_grid, relative_er
 
 # Everything divides; nothing does, and there are fewer sequences and heads than ranks.
 MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
-          "uneven": dict(layers=1, hidden=15, heads=3, batch=3, seq=5)}
+          "uneven": dict(layers=1, hidden=15, heads=3, batch=3, seq=5),
+          **{name: dict(layers=1, hidden=15, heads=6, batch=3, seq=5,
+                        architecture=architecture(name)) for name in ("llama", "qwen", "biases")}}
 
 
 def of_phases(model, count) -> dict:
@@ -46,10 +49,11 @@ def spy(monkeypatch, owner, *names) -> list:
 
 @pytest.mark.ranks(1, 4, 8, slow=(6,))
 def test_collectives_words_flops_and_parameters_of_the_model(comm, monkeypatch):
-    """Where nothing divides, and in 3-D where everything does."""
+    """Where nothing divides, and in 3-D where everything does; in 3-D of more architectures."""
     for parallelism in [Parallelism("serial"), *EACH_ONCE[comm.size]]:
         with parallelism.on(comm) as scheme:
-            for name in ("uneven", "even") if parallelism == Parallelism("3d") else ("uneven",):
+            some = [*MODELS] if parallelism == Parallelism("3d") else ["uneven", "llama"]
+            for name in some:
                 check_model(comm, scheme, MODELS[name], parallelism.options, monkeypatch)
 
 
@@ -69,7 +73,7 @@ def check_model(comm, scheme, sizes, options, monkeypatch):
         counted = of_phases(model, count)
     flops = cost.flops(described)
     flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
-                          * (sizes["hidden"] + sizes["heads"]))
+                          * described.heads * (described.head + 1))
     moves = cost.moves(scheme.name, scheme.grid.shape, described, **options)
     closed = cost.words(scheme.name, scheme.grid.shape, described, **options)
     for phase, (traffic, done) in counted.items():

@@ -1,0 +1,71 @@
+"""Gate a perceptron by SiLU."""
+
+from typing import Any
+
+from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.elementwise import row_blocks
+from mm3d.grid.activations import Space
+from mm3d.model.functional import upcast
+from mm3d.model.parameters import Parameter
+from mm3d.schemes.overlap import Overlap
+
+
+def swiglu_forward(x: Array, out: Array) -> Array:
+    """Compute SiLU(g) u = g s u, where s = 1 / (1 + exp(-g)), for x = (g, u).
+
+    Source: Shazeer, arXiv 2002.05202.
+
+    Parameters
+    ----------
+    x : Array
+        (..., 2, features).
+    out : Array
+        Receives the result, (..., features).
+    """
+    library, xp = backend_of(x), namespace(x)
+    for g, u, y in row_blocks(library, x[..., 0, :], x[..., 1, :], out):
+        g, u = upcast(g), upcast(u)
+        y[...] = xp.astype(g * _sigmoid(xp, g) * u, y.dtype, copy=False)
+    return out
+
+
+def swiglu_backward(dy: Array, x: Array, out: Array) -> Array:
+    """Compute dg = dy u s (1 + g (1 - s)) and du = dy g s in `out`, both as x has g and u."""
+    library, xp = backend_of(x), namespace(x)
+    for d, g, u, dg, du in row_blocks(library, dy, x[..., 0, :], x[..., 1, :], out[..., 0, :],
+                                      out[..., 1, :]):
+        d, g, u = upcast(d), upcast(g), upcast(u)
+        s = _sigmoid(xp, g)
+        dg[...] = xp.astype(d * u * s * (1 + g * (1 - s)), dg.dtype, copy=False)
+        du[...] = xp.astype(d * g * s, du.dtype, copy=False)
+    return out
+
+
+def _sigmoid(xp: Any, a: Array) -> Array:
+    """Compute 1 / (1 + exp(-a)); this form of it overflows nowhere."""
+    return 0.5 + 0.5 * xp.tanh(0.5 * a)
+
+
+class SwiGLU:
+    """Compute SiLU(g) u from (g, u), (batch, seq, 2, features); save both.
+
+    Parameters
+    ----------
+    space : Space
+        Space of input and output.
+    features : int
+        Global number of features of the output.
+    """
+
+    parameters: list[Parameter] = []
+
+    def __init__(self, space: Space, features: int) -> None:
+        self.empty, self.empty_both = space.allocator(features), space.allocator(2, features)
+
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute SiLU(g) u; save x."""
+        return swiglu_forward(x, out=self.empty(x.dtype)), x
+
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+        """Compute the gradients of g and u, (batch, seq, 2, features)."""
+        return swiglu_backward(dy, saved, out=self.empty_both(dy.dtype))

@@ -1,0 +1,33 @@
+"""Compute attention to a window of positions, on one rank's arrays.
+
+The scores of all positions are computed, by the readable functions of any array library.
+"""
+
+import math
+
+from mm3d.arrays.backend import Array, backend_of
+from mm3d.model.functional import attend, attend_backward, causal_mask
+
+
+def window_attention_forward(q: Array, k: Array, v: Array, first: int, window: int,
+                             out: Array) -> tuple[Array, Array]:
+    """Compute causal attention to the last `window` positions up to a query's own.
+
+    Source: Beltagy, Peters and Cohan, arXiv 2004.05150.  Other parameters and results as in
+    `mm3d.model.functional.attention_forward`.
+    """
+    return attend(q, k, v, _window_mask(q, k, first, window), out)
+
+
+def window_attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
+                              window: int, dq: Array, dk: Array, dv: Array) -> None:
+    """Compute dq, dk and dv of `window_attention_forward` in the arrays of these names."""
+    attend_backward(do, (q, k, v), lse, _window_mask(q, k, first, window), (dq, dk, dv))
+
+
+def _window_mask(q: Array, k: Array, first: int, window: int) -> Array:
+    """Return the mask (queries, positions): 0 in the window of each query, -inf elsewhere."""
+    library, mask = backend_of(q), causal_mask(q, k, first)
+    own = library.arange(first, first + q.shape[1])[:, None]
+    near = library.arange(0, k.shape[1])[None, :] + window > own
+    return library.xp.where(near, mask, mask - math.inf)

@@ -1,0 +1,62 @@
+"""Transformers of other architectures are what they are defined to be, on every grid."""
+import functools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from llamas import ARCHITECTURES, SIZES, architecture, plain_layers
+from models import EACH_ONCE, Parallelism, activation, differences, train
+from reference import relative_error
+
+X, DY = (activation(SIZES["batch"], SIZES["seq"], SIZES["hidden"], seed) for seed in (1, 2))
+
+
+def make(scheme, name: str, **more) -> mm3d.Transformer:
+    fields = SIZES | dict(dtype="float64", causal=True) | more
+    return mm3d.Transformer(scheme, architecture=architecture(name), **fields)
+
+
+@functools.cache
+def serial(name: str, **more) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Outputs and gradients on one rank, and the state that gives them."""
+    with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
+        model = make(scheme, name, **more)
+        state = model.state()
+        return {key: np.array(a) for key, a in train(model, X, DY, state).items()}, state
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_layers_are_their_definition(name, causal):
+    """Forward against plain NumPy; every gradient against central differences of that."""
+    if name == "window" and not causal:
+        pytest.skip("windows are causal")
+    results, state = serial(name, causal=causal)
+    how, rng, h = architecture(name), np.random.default_rng(3), 1e-5
+
+    def plain(x, state):
+        return plain_layers(x, state, SIZES["layers"], SIZES["heads"], how, causal)
+    assert relative_error(results["y"], plain(X, state)) <= 1e-12
+    for key, a in {"dx": X, **state}.items():
+        v = rng.standard_normal(a.shape)
+        v /= np.linalg.norm(v)
+        up, down = (np.vdot(DY, plain(X + t * v, state) if key == "dx" else
+                            plain(X, state | {key: a + t * v})) for t in (h, -h))
+        slope = np.vdot(results[key], v)
+        assert abs((up - down) / (2 * h) - slope) <= 1e-6 * np.linalg.norm(results[key]), key
+
+
+@pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))
+def test_equals_serial_on_every_grid(comm):
+    """Llama on every scheme and grid, and one other architecture on each; 3 heads of keys, or 1,
+    on up to 8 ranks, so that some have none."""
+    others = [name for name in ARCHITECTURES if name != "llama"]
+    for number, parallelism in enumerate(EACH_ONCE[comm.size]):
+        with parallelism.on(comm) as scheme:
+            for name in ("llama", others[number % len(others)]):
+                expected, state = serial(name)
+                model = make(scheme, name)
+                wrong = differences(model, train(model, X, DY, state), expected, 1e-12, 1e-11)
+                assert not wrong, f"{parallelism}, {name}: {wrong}"
