@@ -137,7 +137,7 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     inner = shape[experts + rows:]
     found = []
     for expert in range(shape[0]) if experts else [None]:
-        for tensor, start, target in _columns(part, tensors, inner, sizes):
+        for tensor, start, target in _columns(tensors, inner, sizes):
             ahead = () if expert is None else (expert,)
             whole = _whole(lead) if rows else ()
             found.append(Piece(tensor.format(expert), transposed, (*ahead, *whole, *target),
@@ -145,23 +145,30 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     return found
 
 
-def _columns(part: str, tensors: list[str], shape: Shape, sizes: ModelSizes
-             ) -> Iterator[tuple[str, tuple[int, ...], tuple[int | slice, ...]]]:
+def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes) -> Iterator[tuple[str, tuple[int, ...], tuple[int | slice, ...]]]:
     """Yield the tensors of a layer's outputs: name, where it begins, and the outputs' part.
 
     `shape` is that of the outputs: (out,), or (products, out) of several products in one array.
+    There the queries of a group that share a key are products of their own; in the tensor they are
+    neighbours.
     """
-    if len(tensors) == 1 and part != "attention.qkv":
-        yield tensors[0], (0,) * len(shape), _whole(shape)
-    elif len(tensors) == 1:
+    if len(shape) == 1:
+        yield tensors[0], (0,), _whole(shape)
+        return
+    whole = slice(0, shape[1])
+    if len(tensors) == 1:    # side by side in one tensor
         for number in range(shape[0]):
-            yield tensors[0], (number * shape[1],), (number, slice(0, shape[1]))
-    elif part != "attention.qkv":
-        for number, tensor in enumerate(tensors):
-            yield tensor, (0,), (number, slice(0, shape[1]))
+            yield tensors[0], (number * shape[1],), (number, whole)
+        return
+    own = shape[0] - len(tensors) + 1    # of the first tensor, such as queries of a group
+    if own == 1:
+        yield tensors[0], (0,), (0, whole)
     else:
-        for number, tensor in enumerate(tensors):
-            yield tensor, (0,), (number, slice(0, shape[1]))
+        for key, number in itertools.product(range(sizes.kv_heads), range(own)):
+            columns = slice(key * sizes.head, (key + 1) * sizes.head)
+            yield tensors[0], ((key * own + number) * sizes.head,), (number, columns)
+    for number, tensor in enumerate(tensors[1:], own):
+        yield tensor, (0,), (number, whole)
 
 
 def _whole(shape: Shape) -> Box:
