@@ -28,7 +28,7 @@ LLAMA = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.proj": ("self_attn.o_proj",), "ln2": ("post_attention_layernorm",),
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",),
-    "experts.router": ("block_sparse_moe.gate",),
+    "experts.router.weight": ("block_sparse_moe.gate.weight",),
     "experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     "experts.down": ("block_sparse_moe.experts.{}.w2",), "norm": ("norm",)}
 # Beginnings of the names of buffers, which older files have beside the parameters.
@@ -131,8 +131,8 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     if part not in table:
         raise ValueError(f"{kind} of Hugging Face has no tensor for {name!r}")
     tensors = [f"{prefix}{one}.{what}" for one in table[part]]
-    experts = "experts." in part and part != "experts.router"
-    rows = what == "weight" and len(shape) > 1 and part != "experts.router"
+    experts = part.startswith("experts.")
+    rows = what == "weight" and len(shape) > 1
     transposed, lead = rows and kind != "gpt2", shape[1:2] if experts else shape[:1]
     inner = shape[experts + rows:]
     found = []
@@ -145,8 +145,9 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     return found
 
 
-def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes) -> Iterator[tuple[str, tuple[int, ...], tuple[int | slice, ...]]]:
-    """Yield the tensors of a layer's outputs: name, where it begins, and the outputs' part.
+def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes
+             ) -> Iterator[tuple[str, tuple[int], tuple[int | slice, ...]]]:
+    """Yield the pieces of a layer's outputs: tensor, where they begin in it, and their part here.
 
     `shape` is that of the outputs: (out,), or (products, out) of several products in one array.
     There the queries of a group that share a key are products of their own; in the tensor they are
