@@ -13,6 +13,7 @@ from mm3d.config import Model
 from mm3d.hugging_face.config_file import CONFIG, model_fields, read_config
 from mm3d.model.architecture import PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.stack import field_names
 from mm3d.pretrained.shapes import parameter_count
 
 MOST = 10 ** 9    # of any size
@@ -81,7 +82,7 @@ class _Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tied: bool = True
     about: str = ""
     source: str = ""
-    architecture: Architecture = PLAIN
+    architecture: dict[str, Any] = {}
 
 
 class _Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,8 +130,11 @@ def _read(name: str) -> GptFile:
     content = tomllib.loads(read_supplied("model", name))
     if "config" in content:
         return _published(msgspec.convert(content, _Published))
-    sizes = msgspec.convert(content, _Sizes)
-    return GptFile(**{field: getattr(sizes, field) for field in sizes.__struct_fields__})
+    sizes = msgspec.structs.asdict(msgspec.convert(content, _Sizes))
+    known = field_names(Architecture)
+    if unknown := sorted(sizes["architecture"].keys() - {*known}):
+        raise ValueError(f"architecture has {', '.join(unknown)}: {', '.join(known)} would do")
+    return GptFile(**sizes | {"architecture": Architecture(**sizes["architecture"])})
 
 
 def _published(given: _Published) -> GptFile:
