@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 # Sizes of which nothing divides, with 3 groups of 2 heads of 4 features.
-LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=10, num_attention_heads=6,
+LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=18, num_attention_heads=6,
              num_key_value_heads=3, head_dim=4, intermediate_size=13, vocab_size=17,
              max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=100.0, hidden_act="silu",
              tie_word_embeddings=False)

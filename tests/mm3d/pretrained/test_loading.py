@@ -184,9 +184,9 @@ def spoil(what):
     elif what == "more":
         arrays["model.layers.0.self_attn.q_norm.weight"] = np.ones(4)
     elif what == "shape":
-        arrays["model.layers.0.self_attn.k_proj.weight"] = np.ones((24, 10))
+        arrays["model.layers.0.self_attn.k_proj.weight"] = np.ones((24, 18))
     elif what == "type":
-        arrays["model.norm.weight"] = np.ones(10, np.int8)
+        arrays["model.norm.weight"] = np.ones(18, np.int8)
     names = [*arrays]
     if what in ("doubled", "lost file", "lost tensor", "elsewhere"):
         files = {"a": names[:9], "b": names[8 if what == "doubled" else 9:]}
@@ -197,7 +197,7 @@ def spoil(what):
 @pytest.mark.parametrize("what, kind, said", [
     ("missing", ValueError, r"'model.layers.1.mlp.up_proj.weight' and 1 more: missing$"),
     ("more", ValueError, r"'model.layers.0.self_attn.q_norm.weight': not of this model$"),
-    ("shape", ValueError, r"k_proj.weight' has the shape \(24, 10\), not \(12, 10\)$"),
+    ("shape", ValueError, r"k_proj.weight' has the shape \(24, 18\), not \(12, 18\)$"),
     ("type", ValueError, r"'model.norm.weight' is in I8, .*: F64, F32, F16, BF16 would do$"),
     ("doubled", ValueError, r"is there twice: in a.safetensors and in b.safetensors$"),
     ("lost file", FileNotFoundError, r"1 of 2 files .* are not there: b.safetensors$"),
