@@ -116,7 +116,9 @@ def load_model(name: str) -> GptFile:
                 raise ValueError(f"{size} = {value}: a whole number from 1 to {MOST} would do")
         found.architecture.check()
         found.architecture.check_heads(found.hidden, found.heads)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
+    except UsageError:    # of the name
+        raise
+    except (OSError, ValueError) as error:
         raise UsageError(f"model file {name}: {error}") from error
     return found
 
@@ -124,7 +126,7 @@ def load_model(name: str) -> GptFile:
 def _read(name: str) -> GptFile:
     """Read a file of any kind; ValueError where it is no model."""
     path = Path(name)
-    if path.name == CONFIG or (path / CONFIG).is_file():
+    if path.suffix == ".json" or (path / CONFIG).is_file():
         folder = path.resolve() if path.is_dir() else path.resolve().parent
         return _published(_Published(folder.name, read_config(path), source=name))
     content = tomllib.loads(read_supplied("model", name))
