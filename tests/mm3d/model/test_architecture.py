@@ -53,7 +53,8 @@ def test_equals_serial_on_every_grid(comm):
     """Llama on every scheme and grid, and one other architecture on each; 3 heads of keys, or 1,
     on up to 8 ranks, so that some have none."""
     others = [name for name in ARCHITECTURES if name != "llama"]
-    for number, parallelism in enumerate(EACH_ONCE[comm.size]):
+    ahead = [Parallelism("3d", (2, 1, 4), {"overlap": n}) for n in (1, 2)] * (comm.size == 8)
+    for number, parallelism in enumerate([*EACH_ONCE[comm.size], *ahead]):
         with parallelism.on(comm) as scheme:
             for name in ("llama", others[number % len(others)]):
                 expected, state = serial(name)
