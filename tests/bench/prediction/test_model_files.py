@@ -61,7 +61,7 @@ def test_a_configuration_of_hugging_face_is_a_file(kind, tmp_path):
     found = load_model(str(tmp_path / "config.json"))
     assert found.name == tmp_path.name and found == load_model(str(tmp_path)).__class__(
         **vars(found))
-    assert found.model(4, 5) == mm3d.Model.from_config(tmp_path, batch=4, seq=5)
+    assert found.model(4, 5) == mm3d.model_from_config(tmp_path, batch=4, seq=5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +94,7 @@ def test_a_dry_run_of_published_experts(capsys):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["dry", "--ranks", "8", "--scheme", "1d"], "--hidden is missing: .* or --model llama-3-8b"),
+    (["dry", "--ranks", "8", "--scheme", "1d"], "--hidden is missing: .* --model llama-3-8b"),
     (["dry", "--ranks", "8", "--scheme", "1d", "--model", "gpt2", "--heads", "4"],
      "--heads 4: --model gpt2 says it"),
     (["dry", "--ranks", "8", "--scheme", "1d", "--model", "gpt2", "--experts", "4"],
