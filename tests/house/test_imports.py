@@ -18,7 +18,7 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["console names", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "config", "hugging_face", "tracing training", "checkpoints", "pretrained",
+             "config", "tracing training", "checkpoints", "hugging_face", "pretrained",
              "selftest", "__init__", "examples"],
     "bench": ["document errors mpi statistics least_squares", "text_files", "agreement",
               "cases cluster",

@@ -99,7 +99,8 @@ def test_a_dry_run_of_published_experts(capsys):
      "--heads 4: --model gpt2 says it"),
     (["dry", "--ranks", "8", "--scheme", "1d", "--model", "gpt2", "--experts", "4"],
      "--experts 4: --model gpt2 says it"),
-    (["dry", "--ranks", "8", "--scheme", "1d", "--model", "gpt5"], "^error: model 'gpt5' is unknown"),
+    (["dry", "--ranks", "8", "--scheme", "1d", "--model", "gpt5"],
+     "^error: model 'gpt5' is unknown"),
     (["plan", "--gpus", "8", "--batch", "8", "--model", "mixtral-8x7b"],
      "mixtral-8x7b has experts, which plans of whole trainings do not know")], ids=str)
 def test_why_there_is_no_dry_run_and_no_plan(words, said, capsys):
