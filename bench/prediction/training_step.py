@@ -86,7 +86,7 @@ def _terms_of_micro(model: PipelineModel, machine: Machine, found: PredictedPipe
                     repeats: bool) -> dict[str, float]:
     """Return the seconds of a micro-batch in a stage of the schedule, by the first `SHARES`."""
     spent = found.spent[stage]
-    phases = HALVES if model.halves else PHASES[1:]
+    phases = HALVES[1:] if model.halves else PHASES[1:]
     names = {"gemm": "products", "memory": "elementwise", "node": "links", "network": "links",
              "latency": "latency"}
     total = dict.fromkeys(names.values(), 0.0)
