@@ -14,10 +14,11 @@ from bench.prediction.costs.printed_costs import list_costs
 from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
-from bench.reports import predicted_pipelines, training_plans
+from bench.reports import predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
-from bench.reports.plan_tables import plan_remarks, plan_table
+from bench.reports.plans import training_plans
+from bench.reports.plans.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
 from bench.reports.figures import style
@@ -182,7 +183,7 @@ def _formats(arguments: argparse.Namespace) -> int:
 def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
-    from bench.reports.rule_tables import rule_parts
+    from bench.reports.plans.rule_tables import rule_parts
     _refuse(arguments, ("gpus", "model", "all", "batch", "seq", *OF_LAYERS),
             f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
@@ -196,7 +197,7 @@ def _rules(arguments: argparse.Namespace) -> int:
 def _map(arguments: argparse.Namespace) -> int:
     """Print, and draw, where X x Y x Z is faster than 1 x t x 1; return 0."""
     from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
-    from bench.reports.kind_map import map_parts
+    from bench.reports.plans.kind_map import map_parts
     _require(arguments, "model", "batch")
     _refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
             "with --map the plans say it; leave it, or --map, out")

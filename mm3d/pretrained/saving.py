@@ -149,7 +149,7 @@ def _finish(aside: Path, folder: Path, files: Mapping[str, Mapping[str, Shape]],
         texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": {
             name: file for file, shapes in files.items() for name in shapes}}
     for name, content in texts.items():
-        (aside / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        (aside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync(aside / name)
     sync(aside)
     aside.rename(folder)

@@ -20,7 +20,7 @@ from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
                                                         trace_layer, traced_work)
 from bench.prediction.training_step import layer_parameters
-from bench.reports.training_plans import command_lines, remarks
+from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
 from jobs.own_options import list_verb_problems
 from mm3d.config import Config, Division
