@@ -11,6 +11,7 @@ from typing import Any, Callable, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Axis
+from mm3d.grid.context import Context
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
@@ -26,7 +27,7 @@ class Space:
     grid : Grid or GridShape
         The grid; its shape is enough for layouts and the shapes of blocks.
     batch, seq : int
-        Global number of sequences, and of positions in each.
+        Number of sequences, and of positions in each, that the grid divides.
     rows : str
         Layout of the first two dimensions, as in ``"xy,"`` or ``"x,y"``.
     features : str
@@ -35,6 +36,8 @@ class Space:
         Layout of a vector along the features (a bias), as in ``"zx@y"`` (`mm3d.grid.layout`).
     gathered_along : str
         Direction along which products gather these activations; empty if they do not.
+    context : Context, optional
+        The ranks that have other positions of the same sequences; without it the grid has all.
     """
 
     grid: Grid | GridShape
@@ -44,6 +47,7 @@ class Space:
     features: str
     vector: str
     gathered_along: str = ""
+    context: Context | None = None
 
     def layout(self, middle: int = 0, unit: int = 1) -> Layout:
         """Return the layout of an activation with `middle` whole dimensions before the features.
@@ -85,9 +89,20 @@ class Space:
         return self.grid[letter] if letter and self.grid[letter].size > 1 else None
 
     @property
-    def first_position(self) -> int:
-        """Return the position of this rank's first token in its sequence."""
-        return Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1].start
+    def length(self) -> int:
+        """Return the global number of positions of a sequence."""
+        return self.seq if self.context is None else self.context.seq
+
+    def runs(self, held: slice | None = None) -> list[range]:
+        """Return the global positions of this rank's tokens, as runs of neighbours.
+
+        `held` are other ones of the grid's `seq` positions.
+        """
+        if held is None:
+            held = Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1]
+        if self.context is None:
+            return [range(held.start, held.stop)]
+        return self.context.runs(held)
 
     def sum_features(self, a: Array) -> Array:
         """Sum `a` over the ranks that share this rank's rows."""
