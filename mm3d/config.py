@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Mapping, Self
 
 from mm3d.arrays.plain_numbers import keep_plain_numbers
-from mm3d.grid.context import WAYS
 from mm3d.model.architecture import FIELD, PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack, field_names, make_of_fields
@@ -100,7 +99,7 @@ class Division:
     data, context, shards, stages, scheme, grid, backend
         As for `mm3d.Mesh`.
     context_way : {"gather", "ring"}
-        See `mm3d.grid.context`.
+        See `mm3d.model.attention.ring`.
     zero : {0, 1, 2, 3}
         What replicas divide, see `mm3d.training.data_parallel`.
     schedule, microbatches : str or Schedule, int
@@ -114,7 +113,8 @@ class Division:
 
     data: int = said("replicas, among which the batch is divided", 1, least=1)
     context: int = said("ranks that divide the positions of the same sequences", 1, least=1)
-    context_way: str = said("how they exchange keys and values", "gather", choices=WAYS)
+    context_way: str = said("how they meet each other's keys and values", "gather",
+                            choices=("gather", "ring"))
     shards: int | None = said("replicas that divide one copy of the model by zero, the others "
                               "having copies of their own", None, least=1, nothing="all")
     zero: int = said("divide among the replicas: 1, moments and masters; 2, gradients too; 3, "

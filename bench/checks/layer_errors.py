@@ -13,7 +13,7 @@ from bench.checks.sharded_matrices import ShardedMatrix, row_chunks
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE
 from mm3d.grid.layout import Layout
 from mm3d.model.chains import Residual
-from mm3d.model.attention import Attention
+from mm3d.model.attention.layer import Attention
 from mm3d.model.layers import Gelu, LayerNorm, Linear
 from mm3d.tracing.events import ArrayObserver, Layer
 

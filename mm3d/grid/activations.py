@@ -2,7 +2,7 @@
 
 Activations have two *spaces*: the *outer* space of the residual stream, and the *inner* space
 between the two linear layers of a block.  A product *up* leads from the outer space into the inner
-one, a product *down* back.
+one, a product *down* back.  Ranks that have a grid each may divide positions: a `Context`.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,44 @@ from functools import partial
 from typing import Any, Callable, Mapping
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_bounds
 from mm3d.grid.axis import Axis
-from mm3d.grid.context import Context
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
+
+
+def chunks_of(seq: int, ranks: int, rank: int) -> list[range]:
+    """Return the positions of a rank's two chunks, in the order in which it holds them."""
+    bounds = (block_bounds(seq, 2 * ranks, part) for part in (rank, 2 * ranks - 1 - rank))
+    return [range(start, start + length) for start, length in bounds]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Divide sequences among n ranks: 2 n chunks, as even as can be, and two of them for each.
+
+    Rank r holds chunk r and then chunk 2 n - 1 - r.  So all have as many pairs of a query and an
+    earlier key, 2 n l^2 of chunks of l positions: the work of causal attention is balanced.
+
+    Attributes
+    ----------
+    axis : Axis
+        The ranks, direction c.
+    seq : int
+        Global number of positions of a sequence, at least one for each rank.
+    way : {"gather", "ring"}
+        How attention meets the keys and values of other ranks: gathered, or passed on.
+    """
+
+    axis: Axis
+    seq: int
+    way: str
+
+    def chunks(self, rank: int | None = None) -> list[range]:
+        """Return the positions of a rank's two chunks, by default of this one's."""
+        return chunks_of(self.seq, self.axis.size, self.axis.rank if rank is None else rank)
 
 
 @dataclass(frozen=True)
@@ -100,9 +132,11 @@ class Space:
         """
         if held is None:
             held = Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1]
-        if self.context is None:
-            return [range(held.start, held.stop)]
-        return self.context.runs(held)
+        found, before = [], 0
+        for chunk in self.context.chunks() if self.context else [range(self.seq)]:
+            found.append(chunk[max(0, held.start - before):max(0, held.stop - before)])
+            before += len(chunk)
+        return [run for run in found if run] or found[:1]
 
     def sum_features(self, a: Array) -> Array:
         """Sum `a` over the ranks that share this rank's rows."""

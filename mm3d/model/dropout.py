@@ -72,7 +72,7 @@ class Dropout:
         rows = slice(first + rows.start, first + rows.stop)
         kept = [draw_kept(self.key.seed, step, self.name, self.space.length,
                           (rows, slice(run.start, run.stop), features), self.dropped)
-                for run in self.space.runs(held) or [range(0)]]
+                for run in self.space.runs(held)]
         return np.concatenate(kept, axis=1) * self.scale
 
 

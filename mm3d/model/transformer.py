@@ -8,9 +8,9 @@ import numpy as np
 
 from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.host_arrays import check_real, check_unmasked
+from mm3d.grid.activations import Context
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Traffic
-from mm3d.grid.context import Context
 from mm3d.grid.grid import Grid
 from mm3d.model.architecture import gather_architecture
 from mm3d.model.builder import Builder
@@ -122,7 +122,9 @@ class Transformer(Trained):
         self.scheme, self.grid, self.seed = scheme, scheme.grid, stack.seed
         self.dtype, self.master, self.hidden = str(stack.dtype), stack.master, stack.hidden
         self.recompute, self.dropout = stack.recompute, stack.dropout
-        self.outer, self.inner = scheme.spaces(stack.batch, stack.seq, context)
+        own = sum(map(len, context.chunks())) if context else stack.seq
+        self.outer, self.inner = (replace(one, context=context)
+                                  for one in scheme.spaces(stack.batch, own))
         self.shape = (stack.batch, self.outer.seq, stack.hidden)
         self.mask_key = MaskKey(stack.seed)
         types = [name and getattr(self.grid.backend.xp, name, name)

@@ -16,7 +16,6 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.activations import Space
 from mm3d.grid.agreement import same_arguments
-from mm3d.grid.context import Context
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
@@ -259,15 +258,8 @@ class Scheme(GridAlgorithm):
         `mm3d.schemes.product.Product.recompute_saved`, which saves no gathered operand.
         """
 
-    def spaces(self, batch: int, seq: int,
-               context: Context | None = None) -> tuple[Space, Space]:
-        """Create the outer and the inner space for `batch` sequences of `seq` positions.
-
-        With a `context` the grid divides this rank's chunks of them.
-        """
-        if context is not None:
-            seq = context.length()
+    def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
+        """Create the outer and the inner space for `batch` sequences of `seq` positions."""
         options = {name: getattr(self, name) for name in self.options}
         outer, inner = self.layouts(self.grid.shape, batch, seq, **options)
-        return (Space(self.grid, batch, seq, *outer, context),
-                Space(self.grid, batch, seq, *inner, context))
+        return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))

@@ -195,7 +195,7 @@ class GPT(PlainNumbers, Trained):
         if context is None:
             return part
         return np.concatenate([part[:, chunk.start:chunk.stop]
-                               for chunk in context.chunks(context.axis.rank)], axis=1)
+                               for chunk in context.chunks()], axis=1)
 
     def _finish_routing(self) -> float:
         """Sum up the routings of a step; return the routers' losses."""

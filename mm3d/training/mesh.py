@@ -48,7 +48,8 @@ class Mesh:
         Number of neighbouring replicas among which ZeRO divides one copy of the model (hybrid
         sharding); the other replicas hold further copies.  By default all replicas divide one.
     context : int
-        Number of replicas that divide the positions of sequences, see `mm3d.grid.context`.
+        Number of replicas that divide the positions of the same sequences, see
+        `mm3d.grid.activations.Context`.
     **options
         Options of the scheme.
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.config import Division, refuse_of_mesh
+from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Axis, Traffic
-from mm3d.grid.context import WAYS, Context
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained, check_state
@@ -302,8 +302,9 @@ def make_context(axis: Axis | None, stack: Stack, way: str) -> Context | None:
     ValueError
         When there is no such way, not a position for each rank, or the model has experts.
     """
-    if way not in WAYS:
-        raise ValueError(f"context_way={way!r} is unknown: choose one of {', '.join(WAYS)}")
+    ways = Division.__dataclass_fields__["context_way"].metadata["choices"]
+    if way not in ways:
+        raise ValueError(f"context_way={way!r} is unknown: choose one of {', '.join(ways)}")
     if axis is None:
         return None
     if stack.seq < axis.size:

@@ -15,7 +15,7 @@ from bench.records import run_file
 from bench.records.measurements import Check
 from bench.validation import rules
 from bench.validation.files import check_file
-from mm3d.model.attention import Attention
+from mm3d.model.attention.layer import Attention
 from mm3d.model.layers import Gelu, LayerNorm, Linear
 from support import run_ranks
 

@@ -10,7 +10,7 @@ from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Residual
-from mm3d.model.attention import Attention
+from mm3d.model.attention.layer import Attention
 from mm3d.model.layers import Gelu, LayerNorm, Linear
 from models import SOME
 from reference import relative_error

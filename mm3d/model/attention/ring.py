@@ -5,9 +5,9 @@ import math
 from typing import Any, Iterator
 
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
-from mm3d.model.attention import Attention, Visit
+from mm3d.model.attention.layer import Attention, Visit
 from mm3d.model.functional import attend_backward, causal_mask, upcast
-from mm3d.model.windows import window_mask
+from mm3d.model.attention.windows import window_mask
 from mm3d.schemes.overlap import Overlap
 
 

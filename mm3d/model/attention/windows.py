@@ -31,3 +31,24 @@ def window_mask(q: Array, k: Array, first: int, window: int) -> Array:
     own = library.arange(first, first + q.shape[1])[:, None]
     near = library.arange(0, k.shape[1])[None, :] + window > own
     return library.xp.where(near, mask, mask - math.inf)
+
+
+def visible(own: range, keys: range, causal: bool, window: int | None) -> tuple[range, range]:
+    """Return the queries and the keys among given positions between which a mask hides least.
+
+    Each query that is returned sees some of the keys.
+
+    Parameters
+    ----------
+    own, keys : range
+        Positions of queries and of keys.
+    causal : bool
+        Whether a position attends only to itself and those before it.
+    window : int or None
+        To how many positions a causal position attends at most.
+    """
+    if not causal or not own:
+        return own, keys
+    reach = window or own.stop    # all before
+    keys = range(max(keys.start, own.start - reach + 1), min(keys.stop, own.stop))
+    return range(max(own.start, keys.start), min(own.stop, keys.stop + reach - 1)), keys

@@ -5,9 +5,10 @@ import math
 from typing import Any, Iterator
 
 from mm3d.arrays.backend import Array, namespace
-from mm3d.grid.activations import Space
-from mm3d.grid.context import ChunkSplit
-from mm3d.model import functional, windows
+from mm3d.grid.activations import Context, Space
+from mm3d.grid.split import Split
+from mm3d.model import functional
+from mm3d.model.attention import windows
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.overlap import Overlap
 
@@ -71,7 +72,7 @@ class Attention:
         for run in self.space.runs():
             start = 0
             for block in blocks:
-                own, keys = visible(run, block, self.causal, self.window)
+                own, keys = windows.visible(run, block, self.causal, self.window)
                 if own and keys:
                     first = own.start - keys.start
                     masked = self.causal and first + 1 < len(keys)
@@ -139,22 +140,42 @@ class Attention:
         return dx
 
 
-def visible(own: range, keys: range, causal: bool, window: int | None) -> tuple[range, range]:
-    """Return the queries and the keys among given positions between which a mask hides least.
+class ChunkSplit(Split):
+    """Divide positions, dimension 1, over the ranks of a context.
 
-    Each query that is returned sees some of the keys.
-
-    Parameters
-    ----------
-    own, keys : range
-        Positions of queries and of keys.
-    causal : bool
-        Whether a position attends only to itself and those before it.
-    window : int or None
-        To how many positions a causal position attends at most.
+    What is gathered, and what is reduced and scattered, is in the order of the sequence.
     """
-    if not causal or not own:
-        return own, keys
-    reach = window or own.stop    # all before
-    keys = range(max(keys.start, own.start - reach + 1), min(keys.stop, own.stop))
-    return range(max(own.start, keys.start), min(own.stop, keys.stop + reach - 1)), keys
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.axis, self.dim, self.extent = context, context.axis, 1, context.seq
+        self.counts = [sum(map(len, context.chunks(rank))) for rank in range(self.axis.size)]
+
+    def __repr__(self) -> str:
+        return f"ChunkSplit({self.extent} positions over {self.axis.name})"
+
+    def _places(self) -> Iterator[tuple[slice, slice]]:
+        """Yield where each chunk is in the sequence, and in the order of the ranks."""
+        before = 0
+        for rank in range(self.axis.size):
+            for chunk in self.context.chunks(rank):
+                yield slice(chunk.start, chunk.stop), slice(before, before + len(chunk))
+                before += len(chunk)
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate a term for `reduce_scatter`, which copies it into another order."""
+        return self.axis.backend.empty(shape, dtype)
+
+    def all_gather(self, a: Array) -> Array:
+        """Gather all positions, in the order of the sequence, from the chunks of all ranks."""
+        gathered = super().all_gather(a)
+        out = self.axis.backend.empty(tuple(gathered.shape), a.dtype)
+        for place, here in self._places():
+            out[:, place, ...] = gathered[:, here, ...]
+        return out
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """Sum `a`, of all positions, over the ranks; return this rank's chunks."""
+        term = super().term(tuple(a.shape), a.dtype)
+        for place, here in self._places():
+            term[:, here, ...] = a[:, place, ...]
+        return super().reduce_scatter(term)
