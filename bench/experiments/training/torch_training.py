@@ -126,6 +126,7 @@ def draw_tokens(plan: Plan, text: Text, steps: int,
 
 def products_flops(plan: Plan) -> float:
     """Compute the operations of PyTorch's products in a step."""
+    plan.architecture.require_plain("PyTorch's training beside it")
     sizes = plan.batch * plan.seq, plan.layers, plan.hidden, plan.seq, VOCAB, True
     if plan.experts is None:
         return step_flops(*sizes)
