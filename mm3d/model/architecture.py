@@ -147,7 +147,7 @@ class Architecture:
         if self != PLAIN:
             raise ValueError(f"{who} knows no Transformer with "
                              f"{', '.join(f'{k}={v!r}' for k, v in self.given().items())}: the "
-                             f"default architecture would do, or a dry run")
+                             f"default architecture would do")
 
 
 PLAIN = Architecture()

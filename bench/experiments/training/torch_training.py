@@ -104,6 +104,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
 
 def describe_case(plan: Plan, steps: int, microbatches: int) -> dict[str, Any]:
     """Return the settings, the rates of all steps, and how tokens are routed."""
+    plan.architecture.require_plain("PyTorch's training beside it")
     routing = None
     if plan.experts is not None:
         routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,
@@ -126,7 +127,6 @@ def draw_tokens(plan: Plan, text: Text, steps: int,
 
 def products_flops(plan: Plan) -> float:
     """Compute the operations of PyTorch's products in a step."""
-    plan.architecture.require_plain("PyTorch's training beside it")
     sizes = plan.batch * plan.seq, plan.layers, plan.hidden, plan.seq, VOCAB, True
     if plan.experts is None:
         return step_flops(*sizes)

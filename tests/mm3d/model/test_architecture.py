@@ -104,3 +104,14 @@ def test_float16_is_near_float64():
         found = train(make(scheme, "llama", dtype="float16", master="float32"), X, DY, state)
     for key in ("y", "dx", "layers.0.attention.qkv.weight", "layers.1.ln2.weight"):
         assert relative_error(found[key].astype(float), expected[key]) <= 0.01, key
+
+
+@pytest.mark.parametrize("count, layers, hidden, heads, vocab, fields", [
+    (8030261248, 32, 4096, 32, 128256, dict(kv_heads=8, inner=14336)),    # Llama 3.1 8B
+    (7241732096, 32, 4096, 32, 32000, dict(kv_heads=8, inner=14336)),    # Mistral 7B
+    (7615616512, 28, 3584, 28, 152064, dict(kv_heads=4, inner=18944, biases="qkv"))])  # Qwen2 7B
+def test_published_models_have_as_many_parameters(count, layers, hidden, heads, vocab, fields):
+    how = mm3d.Architecture(**dict(norm="rms", positions="rotary", perceptron="swiglu",
+                                   biases="none") | fields)
+    sizes = mm3d.ModelSizes(layers, hidden, heads, 1, 1, how)
+    assert cost.parameters(sizes) + (2 * vocab + 1) * hidden == count
