@@ -68,7 +68,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
                         help="ranks of the job, of all replicas")
     add_sizes(parser, hidden="", layers=24, batch=384, seq=512,
               heads="those of the paper's row of this --hidden, or heads of 128 features")
-    add_dtype(parser, "float16", "float32", "float64")
+    add_dtype(parser, "float16", "bfloat16", "float32", "float64")
+
+
+def add_untied(parser: argparse.ArgumentParser) -> None:
+    """Add ``--untied``, for a GPT whose head has a matrix of its own."""
+    parser.add_argument("--untied", action="store_true", help=(
+        "give the head a matrix of its own, instead of the embedding's table"))
 
 
 def add_recompute(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,9 @@
 """Read the sizes of a GPT from a TOML file: a published model's, or a user's own."""
 
-import tomllib
-
 import msgspec
 
 from bench.errors import UsageError
-from bench.text_files import read_supplied
+from bench.text_files import read_described
 from mm3d import ModelSizes
 from mm3d.model import cost
 
@@ -18,8 +16,10 @@ class GptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes
     ----------
-    name, about, source : str
-        The model, whose it is, and where its sizes are from.
+    name : str
+        The model.
+    about, source : str
+        Whose it is, and where its sizes are from.
     layers, hidden, heads, vocab, seq : int
         As of `mm3d.GPT`.
     tied : bool
@@ -69,11 +69,7 @@ def load_model(name: str) -> GptFile:
     UsageError
         When there is no such model, or the file does not describe one.
     """
-    text = read_supplied("model", name)
-    try:
-        found = msgspec.convert(tomllib.loads(text), GptFile)
-    except (ValueError, msgspec.ValidationError) as error:
-        raise UsageError(f"model file {name}: {error}") from error
+    found = read_described("model", name, GptFile, lambda tree: msgspec.convert(tree, GptFile))
     for size in SIZES:
         if not 1 <= (value := getattr(found, size)) <= MOST:
             raise UsageError(f"model file {name}: {size} = {value}: a whole number from 1 to "

@@ -11,7 +11,7 @@ import functools
 import math
 from collections import Counter
 from copy import copy
-from typing import NamedTuple
+from typing import Mapping, NamedTuple
 
 import numpy as np
 
@@ -212,11 +212,16 @@ def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
         `bench.instruments.placement.direction_order` returns them.
     """
     placed = GridShape(order, [grid[axis] for axis in order])
+    return with_strides(trace, {axis: placed.stride(axis) for axis in order})
+
+
+def with_strides(trace: Trace, strides: Mapping[str, int]) -> Trace:
+    """Return the trace of a step with other strides of the grid's directions over the nodes."""
     found = copy(trace)
     found.events = Counter()
     for (phase, part, event), times in trace.events.items():
         if isinstance(event, Collective):
-            event = event._replace(stride=placed.stride(event.direction))
+            event = event._replace(stride=strides[event.direction])
         found.events[phase, part, event] += times
     return found
 
