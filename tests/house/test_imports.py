@@ -18,7 +18,8 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["console names", "blas_kernels control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "config", "tracing training", "checkpoints", "selftest", "__init__", "examples"],
+             "config", "tracing training", "checkpoints", "hugging_face", "pretrained",
+             "selftest", "__init__", "examples"],
     "bench": ["document errors mpi statistics least_squares", "text_files", "agreement",
               "cases cluster",
               "records", "instruments", "checks", "experiments",
@@ -48,6 +49,7 @@ PACKAGES = {
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
               "mm3d.schemes mm3d.training.mesh mm3d.training.norms "
               "mm3d.training.gpt mm3d.examples bench",
+    "safetensors": "mm3d.pretrained",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
     "scipy": "bench.prediction bench.statistics bench.least_squares",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
