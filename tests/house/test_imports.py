@@ -243,9 +243,9 @@ REACH = {
     "bench.verbs.schedule": (30, 3500),
     "bench.verbs.merge": (50, 7250),
     "bench.verbs.compare": (56, 8150),    # 60 files, 8,000 lines, and so the next
-    "bench.verbs.report": (71, 9950),
+    "bench.verbs.report": (71, 10000),
     "bench.verbs.validate": (54, 7550),
-    "bench.verbs.run": (154, 23500)}    # 120 files, 16,000 lines
+    "bench.verbs.run": (154, 23600)}    # 120 files, 16,000 lines
 EVENING = 3500    # lines
 REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
               "mm3d.schemes.__init__", "mm3d.schemes.products_alone.__init__",
