@@ -5,6 +5,8 @@
 >>> model = mm3d.Transformer(scheme, layers=2, hidden=48, heads=4, batch=8, seq=16)
 >>> y, saved = model.forward(model.shard(X))
 >>> dx = model.backward(dy, saved)
+>>> model.parameters[2].name, model.parameters[2].layout
+('layers.0.attention.qkv.weight', Layout('z,,yx', units={0: 1, 2: 12}))
 """
 
 from importlib import import_module
@@ -47,6 +49,9 @@ _FILES = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
           "LossScaling": "mm3d.training.loss_scaling",
           "warmup_cosine": "mm3d.training.learning_rates",
           "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring",
+          "model_from_config": "mm3d.hugging_face.config_file",
+          "load_pretrained": "mm3d.pretrained.loading",
+          "save_pretrained": "mm3d.pretrained.saving",
           "Transformer": "mm3d.model.transformer", "ModelSizes": "mm3d.model.sizes",
           "Architecture": "mm3d.model.architecture",
           "Vector": "mm3d.model.vectors", "Experts": "mm3d.model.experts.layer",
