@@ -81,6 +81,12 @@ def start_of(dump: Dump) -> Start:
     return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks)
 
 
+def lost_masks(dump: Dump) -> list[Place]:
+    """Return the masks without which nobody can compute the step again."""
+    return [place for place in in_order(dump.family, dump.model) if place.kind == "mask"
+            and place not in dump.tensors] if dump.model.dropout else []
+
+
 def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     """Judge a dump; every rank of `comm` must call it.
 
@@ -93,24 +99,25 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     reference : Reference, optional
         That of the same step in the same type, if it is there already.
     """
-    start, left, judged = start_of(dump), {}, []
+    left: dict[str, str] = {}
+    judged: list[Judged] = []
     exact: Tensors = {}
     wanted = {place for place in in_order(dump.family, dump.model)
               if place.kind != "mask" or dump.model.dropout}
-    lost = [place for place in wanted if place.kind == "mask" and place not in dump.tensors]
+    lost = lost_masks(dump)
     steps = ("activation", LOSS, "activation gradient", "gradient")
     if lost:
         left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in steps}
         judged = [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"]
     else:
-        reference = reference or measure_reference(start, comm)
+        reference = reference or measure_reference(start_of(dump), comm)
         exact |= reference.exact
         for place, a in dump.tensors.items():
             if place.kind == "mask":
                 judged.append(_judge_mask(dump, place))
             elif place.kind in steps:
                 judged.append(_judged(place, a, exact[place], reference.spread[place]))
-    judged += _judge_ends(dump, start, comm, exact, left)
+    judged += _judge_ends(dump, comm, reference, exact, left)
     for kind, name in NAMES.items():
         some = {place for place in wanted if place.kind == kind}
         missing = some - dump.tensors.keys()
@@ -145,7 +152,7 @@ def _judge_mask(dump: Dump, place: Place) -> Judged:
     return Judged(place, Distance(float(same), off if off > 6 else 0.0), Distance(0.0, 6.0), 1.0)
 
 
-def _judge_ends(dump: Dump, start: Start, comm: Any, exact: Tensors,
+def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tensors,
                 left: dict[str, str]) -> list[Judged]:
     """Judge the norm and the weights after the step, by the dump's own gradients if it can."""
     names = [place.name for place in in_order(dump.family, dump.model)
@@ -153,17 +160,14 @@ def _judge_ends(dump: Dump, start: Start, comm: Any, exact: Tensors,
     own = {place.name: a for place, a in dump.tensors.items() if place.kind == "gradient"}
     after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
     whole = len(own) == len(names)
-    gradients = own if whole else {
-        name: exact[Place("gradient", name)].astype(np.float32) for name in names
-        if Place("gradient", name) in exact}
     found, norm = [], Place(NORM)
-    if norm in dump.tensors and (whole or norm in exact):
-        exact[norm], spread = measure_norm(gradients)
-        if not whole:    # nobody knows by how much the gradients differed
-            spread = spread.times(100)
+    if norm in dump.tensors and whole:
+        exact[norm], spread = measure_norm(own)
         # A norm of norms is rounded twice.
-        twice = rounding(exact[norm], next(iter(gradients.values())).dtype).times(2)
+        twice = rounding(exact[norm], next(iter(own.values())).dtype).times(2)
         found.append(_judged(norm, dump.tensors[norm], exact[norm], spread.widest(twice)))
+    elif norm in dump.tensors and reference is not None:
+        found.append(_judged(norm, dump.tensors[norm], exact[norm], reference.spread[norm]))
     elif norm in dump.tensors:
         left[NAMES[NORM]] = "gradients are not there"
     if after and not whole:
@@ -171,7 +175,7 @@ def _judge_ends(dump: Dump, start: Start, comm: Any, exact: Tensors,
     elif after and dump.optimizer is None:
         left[NAMES["weight after"]] = "dump.json has no optimizer"
     elif after:
-        right, spread = measure_update(start, comm, dump.optimizer, gradients)
+        right, spread = measure_update(start_of(dump), comm, dump.optimizer, own)
         exact |= right
         for place, a in after.items():
             change = right[place] - np.float64(dump.weights[place.name])
