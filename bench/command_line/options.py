@@ -3,7 +3,7 @@
 import argparse
 from typing import Callable, Iterable
 
-from bench.command_line.number_types import MOST, MOST_RANKS, refused, whole
+from bench.command_line.number_types import MOST, refused, whole
 from bench.errors import in_options
 from mm3d.model.recomputation import parse_policy
 from mm3d.names import find_name
@@ -60,15 +60,6 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", default="longhorn", metavar="NAME",
                         help="predict for this machine: a supplied one or a .toml file (default "
                              "longhorn)")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the number of ranks and the sizes of the model that is predicted."""
-    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N",
-                        help="ranks of the job, of all replicas")
-    add_sizes(parser, hidden="", layers=24, batch=384, seq=512,
-              heads="those of the paper's row of this --hidden, or heads of 128 features")
-    add_dtype(parser, "float16", "float32", "float64")
 
 
 def add_recompute(parser: argparse.ArgumentParser) -> None:

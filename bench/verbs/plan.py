@@ -19,7 +19,8 @@ from bench.reports.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
 from bench.reports.figures import style
-from bench.command_line import expert_options, grids, options, pipeline_options
+from bench.command_line import (expert_options, grids, model_options, options,
+                                pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.progress import StatusLine
 from mm3d import ModelSizes
@@ -44,9 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
         "ZeRO, schedules, micro-batches and recomputation that fit the memory, in float16 unless "
         "--dtype says more"))
-    parser.add_argument("--model", metavar="NAME", help=(
-        "with --gpus: a GPT of the sizes of a published model, such as llama-3-70b, or a .toml "
-        "file of such sizes; --seq changes the length of its sequences"))
+    model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
     parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
@@ -141,6 +140,9 @@ def _trainings(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name} {getattr(arguments, name)}: with --gpus the plan says "
                              f"it, or the model; leave it, or --gpus and --model, out")
     gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
+    if gpt.experts is not None:
+        raise UsageError(f"--model {arguments.model} has experts, which plans of whole trainings "
+                         f"do not know: a model without would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
                         machine)

@@ -209,9 +209,8 @@ def _family_of(architecture: Architecture, experts: Any) -> str:
             continue
         if experts is None or _plain_experts(experts):
             return kind
-    raise ValueError(f"no model of Hugging Face that is known here has architecture="
-                     f"{architecture} and experts={experts}: those of {', '.join(FAMILIES)} "
-                     f"would do")
+    raise ValueError(f"no family of Hugging Face has the architecture {architecture.given()} and "
+                     f"experts={experts}: those of {', '.join(FAMILIES)} would do")
 
 
 def _plain_experts(experts: Any) -> bool:

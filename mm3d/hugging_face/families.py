@@ -17,8 +17,7 @@ NEUTRAL = frozenset((
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
     "use_cache"))
-SILU = ("silu", "swish")
-NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
+SILU = {"hidden_act": ("silu", "swish")}
 
 
 @dataclass(frozen=True)
@@ -79,22 +78,26 @@ FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size",
-         "positions": "n_positions"}, {},
-        {"epsilon": "layer_norm_epsilon", "inner": "n_inner"},
+         "positions": "n_positions"},
+        {}, {"epsilon": "layer_norm_epsilon", "inner": "n_inner"},
         {"layer_norm_epsilon": 1e-5, "n_inner": None, "tie_word_embeddings": True},
         {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
          "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
         rotary=False),
-    "llama": Family("LlamaForCausalLM", LLAMA_SIZES, LLAMA, LLAMA_KEYS, LLAMA_DEFAULTS,
-                    {"hidden_act": SILU} | NO_BIASES),
-    "mistral": Family("MistralForCausalLM", LLAMA_SIZES, LLAMA, LLAMA_KEYS,
-                      LLAMA_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
-                      {"hidden_act": SILU}, window=True),
-    "mixtral": Family("MixtralForCausalLM", LLAMA_SIZES, LLAMA, LLAMA_KEYS, LLAMA_DEFAULTS | {
-        "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6,
-        "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
-        {"hidden_act": SILU, "router_jitter_noise": (0.0,)}, window=True, experts=True),
-    "qwen2": Family("Qwen2ForCausalLM", LLAMA_SIZES, LLAMA | {"biases": "qkv"}, LLAMA_KEYS, LLAMA_DEFAULTS | {
-        "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False,
-        "max_window_layers": 28},
-        {"hidden_act": SILU}, window=True)}
+    "llama": Family(
+        "LlamaForCausalLM", LLAMA_SIZES, LLAMA, LLAMA_KEYS, LLAMA_DEFAULTS,
+        SILU | {"attention_bias": (False,), "mlp_bias": (False,)}),
+    "mistral": Family(
+        "MistralForCausalLM", LLAMA_SIZES, LLAMA, LLAMA_KEYS,
+        LLAMA_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, SILU, window=True),
+    "mixtral": Family(
+        "MixtralForCausalLM", LLAMA_SIZES, LLAMA, LLAMA_KEYS,
+        LLAMA_DEFAULTS | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6,
+            "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        SILU | {"router_jitter_noise": (0.0,)}, window=True, experts=True),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", LLAMA_SIZES, LLAMA | {"biases": "qkv"}, LLAMA_KEYS,
+        LLAMA_DEFAULTS | {
+            "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False,
+            "max_window_layers": 28}, SILU, window=True)}

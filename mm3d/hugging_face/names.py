@@ -28,7 +28,7 @@ LLAMA = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.proj": ("self_attn.o_proj",), "ln2": ("post_attention_layernorm",),
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",),
-    "experts.router": ("block_sparse_moe.gate",),
+    "experts.router.weight": ("block_sparse_moe.gate.weight",),
     "experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     "experts.down": ("block_sparse_moe.experts.{}.w2",), "norm": ("norm",)}
 # Beginnings of the names of buffers, which older files have beside the parameters.
@@ -131,13 +131,13 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     if part not in table:
         raise ValueError(f"{kind} of Hugging Face has no tensor for {name!r}")
     tensors = [f"{prefix}{one}.{what}" for one in table[part]]
-    experts = "experts." in part and part != "experts.router"
-    rows = what == "weight" and len(shape) > 1 and part != "experts.router"
+    experts = part.startswith("experts.")
+    rows = what == "weight" and len(shape) > 1
     transposed, lead = rows and kind != "gpt2", shape[1:2] if experts else shape[:1]
     inner = shape[experts + rows:]
     found = []
     for expert in range(shape[0]) if experts else [None]:
-        for tensor, start, target in _columns(part, tensors, inner, sizes):
+        for tensor, start, target in _columns(tensors, inner, sizes):
             ahead = () if expert is None else (expert,)
             whole = _whole(lead) if rows else ()
             found.append(Piece(tensor.format(expert), transposed, (*ahead, *whole, *target),
@@ -145,23 +145,31 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     return found
 
 
-def _columns(part: str, tensors: list[str], shape: Shape, sizes: ModelSizes
-             ) -> Iterator[tuple[str, tuple[int, ...], tuple[int | slice, ...]]]:
-    """Yield the tensors of a layer's outputs: name, where it begins, and the outputs' part.
+def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes
+             ) -> Iterator[tuple[str, tuple[int], tuple[int | slice, ...]]]:
+    """Yield the pieces of a layer's outputs: tensor, where they begin in it, and their part here.
 
     `shape` is that of the outputs: (out,), or (products, out) of several products in one array.
+    There the queries of a group that share a key are products of their own; in the tensor they are
+    neighbours.
     """
-    if len(tensors) == 1 and part != "attention.qkv":
-        yield tensors[0], (0,) * len(shape), _whole(shape)
-    elif len(tensors) == 1:
+    if len(shape) == 1:
+        yield tensors[0], (0,), _whole(shape)
+        return
+    whole = slice(0, shape[1])
+    if len(tensors) == 1:    # side by side in one tensor
         for number in range(shape[0]):
-            yield tensors[0], (number * shape[1],), (number, slice(0, shape[1]))
-    elif part != "attention.qkv":
-        for number, tensor in enumerate(tensors):
-            yield tensor, (0,), (number, slice(0, shape[1]))
+            yield tensors[0], (number * shape[1],), (number, whole)
+        return
+    own = shape[0] - len(tensors) + 1    # of the first tensor, such as queries of a group
+    if own == 1:
+        yield tensors[0], (0,), (0, whole)
     else:
-        for number, tensor in enumerate(tensors):
-            yield tensor, (0,), (number, slice(0, shape[1]))
+        for key, number in itertools.product(range(sizes.kv_heads), range(own)):
+            columns = slice(key * sizes.head, (key + 1) * sizes.head)
+            yield tensors[0], ((key * own + number) * sizes.head,), (number, columns)
+    for number, tensor in enumerate(tensors[1:], own):
+        yield tensor, (0,), (number, whole)
 
 
 def _whole(shape: Shape) -> Box:

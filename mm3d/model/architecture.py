@@ -78,6 +78,11 @@ class Architecture:
             object.__setattr__(self, "rotary_scaling", tuple(self.rotary_scaling))
         keep_plain_numbers(self)
 
+    @property
+    def gates(self) -> int:
+        """Return how many products up a perceptron has: 2 where one gates the other."""
+        return 2 if self.perceptron == "swiglu" else 1
+
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
         return {one.name: value for one in fields(self)

@@ -95,7 +95,7 @@ class ModelSizes(Mapping[str, Any]):
     @property
     def gates(self) -> int:
         """Return how many products up a perceptron has: 2 where one gates the other."""
-        return 2 if self.architecture.perceptron == "swiglu" else 1
+        return self.architecture.gates
 
     def check(self) -> None:
         """Raise ValueError unless all sizes are at least 1, and those of heads fit."""

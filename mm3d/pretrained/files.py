@@ -73,14 +73,15 @@ def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             if full in found:
                 raise ValueError(f"{folder}: tensor {full!r} is there twice: in "
                                  f"{found[full].file.name} and in {file.name}")
-            if one.name in places and places[one.name] != file:
-                raise ValueError(f"{folder}: tensor {one.name!r} is in {file.name}, and not in "
-                                 f"{places[one.name].name} as the index says")
-            if one.dtype not in TYPES:
-                raise ValueError(f"{folder}: tensor {one.name!r} is in {one.dtype}, which nothing "
-                                 f"here has: {', '.join(TYPES)} would do")
             found[full] = one
-    lost = [name for name in places if name and not (full := canonical(kind, name)) is None
+    for one in found.values():
+        if one.name in places and places[one.name] != one.file:
+            raise ValueError(f"{folder}: tensor {one.name!r} is in {one.file.name}, and not in "
+                             f"{places[one.name].name} as the index says")
+        if one.dtype not in TYPES:
+            raise ValueError(f"{folder}: tensor {one.name!r} is in {one.dtype}, which nothing "
+                             f"here has: {', '.join(TYPES)} would do")
+    lost = [name for name in places if name and (full := canonical(kind, name)) is not None
             and full not in found]
     if lost:
         raise ValueError(f"{folder}: tensor {lost[0]!r} is in the index, and not in "

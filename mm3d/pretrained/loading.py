@@ -8,11 +8,11 @@ import numpy as np
 
 from mm3d.arrays.backend import host_dtype
 from mm3d.checkpoints.together import on_each
-from mm3d.config import OF_MESH, Config, Division, Model
+from mm3d.config import OF_MESH, Config, Division, Model, refuse_of_mesh
 from mm3d.grid.agreement import same_arguments
 from mm3d.hugging_face.config_file import read_config
 from mm3d.hugging_face.families import FAMILIES
-from mm3d.hugging_face.names import Piece, pieces_of, tensor_shapes
+from mm3d.hugging_face.names import HEAD, Piece, pieces_of, tensor_shapes
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import SIZES, ModelSizes
 from mm3d.pretrained.files import Reader, Tensor, check_tensors, find_tensors
@@ -62,13 +62,16 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
     >>> gpt = mm3d.load_pretrained("gpt2", mesh, batch=8, seq=128, dtype="bfloat16")
     """
     folder = Path(folder)
+    refuse_of_mesh(fields)
     with same_arguments(mesh.comm, "load_pretrained") as given:
         given |= {"folder": str(folder), "batch": batch, "seq": seq} | fields
         config = Config.of(vars(Model.from_config(folder, batch=batch, seq=seq)) | fields)
-        keys = read_config(folder)
+        keys = given["keys"] = read_config(folder)
         kind = keys["model_type"]
         pieces = model_pieces(kind, config.model)
         tensors = find_tensors(folder, kind)
+        if config.model.tied:    # some files have the table twice
+            tensors.pop(*HEAD["head.weight"], None)
         rows = keys[FAMILIES[kind].sizes["positions"]]
         check_tensors(folder, tensors, tensor_shapes(pieces),
                       {one.tensor: rows for one in pieces.get(TABLE, ())})

@@ -64,6 +64,9 @@ def looped(tokens: np.ndarray, parameters: dict[str, np.ndarray], experts: mm3d.
         taken[e] += 1
         p = np.exp(logits[t] - logits[t].max())
         gate = p[e] / (p.sum() if experts.gate == "switch" else p[chosen[t]].sum())
-        inner = gelu(tokens[t] @ parameters["up.weight"][e] + parameters["up.bias"][e])
-        y[t] += gate * (inner @ parameters["down.weight"][e] + parameters["down.bias"][e])
+        up, down = ([one[e] for one in (parameters[f"{name}.weight"], parameters.get(
+            f"{name}.bias", np.zeros(experts.count)))] for name in ("up", "down"))
+        inner = np.tensordot(tokens[t], up[0], 1) + up[1]
+        inner = gelu(inner) if inner.ndim == 1 else inner[0] / (1 + np.exp(-inner[0])) * inner[1]
+        y[t] += gate * (inner @ down[0] + down[1])
     return y, dropped

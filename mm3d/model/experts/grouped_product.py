@@ -6,10 +6,11 @@ are, in blocks of any length without padding, so the words equal those of the sc
 as many rows as are sent to experts.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Sequence
 
-from mm3d.arrays.backend import Array
+from mm3d.arrays.backend import Array, namespace
 from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.grouped_products import (Segment, grouped_matmul, grouped_matmul_nt,
                                           grouped_matmul_tn)
@@ -105,12 +106,12 @@ class GroupedProduct:
     weight : Layout
         Layout of one expert's B.
     shape : tuple of int
-        Global shape of one expert's B, (N, K).
+        Global shape of one expert's B, (N, ..., K); C has the dimensions after N as one.
 
     Attributes
     ----------
     stack : Layout
-        Layout of the weights of all experts, (experts, N, K).
+        Layout of the weights of all experts, (experts, N, ..., K).
     accumulate_float32 : bool
         As in `mm3d.schemes.product.Product`.
     """
@@ -118,7 +119,7 @@ class GroupedProduct:
     accumulate_float32 = False
 
     def __init__(self, source: Space, target: Space, way: str, weight: Layout,
-                 shape: tuple[int, int]) -> None:
+                 shape: tuple[int, ...]) -> None:
         grid, self._names = source.grid, ("outer", "inner")[::1 if way == "up" else -1]
         rows = [divided_directions(space.rows) for space in (source, target)]
 
@@ -150,6 +151,8 @@ class GroupedProduct:
         dA = self._sum_terms(grouped_matmul_nt(dC, self._gather_B(B), rows.segments), rows)
         dB = grouped_matmul_tn(self._gather_A(A, rows), dC, rows.segments, B.shape[0],
                                self.accumulate_float32)
+        middle = B.shape[2:-1]
+        dB = namespace(dB).reshape(dB, (*dB.shape[:2], *middle, dB.shape[2] // math.prod(middle)))
         for axis in self._copies:
             dB = axis.all_reduce(dB)
         for split in self._weight:
@@ -171,7 +174,7 @@ class GroupedProduct:
         return dA if self._sum_dA is None else self._sum_dA.all_reduce(dA)
 
     def _gather_B(self, B: Array) -> Array:
-        """Gather the weights of this rank's experts."""
+        """Gather the weights of this rank's experts, (experts, N, K)."""
         for split in reversed(self._weight):
             B = split.all_gather(B)
-        return B
+        return namespace(B).reshape(B, (*B.shape[:2], math.prod(B.shape[2:])))

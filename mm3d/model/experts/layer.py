@@ -13,10 +13,12 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, as_rows, namespace
 from mm3d.arrays.blocks import block_lengths
-from mm3d.arrays.grouped_products import Segment
 from mm3d.grid.layout import Layout
+from mm3d.model.architecture import PLAIN, Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Recomputed
+from mm3d.model.experts.activation import (activation_backward, activation_forward, add_biases,
+                                           sum_biases)
 from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.balance import balance_loss, z_loss
 from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
@@ -28,7 +30,6 @@ from mm3d.model.experts.router import Router
 from mm3d.model.experts.shared import Routings
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.experts.totals import RoutingTotals
-from mm3d.model.functional import add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import ModelSizes
@@ -65,48 +66,62 @@ class Routing:
 
 
 class ExpertLinear:
-    """Compute y_e = x_e W_e for the rows of each expert e; hold the bias b_e, which others add.
+    """Compute y_e = x_e W_e for the rows of each expert e; hold the bias b_e, if it has one.
 
     Parameters
     ----------
     build : Builder
-        Makes W and b of all experts, of global shape (experts, in, out) and (experts, out).
+        Makes W of all experts, and b, whose global shape is that of W without `in`.
     name : str
         Name in the block, such as "experts.up".
     way : {"up", "down"}
         "up" from the outer space into the inner one, "down" back.
     shape : tuple of int
-        Global shape (experts, in, out) of W.
+        Global shape (experts, in, out) of W, or (experts, in, 2, out) for two products.
     own : int
         Number of experts of this rank.
+    has_bias : bool
+        Whether there is b.
     """
 
-    def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, int, int],
-                 own: int) -> None:
+    def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...],
+                 own: int, has_bias: bool) -> None:
         source, target = build.spaces(way)
         layout = build.scheme.product(source, target, shape[1:], (1, 1)).weight
         self.product = GroupedProduct(source, target, way, layout, shape[1:])
-        self.vector = Vector(target, (own, shape[2]))
+        self.vector, self.bias = Vector(target, (own, *shape[2:])), None
         self.weight = _create(build, f"{name}.weight", self.product.stack, shape)
-        self.bias = _create(build, f"{name}.bias", self.vector.layout, (shape[0], shape[2]))
-        self.parameters = [self.weight, self.bias]
+        self.parameters = [self.weight]
+        if has_bias:
+            self.bias = _create(build, f"{name}.bias", self.vector.layout,
+                                (shape[0], *shape[2:]))
+            self.parameters.append(self.bias)
         self.product.accumulate_float32 = self.weight.has_master
 
-    def gather_bias(self) -> Array:
+    def gather_bias(self) -> Array | None:
         """Gather this rank's features of the biases, (experts of this rank, features)."""
-        return self.vector.gather_features(self.bias.value)
+        if self.bias is None:
+            return None
+        b = self.vector.gather_features(self.bias.value)
+        return namespace(b).reshape(b, (b.shape[0], math.prod(b.shape[1:])))
 
-    def accumulate_bias(self, sums: list[tuple[int, Array]], like: Array) -> None:
+    def accumulate_bias(self, sums: list[tuple[int, Array]], features: int) -> None:
         """Add the gradient of the biases, from sums over the rows of some experts."""
-        db = self.vector.space.grid.backend.empty(like.shape, self.bias.grad.dtype)
+        if self.bias is None:
+            return
+        own, *middle, _ = self.vector.shape
+        db = self.vector.space.grid.backend.empty((own, features), self.bias.grad.dtype)
         db[...] = 0
         for expert, total in sums:
             db[expert, :] += total
-        self.bias.accumulate(self.vector.reduce_gradient(db))
+        self.bias.accumulate(self.vector.reduce_gradient(namespace(db).reshape(
+            db, (own, *middle, features // math.prod(middle)))))
 
 
 class ExpertsLayer:
     """Compute y = sum over the chosen experts e of g_e (GELU(x W_e + b_e) V_e + c_e).
+
+    An architecture may have no biases, or SwiGLU instead of GELU.
 
     Parameters
     ----------
@@ -120,10 +135,12 @@ class ExpertsLayer:
         Global numbers of features of an expert's input and output, and between its products.
     layer_count : int
         Number of layers of the model.
+    architecture : Architecture
+        Says what an expert computes.
     """
 
     def __init__(self, build: Builder, name: str, experts: ExpertOptions, hidden: int, wide: int,
-                 layer_count: int) -> None:
+                 layer_count: int, architecture: Architecture = PLAIN) -> None:
         build.named(self, name, name)
         self.experts, self.space, E = experts, build.outer, experts.count
         self.routings, self.layer_count = build.routings, layer_count
@@ -134,9 +151,12 @@ class ExpertsLayer:
         self.router = Router(build.outer, vector, build.create_parameter(
             f"{name}.router.weight", vector.layout, vector.shape))
         self.bias = _create_bias(build, name, E) if experts.gate == "sigmoid-bias" else None
-        self.up = ExpertLinear(build, f"{name}.up", "up", (E, hidden, wide), self.dispatch.own)
+        self.gates, has_bias = architecture.gates, architecture.biases == "all"
+        gates = [self.gates] if self.gates > 1 else []
+        self.up = ExpertLinear(build, f"{name}.up", "up", (E, hidden, *gates, wide),
+                               self.dispatch.own, has_bias)
         self.down = ExpertLinear(build, f"{name}.down", "down", (E, wide, hidden),
-                                 self.dispatch.own)
+                                 self.dispatch.own, has_bias)
         self.capacity = capacity_of(experts, self.order.tokens)
         self.parameters = [self.router.weight, *([self.bias] if self.bias else []),
                            *self.up.parameters, *self.down.parameters]
@@ -153,13 +173,12 @@ class ExpertsLayer:
         A = self.dispatch.send(tokens, plan)
         U = self.up.product.forward(A, self.up.weight.value, plan.rows)
         b = self.up.gather_bias()
-        G = library.empty(U.shape, U.dtype)
-        for one, rows in _each(plan.rows.inner_segments):
-            bias_gelu_forward(U[rows, :], b[one.group, :], G[rows, :])
+        G = activation_forward(U, b, plan.rows.inner_segments, self.gates, library.empty(
+            (U.shape[0], U.shape[1] // self.gates), U.dtype))
         R = self.down.product.forward(G, self.down.weight.value, plan.rows)
         c = self.down.gather_bias()
-        for one, rows in _each(plan.rows.outer_segments):
-            add_rows(R[rows, :], c[one.group, :], R[rows, :])
+        if c is not None:
+            add_biases(R, c, plan.rows.outer_segments)
         y, R = self.dispatch.combine(R, routing.choice.gates, plan)
         return xp.reshape(y, x.shape), (routing, x, weight, A, U, b, G, R)
 
@@ -207,19 +226,14 @@ class ExpertsLayer:
         routing, x, weight, A, U, b, G, R = saved
         library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
         dR, dgates = self.dispatch.combine_backward(as_rows(dy), R, plan)
-        exact = self.down.bias.has_master
-        self.down.accumulate_bias(
-            [(one.group, sum_rows(dR[rows, :], exact))
-             for one, rows in _each(plan.rows.outer_segments)],
-            library.empty((self.dispatch.own, dR.shape[1]), dR.dtype))
+        exact = self.down.weight.has_master
+        self.down.accumulate_bias(sum_biases(dR, self.down.bias, plan.rows.outer_segments, exact),
+                                  dR.shape[1])
         dG, dV = self.down.product.backward(dR, G, self.down.weight.value, plan.rows)
         self.down.weight.accumulate(dV)
-        dU, sums = library.empty(U.shape, U.dtype), []
-        for one, rows in _each(plan.rows.inner_segments):
-            _, total = bias_gelu_backward(dG[rows, :], U[rows, :], b[one.group, :], dU[rows, :],
-                                          exact)
-            sums.append((one.group, total))
-        self.up.accumulate_bias(sums, b)
+        dU = library.empty(U.shape, U.dtype)
+        self.up.accumulate_bias(activation_backward(
+            dG, U, b, plan.rows.inner_segments, self.gates, exact, dU), U.shape[1])
         dA, dW = self.up.product.backward(dU, A, self.up.weight.value, plan.rows)
         self.up.weight.accumulate(dW)
         dx = self.dispatch.send_backward(dA, plan)
@@ -311,14 +325,9 @@ class Experts(ExpertOptions):
 
     def make_layer(self, build: Builder, name: str, sizes: ModelSizes) -> ExpertsLayer:
         """Make a layer of experts in place of a multi-layer perceptron."""
-        wide = sizes.inner
-        return ExpertsLayer(build, name, self, sizes.hidden, wide, sizes.layers)
+        return ExpertsLayer(build, name, self, sizes.hidden, sizes.inner, sizes.layers,
+                            sizes.architecture)
 
     def recompute(self, build: Builder, layers: Sequence[Layer]) -> RecomputedExperts:
         """Wrap layers so that backward recomputes them with the routings of forward."""
         return RecomputedExperts(build.routings, *layers)
-
-
-def _each(segments: Sequence[Segment]) -> list[tuple[Segment, slice]]:
-    """Return segments with the slices of their rows."""
-    return [(one, slice(one.start, one.stop)) for one in segments]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import llamas
 import mm3d
 from mm3d import ModelSizes
 from mm3d.arrays import backend
@@ -20,10 +21,11 @@ from mm3d.tracing import dry_arrays, dry_run
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.transport.communicators import DryCommunicator
 from mirror import Mirror, mirrored
-from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
+from models import CHOSEN, PARALLELISMS, SIZES as PLAIN, Parallelism
 
 # Squares and lines of every scheme on every grid of the other tests, and serial.
 CASES = {n: [Parallelism("serial"), *found] for n, found in PARALLELISMS.items()}
+SIZES = PLAIN | {"llama": dict(**llamas.SIZES, architecture=llamas.architecture("llama"))}
 
 
 class Watch:
@@ -101,7 +103,8 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
     """On every rank: products, collectives, traffic, and the pool's peak, all to the byte; of each
     scheme with one of the sizes in turn."""
     for case, (sizes, dtype, causal) in zip(CASES[comm.size], cycle([
-            ("even", "float32", False), ("uneven", "float64", True), ("few", "float32", True)])):
+            ("even", "float32", False), ("uneven", "float64", True), ("few", "float32", True),
+            ("llama", "float64", True)])):
         with case.on(comm, "numpy") as scheme, monkeypatch.context() as patch:
             watch = Watch(patch, scheme, comm)
             real = real_step(watch, scheme, SIZES[sizes], dtype, causal)

@@ -58,6 +58,12 @@ class Program:
                 gate=pick(["switch", "mixtral", "gshard", "sigmoid-bias"]))
             self.model["expert_parallel"] = pick([one for one in (1, 2, 4) if not data % one])
         self.kind = SGD if dtype == "float16" and master is None else pick([AdamW, SGD])
+        if draw.random() < 0.4:
+            self.model["architecture"] = mm3d.Architecture(
+                norm=pick(["layer", "rms"]), positions=pick(["learned", "rotary"]),
+                kv_heads=pick([None, 1]), head=pick([4, 10]), inner=pick([None, 7]),
+                perceptron=pick(["gelu", "swiglu", "swiglu"]),
+                biases=pick(["all", "qkv", "none"]), window=pick([None, None, 3]))
 
     def __repr__(self) -> str:
         return f"{self.mesh} {self.model} {self.kind.__name__}"

@@ -13,7 +13,11 @@ from models import Parallelism
 # No length but the sequences' number on some grids divides evenly; an expert stays without tokens.
 CASES = [mm3d.Experts(5, every=1, capacity=0.8),
          mm3d.Experts(7, top=3, every=2, gate="gshard", capacity=0.6),
-         mm3d.Experts(5, top=1, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0)]
+         mm3d.Experts(5, top=1, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0),
+         mm3d.Experts(5, every=1, gate="mixtral", capacity=None, balance=0.1)]
+MIXTRAL = dict(norm="rms", positions="rotary", kv_heads=1, perceptron="swiglu", inner=11,
+               biases="none")
+FIELDS = [{}, {}, dict(perceptron="swiglu", inner=7), MIXTRAL]    # of each case
 DROPLESS = mm3d.Experts(5, every=2, capacity=None)
 GRIDS = {
     4: [Parallelism("1d"), Parallelism("1d-sp"), Parallelism("2d"), Parallelism("2.5d", (1, 1, 4)),
@@ -29,7 +33,7 @@ GRIDS = {
 @functools.cache
 def serial(case: int) -> dict[str, np.ndarray]:
     with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
-        return step(mm3d.Transformer(scheme, **SIZES, experts=CASES[case]))
+        return step(mm3d.Transformer(scheme, **SIZES, experts=CASES[case], **FIELDS[case]))
 
 
 @pytest.mark.ranks(8, slow=(4, 6), first=(8,))
@@ -38,9 +42,9 @@ def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number):
     grids = GRIDS[comm.size]
     if number >= len(grids):
         pytest.skip(f"{comm.size} ranks have {len(grids)} grids")
-    for case in range(len(CASES)) if number == 1 else (number % 3,):
+    for case in range(len(CASES)) if number == 1 else (number % 3, 3):
         with grids[number].on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **SIZES, experts=CASES[case])
+            model = mm3d.Transformer(scheme, **SIZES, experts=CASES[case], **FIELDS[case])
             found, expected = step(model), serial(case)
         assert found.keys() == expected.keys()
         for name, a in found.items():
@@ -56,26 +60,27 @@ def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number):
 def test_words_are_the_closed_form_of_dropless_experts(comm, part):
     """Whatever the routing, inside a tensor group; also where layers are recomputed."""
     for number, parallelism in enumerate(GRIDS[comm.size][part]):
-        compare_words(comm, parallelism, ("none", "uniform:2")[number % 2])
+        case = number % len(FIELDS)
+        compare_words(comm, parallelism, ("none", "uniform:2")[number % 2], case)
 
 
 @functools.cache
-def output_on_one_rank() -> np.ndarray:
+def output_on_one_rank(case: int) -> np.ndarray:
     with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
-        model = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS)
+        model = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS, **FIELDS[case])
         model.load(state_of(model))
         return model.forward(model.random("x"))[0]
 
 
-def compare_words(comm, parallelism: Parallelism, recompute: str) -> None:
+def compare_words(comm, parallelism: Parallelism, recompute: str, case: int) -> None:
     with parallelism.on(comm) as scheme:
         model, phases = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS,
-                                         recompute=recompute), []
+                                         recompute=recompute, **FIELDS[case]), []
         model.load(state_of(model))
         scheme.grid.reset_traffic()
         y, saved = model.forward(model.random("x"))
         phases.append(scheme.grid.traffic())
-        np.testing.assert_allclose(model.unshard(y), output_on_one_rank(), atol=1e-12)
+        np.testing.assert_allclose(model.unshard(y), output_on_one_rank(case), atol=1e-12)
         scheme.grid.reset_traffic()
         model.backward(y, saved)
         phases.append(scheme.grid.traffic())

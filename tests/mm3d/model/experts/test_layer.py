@@ -97,8 +97,10 @@ def test_permuted_experts_change_nothing():
     ALL, mm3d.Experts(5, every=1, capacity=0.6), mm3d.Experts(3, top=1, every=1, capacity=0.7),
     mm3d.Experts(5, every=1, capacity=0.6, gate="gshard"),
     mm3d.Experts(20, top=3, every=1, gate="mixtral", capacity=None)])
-def test_the_output_is_that_of_a_loop_over_tokens(experts):
-    many = model(experts)
+@pytest.mark.parametrize("fields", [{}, dict(perceptron="swiglu", biases="none", inner=7),
+                                    dict(perceptron="swiglu"), dict(biases="qkv")], ids=str)
+def test_the_output_is_that_of_a_loop_over_tokens(experts, fields):
+    many = model(experts, **fields)
     state = state_of(many)
     many.load(state)
     layer, x = expert_layer(many), activations(many)[0]
@@ -147,15 +149,15 @@ def test_an_expert_without_tokens_gets_a_zero_gradient():
 # Gradients.
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("experts", [
-    mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=0.7),
-    mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=None),
-    mm3d.Experts(4, top=3, every=1, gate="gshard", balance=0.2, z=0.1, capacity=0.8),
-    mm3d.Experts(4, every=2, gate="sigmoid-bias", balance=0.2, z=0.1, convention="huggingface",
-                 capacity=None)])
-def test_gradients_are_central_differences(experts):
+@pytest.mark.parametrize("experts, fields", [
+    (mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=0.7), dict(perceptron="swiglu")),
+    (mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=None), {}),
+    (mm3d.Experts(4, top=3, every=1, gate="gshard", balance=0.2, z=0.1, capacity=0.8), {}),
+    (mm3d.Experts(4, every=2, gate="sigmoid-bias", balance=0.2, z=0.1, convention="huggingface",
+                  capacity=None), dict(biases="none"))])
+def test_gradients_are_central_differences(experts, fields):
     """Of every parameter and the input, along a random direction; no choice changes so near."""
-    many = model(experts)
+    many = model(experts, **fields)
     state, (x, dy) = state_of(many), activations(many)
 
     def loss(state, x) -> tuple[float, list]:

@@ -1,0 +1,124 @@
+"""GPTs of other architectures are the same model on every mesh, and as PyTorch computes them."""
+import functools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from gpts import differences, train
+from llamas import architecture, norm, plain_layers
+from mm3d.model.stack import Stack
+
+SIZES = dict(layers=2, hidden=10, heads=6, vocab=17, batch=4, seq=5)
+MIXTRAL = mm3d.Experts(3, top=2, every=1, gate="mixtral", capacity=None, balance=0.1)
+# By ranks: mesh, options that change rounding alone, architecture, other options.
+MESHES = {
+    1: [({}, dict(recompute="selective"), "window", {})],
+    4: [(dict(data=2, scheme="1d"), dict(zero=2), "qwen", dict(tied=False)),
+        (dict(stages=2, scheme="3d", grid=(1, 2, 1)), dict(
+            schedule="zb-h1", recompute="full+selective"), "biases", {}),
+        (dict(data=2, scheme="1d-sp"), dict(zero=1, expert_parallel=2), "llama",
+         dict(experts=MIXTRAL))],
+    8: [(dict(data=2, stages=2, scheme="3d", grid=(2, 1, 1)), dict(
+            zero=3, recompute="full", in_flight=1), "llama", dict(tied=False)),
+        (dict(data=2, scheme="3d", grid=(2, 2, 1)), dict(zero=3, expert_parallel=2,
+                                                         recompute="selective"), "llama",
+         dict(experts=MIXTRAL)),
+        (dict(stages=2, scheme="2d"), dict(schedule="1f1b"), "window", dict(dropout=0.2))]}
+
+
+@functools.cache
+def serial(name: str, **options) -> dict[str, np.ndarray]:
+    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
+    found = train(mesh, sizes=SIZES, architecture=architecture(name), **options)
+    mesh.free()
+    return found
+
+
+@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.parametrize("number", range(3))
+def test_losses_and_gradients_are_those_of_one_rank(comm, number):
+    """With two micro-batches, pipelines, ZeRO, recomputation, dropout and divided experts."""
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    where, how, name, options = MESHES[comm.size][number]
+    mesh = mm3d.Mesh(comm, **where)
+    expected = serial(name, microbatches=2, **options)
+    found = train(mesh, sizes=SIZES, architecture=architecture(name), microbatches=2, **how,
+                  **options)
+    assert list(found) == list(expected)
+    assert not differences(found, expected), (mesh, name)
+    mesh.free()
+
+
+def test_the_loss_is_that_of_its_definition():
+    """Embedding, layers, last norm and head of a Llama in plain NumPy; without a table of
+    positions."""
+    how, rng = architecture("llama"), np.random.default_rng(0)
+    mesh = mm3d.Mesh(MPI.COMM_SELF, scheme="serial")
+    model = mm3d.GPT(mesh, **SIZES, architecture=how, dtype="float64", tied=False)
+    state = {name: 5 * a for name, a in model.state().items()}
+    model.load(state)
+    tokens, targets = rng.integers(0, 17, (2, 4, 5))
+    x = plain_layers(state["embedding.weight"][tokens], state, SIZES["layers"], SIZES["heads"],
+                     how)
+    logits = norm(x, state, "norm", how) @ state["head.weight"]
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(logits, targets[..., None], -1).mean()
+    assert "positions.weight" not in state
+    assert model.step(tokens, targets) == pytest.approx(expected, rel=1e-13)
+    model.free()
+    mesh.free()
+
+
+# --- What is stated, and what is refused ----------------------------------------------------
+
+def test_keywords_make_the_architecture():
+    """Alone, or of a stack that has another one already; in a configuration too."""
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
+    sizes = dict(layers=1, hidden=8, heads=4, batch=2, seq=4)
+    stack = Stack.of(sizes | dict(kv_heads=2, norm="rms"))
+    assert stack.architecture == mm3d.Architecture(kv_heads=2, norm="rms")
+    more = mm3d.Transformer(scheme, stack, norm="layer", inner=5)
+    assert more.stack.architecture == mm3d.Architecture(kv_heads=2, inner=5)
+    assert mm3d.Config.of(sizes | dict(biases="qkv")).model.architecture.biases == "qkv"
+    assert mm3d.Architecture(rotary_scaling=[8, 1, 4, 64]) == mm3d.Architecture(
+        rotary_scaling=(8.0, 1.0, 4.0, 64.0))
+
+
+def test_sizes_know_their_architecture():
+    sizes = mm3d.ModelSizes(2, 12, 6, 8, 16, mm3d.Architecture(kv_heads=2, head=4, inner=9))
+    assert mm3d.ModelSizes(**sizes) == sizes and "architecture" in dict(sizes)
+    assert (sizes.head, sizes.kv_heads, sizes.group, sizes.inner) == (4, 2, 3, 9)
+    plain = mm3d.ModelSizes(2, 12, 6, 8, 16)
+    assert len(plain) == len([*plain]) == 5 and len(sizes) == len([*sizes]) == 6
+    assert (plain.head, plain.kv_heads, plain.group, plain.inner) == (2, 6, 1, 48)
+
+
+@pytest.mark.parametrize("fields, said", [
+    (dict(norm="batch"), "norm='batch' is unknown: choose one of layer, rms"),
+    (dict(biases=None), "biases=None is unknown: choose one of all, qkv, none"),
+    (dict(kv_heads=4), "kv_heads=4 does not divide heads=6: 1, 2, 3, 6 would do"),
+    (dict(inner=0), "inner=0 should be a whole number of at least 1, or None"),
+    (dict(epsilon=0), "epsilon=0 should be a number above 0"),
+    (dict(positions="rotary", head=3), "positions='rotary' rotates pairs .* a head has 3"),
+    (dict(positions="rotary", rotary_scaling=(8, 4, 1, 8192)), "low below high"),
+    (dict(rotary_scaling=(8, 1, 4, 8192)), "has no effect on positions='learned'"),
+    (dict(architecture="llama"), "architecture='llama' should be mm3d.Architecture"),
+    (dict(window=3, causal=False), "window=3 .*: causal=True would do, or window=None")], ids=str)
+def test_what_is_no_architecture_is_named(fields, said):
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
+    sizes = dict(layers=1, hidden=12, heads=6, batch=2, seq=4, causal=True)
+    with pytest.raises(ValueError, match=said):
+        mm3d.Transformer(scheme, **(sizes | fields))
+
+
+def test_a_definition_names_what_differs():
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
+    sizes = dict(layers=1, hidden=12, heads=6, batch=2, seq=4)
+    plain, rms = (mm3d.Transformer(scheme, **sizes, **more).definition.function
+                  for more in ({}, dict(norm="rms", epsilon=1e-6)))
+    assert plain == dict(layers=1, hidden=12, heads=6, causal=False, epsilon=1e-5)
+    assert rms["architecture.norm"] == "rms" and rms["epsilon"] == 1e-6
+    assert rms["architecture.kv_heads"] == "none"
