@@ -4,7 +4,6 @@ What a fault does to a tensor is tried, kind by kind: a factor, another tensor i
 of a sum, another setting.  The first that explains the tensor is named.
 """
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any, Callable, Iterator
@@ -12,12 +11,12 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from bench.experiments.dump import patterns
-from bench.experiments.dump.computation import Start, Way, compute_step, to_tensors, wide
+from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
+from bench.experiments.dump.terms import gradient_terms
 from bench.experiments.dump.verdicts import Judged, Verdict, start_of
-from mm3d.model.heads import TiedHead
 from mm3d.model.layers import Gelu, Linear
 
 EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
@@ -146,46 +145,6 @@ def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[
             yield (f"parts of the {what}, divided among {n} ranks, count {told} times: a sum over "
                    f"ranks is missing")
         yield f"parts of the {what}, divided among {n} ranks, count {told} times"
-
-
-def gradient_terms(start: Start, name: str, dim: int, comm: Any) -> np.ndarray:
-    """Return the terms of a gradient, one for each sequence (dim 0) or position (dim 1).
-
-    The backward pass of the layer that has the weight is computed again, by the output's gradient
-    in one sequence or position alone.
-    """
-    calls: list[tuple[Any, Any, tuple]] = []
-
-    def remember(gpt: Any) -> None:
-        ends, (chunk,) = gpt.chains[-1], gpt.chunks
-        layers = [ends.output.norm, ends.output.head, ends.embedding]
-        layers += [layer for block in chunk.layers.layers for layer in block.layers]
-        for layer in layers:
-            layer.backward = _remembering(layer, layer.backward, calls)
-    gpts: list[Any] = []
-    compute_step(start, Way("float64"), comm, lambda gpt: (gpts.append(gpt), remember(gpt)))
-    gpt, terms = gpts[0], []
-    for at in range(start.tokens.shape[dim]):
-        gpt.zero_gradients()
-        for back, dy, more in calls:
-            own = np.zeros_like(dy)
-            box = (slice(None),) * dim + (at,)
-            own[box] = dy[box]
-            back(own, *copy.deepcopy(more))
-        gpt.chains[-1].output.add_tied_gradient()
-        gradients = {p.name: wide(p.grad) for p in gpt.trained}
-        terms.append(to_tensors(start.family, gpt.config.model, gradients)[name])
-    return np.array(terms)
-
-
-def _remembering(layer: Any, back: Callable, calls: list) -> Callable:
-    """Return a backward pass that copies what it is given."""
-    def backward(dy: Any, *more: Any) -> Any:
-        if layer.parameters or isinstance(layer, (Gelu, TiedHead)):
-            own = type(layer).backward.__get__(layer)    # which keeps nothing
-            calls.append((own, np.array(dy), copy.deepcopy(more)))
-        return back(dy, *more)
-    return backward
 
 
 def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:

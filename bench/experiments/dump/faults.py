@@ -5,90 +5,19 @@ the tensor at which it has to be found.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import numpy as np
 
-from bench.experiments.dump.causes import exact_gelu, gradient_terms
-from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step, compute_update)
-from bench.experiments.dump.envelopes import measure_norm
+from bench.experiments.dump.causes import exact_gelu
+from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
 from bench.experiments.dump.places import LOSS, NORM, Place, border_names
+from bench.experiments.dump.workshop import Workshop
 from mm3d.model.layers import Linear
+from mm3d.model.rotary import Rotary
 
 LAYER = "transformer.h.1"
 TABLE = "transformer.wte.weight"
-
-
-@dataclass(frozen=True)
-class Workshop:
-    """Make steps, right ones and parts of them.
-
-    Attributes
-    ----------
-    start : Start
-        What they begin with.
-    optimizer : mapping
-        Settings of the optimizer.
-    comm : mpi4py.MPI.Intracomm
-        One rank.
-    """
-
-    start: Start
-    optimizer: Mapping[str, Any]
-    comm: Any
-
-    @property
-    def way(self) -> Way:
-        """Return how steps are computed: another order than those of the envelope."""
-        return Way(self.start.model.dtype, self.start.model.master, 1, 99)
-
-    def step(self, start: Start | None = None, look: Callable | None = None) -> Tensors:
-        """Compute a step up to the gradients; what `look` changes is in the dump's own order."""
-        way = self.way if look is None else replace(self.way, seed=0)
-        return compute_step(start or self.start, way, self.comm, look)
-
-    def finish(self, tensors: Tensors, **optimizer: Any) -> Tensors:
-        """Add the norm and the weights after a step, as they follow from the gradients."""
-        gradients = self.gradients(tensors)
-        tensors[Place(NORM)] = measure_norm(gradients)[0]
-        return tensors | compute_update(self.start, self.way, self.comm, {
-            **self.optimizer, **optimizer}, gradients)
-
-    def gradients(self, tensors: Tensors) -> dict[str, np.ndarray]:
-        """Return the gradients among tensors, as the dump stores them."""
-        kept = self.start.model.master or self.start.model.dtype
-        return {place.name: np.asarray(a, kept) for place, a in tensors.items()
-                if place.kind == "gradient"}
-
-    def with_gradient(self, name: str, a: np.ndarray | float) -> Tensors:
-        """Return a step with another gradient of a weight, and what follows from it."""
-        tensors = self.step()
-        place = Place("gradient", name)
-        tensors[place] = a * tensors[place] if isinstance(a, float) else a
-        return self.finish(tensors)
-
-    def with_gradients(self, factor: float) -> Tensors:
-        """Return a step with all gradients times a factor."""
-        tensors = self.step()
-        return self.finish({place: a * factor if place.kind.endswith("gradient") else a
-                            for place, a in tensors.items()})
-
-    def half(self, name: str, dim: int, factor: float = 1.0) -> Tensors:
-        """Return a step whose gradient of a weight is that of half the sequences or positions."""
-        terms = gradient_terms(self.start, name, dim, self.comm)
-        return self.with_gradient(name, factor * terms[:len(terms) // 2].sum(0))
-
-    def without(self, sequences: slice) -> Start:
-        """Return the start with ignored targets in some sequences."""
-        targets = self.start.targets.copy()
-        targets[sequences] = self.start.model.ignored
-        return replace(self.start, targets=targets)
-
-    def with_weight(self, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Tensors:
-        """Return a step that is computed with another weight than the dump has."""
-        weights = {**self.start.weights}
-        weights[name] = change(np.array(weights[name]))
-        return self.finish(self.step(replace(self.start, weights=weights)))
 
 
 def tied_parts(shop: Workshop, embedding: float, head: float) -> Tensors:
@@ -258,6 +187,31 @@ def narrow_sums(shop: Workshop) -> Tensors:
                         if place.kind == "gradient" else a for place, a in tensors.items()})
 
 
+def rotated_again(shop: Workshop) -> Tensors:
+    """Begin the rotary positions of the second shard of each sequence at 0 again."""
+    def look(gpt: Any) -> None:
+        for block in gpt.chunks[0].layers.layers:
+            for layer in block.layers:
+                if isinstance(layer, Rotary):
+                    for a in (layer.turns.cos, layer.turns.sin):
+                        a[len(a) // 2:] = a[:len(a) - len(a) // 2]
+    return shop.finish(shop.step(look=look))
+
+
+def swapped_gates(shop: Workshop) -> Tensors:
+    """Take the gate of a gated perceptron for the other product, as of one fused weight."""
+    weights, layer = {**shop.start.weights}, "model.layers.1.mlp"
+    names = f"{layer}.gate_proj.weight", f"{layer}.up_proj.weight"
+    weights |= dict(zip(names, (weights[names[1]], weights[names[0]])))
+    return shop.finish(shop.step(replace(shop.start, weights=weights)))
+
+
+def experts_over_replicas(shop: Workshop) -> Tensors:
+    """Divide the gradients of experts by the replicas, which have other experts."""
+    return shop.finish({place: a / 2 if place.kind == "gradient" and ".experts." in place.name
+                        else a for place, a in shop.step().items()})
+
+
 def equal_masks(shop: Workshop) -> Tensors:
     """Drop the same elements on both replicas."""
     middle = len(shop.start.tokens) // 2
@@ -357,4 +311,11 @@ FAULTS = [
     Fault("GELU by erf and not by tanh", lambda shop: shop.finish(shop.step(look=exact_gelu)),
           Place("activation", "transformer.h.0"), "error function"),
     Fault("masks of dropout the same on 2 replicas", equal_masks, Place("mask", FIRST),
-          "same seed", "dropout")]
+          "same seed", "dropout"),
+    Fault("rotary positions of the second shard begin at 0", rotated_again,
+          Place("activation", "model.layers.0"), "block 1 of 2", "llama"),
+    Fault("gate and other product of SwiGLU exchanged", swapped_gates,
+          Place("activation", "model.layers.1"), "", "llama"),
+    Fault("experts' gradients divided by replicas", experts_over_replicas, Place(
+        "gradient", "model.layers.1.block_sparse_moe.experts.3.w2.weight"), "1/2 times",
+        "mixtral")]

@@ -20,14 +20,24 @@ from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import mask_names
 from bench.experiments.dump.tensor_files import number_type
 from bench.experiments.dump.verdicts import Verdict, judge, start_of
+from bench.experiments.dump.workshop import Workshop
 from bench.experiments.dump.writing import write_dump
 from mm3d.config import Model
 from mm3d.hugging_face.names import tensor_shapes
+from mm3d.model.architecture import Architecture
+from mm3d.model.experts.layer import Experts
 from mm3d.pretrained.loading import model_pieces
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
 SGD = {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "clip": 0.1}
+LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=32,
+                     biases="none", epsilon=1e-6)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": LLAMA, "tied": False},
+    "mixtral": {"architecture": LLAMA, "tied": False, "experts": Experts(
+        4, 2, every=1, capacity=None, gate="mixtral", balance=0.0, z=0.0,
+        convention="huggingface")}}
 
 
 @dataclass(frozen=True)
@@ -56,26 +66,32 @@ class Found:
                 and self.fault.cause in self.cause)
 
 
-def make_shop(kind: str, dtype: str, comm: Any) -> faults.Workshop:
-    """Return a small workshop: GPT-2, plain or with dropout, and the optimizer of "sgd"."""
+def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
+    """Return a small workshop of the kind that a `Fault` names as its start."""
+    family = kind if kind in MODELS else "gpt2"
     model = Model(layers=2, hidden=24, heads=4, batch=8, seq=16, vocab=50, ignored=-100,
-                  dtype=dtype, dropout=0.1 if kind == "dropout" else 0.0)
+                  dtype=dtype, dropout=0.1 if kind == "dropout" else 0.0,
+                  **MODELS.get(family, {}))
     random = np.random.default_rng(5)
-    shapes = tensor_shapes(model_pieces("gpt2", model))
+    shapes = tensor_shapes(model_pieces(family, model))
     stored = number_type(dtype)
-    weights = {name: (random.normal(0, 0.2, shape) + (
-        1.0 if "ln_" in name and name.endswith("weight") else 0)).astype(stored).astype(float)
-        for name, shape in sorted(shapes.items())}
+    weights = {name: (random.normal(0, 0.2, shape) + _is_scale(name)).astype(stored).astype(float)
+               for name, shape in sorted(shapes.items())}
     text = random.integers(0, model.vocab, (model.batch, model.seq + 1))
     targets = text[:, 1:].copy()
     targets[0, :9], targets[1, 3:12], targets[6, :2] = (model.ignored,) * 3
     masks = {name: random.random((model.batch, model.seq, model.hidden)) < 0.9
              for name in mask_names(model.layers).values()} if model.dropout else {}
-    start = Start("gpt2", model, weights, text[:, :-1].copy(), targets, masks)
-    return faults.Workshop(start, SGD if kind == "sgd" else OPTIMIZER, comm)
+    start = Start(family, model, weights, text[:, :-1].copy(), targets, masks)
+    return Workshop(start, SGD if kind == "sgd" else OPTIMIZER, comm)
 
 
-def dump_of(shop: faults.Workshop, tensors: Tensors, folder: Path) -> Dump:
+def _is_scale(name: str) -> bool:
+    """Return whether a weight is that of a norm, which is near 1."""
+    return name.endswith("weight") and ("ln_" in name or "norm" in name)
+
+
+def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> Dump:
     """Write tensors as a dump, and read it."""
     masks = {place.name: a for place, a in tensors.items() if place.kind == "mask"}
     start = replace(shop.start, masks=masks or shop.start.masks)
@@ -86,7 +102,7 @@ def dump_of(shop: faults.Workshop, tensors: Tensors, folder: Path) -> Dump:
 def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Found]:
     """Plant faults in right steps, write and read these as dumps, and judge them."""
     with tempfile.TemporaryDirectory() as folder:
-        shops: dict[str, faults.Workshop] = {}
+        shops: dict[str, Workshop] = {}
         references: dict[str, Reference] = {}
         for number, fault in enumerate(some):
             shop = shops.setdefault(fault.start, make_shop(fault.start, dtype, comm))

@@ -45,7 +45,7 @@ class Reordering:
         part = name.removeprefix("layers.").partition(".")[2] if (
             name.startswith("layers.")) else name
         if part.startswith("experts"):    # routing is discrete: it stays as it is
-            return a[self.hidden] if part == "experts.router.weight" else _experts(part, a, self)
+            return _experts(part, a, self)
         if part in ("attention.qkv.weight", "head.weight"):
             return a[self.hidden]
         if part == "mlp.up.weight":
@@ -72,5 +72,5 @@ class Reordering:
 
 
 def _experts(part: str, a: np.ndarray, order: Reordering) -> np.ndarray:
-    """Return the weight of all experts of a layer in this order of the residual stream."""
-    return a[..., order.hidden] if part == "experts.down.weight" else a[:, order.hidden]
+    """Return a weight of experts, or the router's, in this order of the residual stream."""
+    return a[:, order.hidden] if part == "experts.up.weight" else a[..., order.hidden]
