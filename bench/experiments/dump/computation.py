@@ -200,6 +200,15 @@ def _fix_masks(gpt: GPT, masks: Mapping[str, np.ndarray], order: Reordering) -> 
         drop._draw_factors = factors
 
 
+def target_losses(logits: np.ndarray, targets: np.ndarray, ignored: int) -> np.ndarray:
+    """Return the loss of each target, (batch, seq) in float64; 0 for ignored ones."""
+    top = logits.max(-1, keepdims=True)
+    sums = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    out = targets == ignored
+    goals = np.take_along_axis(logits, np.where(out, 0, targets)[..., None], -1)[..., 0]
+    return np.where(out, 0.0, sums - goals)
+
+
 def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, Any],
                    gradients: Mapping[str, np.ndarray]) -> Tensors:
     """Compute the weights after a first step of an optimizer by given gradients."""

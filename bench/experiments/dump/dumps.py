@@ -95,10 +95,8 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
     Raises
     ------
     UsageError
-        For a dump that is no such folder, or whose tensors are missing, too many, doubly named, of
-        another shape or an unknown type.
-    OSError
-        When a file cannot be read.
+        For a dump that is no such folder, or cannot be read, or whose tensors are missing, too
+        many, doubly named, of another shape or an unknown type.
     """
     folder, rules = Path(folder), find_rules(names)
     try:
@@ -120,6 +118,9 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         model = _model(folder, shape, about, *kinds)
         tokens, targets, _ = check_batch(batch["tokens"], batch["targets"], shape, model.vocab,
                                          model.ignored)
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder}: {error.strerror}; a folder with "
+                         f"config.json would do, see results/judge/README.rst") from error
     except ValueError as error:
         raise error if isinstance(error, UsageError) else UsageError(f"{folder}: {error}") from (
             error)
@@ -195,7 +196,7 @@ def _tensors(folder: Path, file: str) -> dict[str, np.ndarray]:
     """Return the tensors of a file of a dump."""
     path = folder / f"{file}.safetensors"
     if not path.exists():
-        raise UsageError(f"{path} is missing; bench measure dump --format says what would do")
+        raise UsageError(f"{path} is missing: results/judge/README.rst says what would do")
     return read_tensors(path)
 
 

@@ -5,6 +5,7 @@ from typing import Any, Iterator
 import numpy as np
 
 from bench.experiments.dump import patterns
+from bench.experiments.dump.computation import target_losses
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.places import Place
 from bench.experiments.dump.verdicts import Judged, Verdict
@@ -13,12 +14,9 @@ from bench.experiments.dump.verdicts import Judged, Verdict
 def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield which other mean of the losses of all targets the dump's loss is."""
     loss, exact = float(dump.tensors[one.place]), float(verdict.exact[one.place])
-    logits = verdict.exact[Place("activation", "lm_head")]
-    top = logits.max(-1, keepdims=True)
-    sums = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
     ignored = dump.targets == dump.model.ignored
-    goals = np.take_along_axis(logits, np.where(ignored, 0, dump.targets)[..., None], -1)[..., 0]
-    losses = np.where(ignored, 0, sums - goals)
+    losses = target_losses(verdict.exact[Place("activation", "lm_head")], dump.targets,
+                           dump.model.ignored)
 
     def same(value: float) -> bool:
         return patterns.explained(np.asarray(loss), np.asarray(value), one.envelope,

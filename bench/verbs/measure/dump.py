@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from bench.errors import UsageError
+from bench.experiments.dump.differences import table_of_differences
 from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.names import TABLES
@@ -25,8 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "a dump of the same step by other ranks: say whether the difference is rounding"))
     parser.add_argument("--names", default="huggingface", metavar="TABLE", help=(
         f"names of tensors: {', '.join(TABLES)}, or a file of TOML or JSON (default huggingface)"))
-    parser.add_argument("--planted", action="store_true", help=(
-        "plant faults in right steps and judge these: print the tables of results/judge"))
+    parser.add_argument("--tables", action="store_true", help=(
+        "print the tables of results/judge: on one rank of faults that are planted and judged, on "
+        "several of the differences that right steps have"))
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
@@ -37,10 +39,10 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     UsageError
         For dumps that cannot be read or compared.
     """
-    if arguments.planted:
-        if comm.size > 1:
-            raise UsageError("--planted runs on one rank: no mpirun would do")
-        say(render([plant_all(comm)]))
+    if arguments.tables:
+        table = plant_all(comm) if comm.size == 1 else table_of_differences(comm)
+        if comm.rank == 0:
+            say(render([table]))
         return 0
     if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
         raise UsageError("measure dump DUMP judges a dump, or several; with --against one")
