@@ -44,26 +44,24 @@ class Dump:
         The keys of Hugging Face's config.json, of the whole model.
     tokens, targets : torch.Tensor
         The batch, (batch, seq); with `batch_group` this rank's sequences.
-    ignored : int
-        The target that does not count.
-    dtype : str, optional
-        The type of computation, such as "bfloat16" under autocast; by default that of weights.
-    ranks : dict of str to int, optional
-        Among how many ranks what is divided: data, tensor, sequence, stages.
     batch_group : ProcessGroup, optional
         The ranks that have different sequences, in the order of the batch; `dist.group.WORLD` for
         all.
+    **about
+        ignored: the target that does not count, -100.  dtype: the type of computation, such as
+        "bfloat16" under autocast; by default that of weights.  ranks: among how many ranks what is
+        divided, such as {"data": 2}: data, tensor, sequence, stages.
     """
 
     def __init__(self, folder: str, model: torch.nn.Module, config: dict[str, Any],
-                 tokens: torch.Tensor, targets: torch.Tensor, *, ignored: int = -100,
-                 dtype: str | None = None, ranks: dict[str, int] | None = None,
-                 batch_group: Any = None) -> None:
+                 tokens: torch.Tensor, targets: torch.Tensor, *, batch_group: Any = None,
+                 **about: Any) -> None:
         self.folder, self.model, self.group = Path(folder), model, batch_group
+        self.sequences = len(tokens)
         self.lead = not dist.is_initialized() or dist.get_rank() == 0
-        self.about: dict[str, Any] = {"ignored": ignored, "ranks": ranks or {}, "unseen": []}
-        if dtype is not None:
-            self.about["dtype"] = dtype
+        if about.keys() - {"ignored", "dtype", "ranks"}:
+            raise TypeError(f"{', '.join(about)}: ignored, dtype and ranks would do")
+        self.about: dict[str, Any] = {"ignored": -100, **about, "unseen": []}
         self.outputs: dict[str, list] = {}
         self.gradients: dict[str, dict[int, torch.Tensor]] = {}
         self.masks: dict[str, list] = {}
@@ -94,6 +92,12 @@ class Dump:
         if without:
             self._unseen(f"gradients that are None: {', '.join(without)}")
         self._save("gradients", self._parameters(lambda p: p.grad))
+        for kept in (self.outputs, self.masks):
+            for name in [*kept]:
+                if self.sequences not in torch.cat(kept[name]).shape[:2]:
+                    self._unseen(f"{name}, which was computed another time, not of this batch")
+                    del kept[name]
+                    self.gradients.pop(name, None)
         self._save("activations", {name: self._rows(torch.cat(parts))
                                    for name, parts in self.outputs.items()})
         if self.masks:

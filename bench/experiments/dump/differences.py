@@ -9,7 +9,7 @@ from mpi4py import MPI
 from bench.document import Column, Rows, Table
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.envelopes import (FACTOR, Distance, measure_reference,
-                                                rounding)
+                                              rounding)
 from bench.experiments.dump.places import LOSS
 from bench.experiments.dump.planted import make_shop
 from bench.experiments.dump.tensor_files import number_type

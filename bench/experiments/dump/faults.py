@@ -12,6 +12,7 @@ import numpy as np
 from bench.experiments.dump.causes import exact_gelu
 from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
 from bench.experiments.dump.places import LOSS, NORM, Place, border_names
+from bench.experiments.dump.tensor_files import number_type
 from bench.experiments.dump.workshop import Workshop
 from mm3d.model.layers import Linear
 from mm3d.model.rotary import Rotary
@@ -181,9 +182,8 @@ def stale_replica(shop: Workshop) -> Tensors:
 
 def narrow_sums(shop: Workshop) -> Tensors:
     """Sum gradients over ranks in bfloat16."""
-    import ml_dtypes
-    tensors = shop.step()
-    return shop.finish({place: a.astype(ml_dtypes.bfloat16).astype(np.float64)
+    narrow, tensors = number_type("bfloat16"), shop.step()
+    return shop.finish({place: a.astype(narrow).astype(np.float64)
                         if place.kind == "gradient" else a for place, a in tensors.items()})
 
 

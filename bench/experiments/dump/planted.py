@@ -65,12 +65,21 @@ class Found:
         return (first is not None and first.place == self.fault.place
                 and self.fault.cause in self.cause)
 
+    @property
+    def right_in(self) -> str:
+        """Return what the judge was right in: the tensor and the cause, the tensor, or neither."""
+        first = self.verdict.first
+        if first is None or first.place != self.fault.place:
+            return "neither"
+        return "tensor, cause" if self.fault.cause and self.fault.cause in self.cause else "tensor"
+
 
 def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
     """Return a small workshop of the kind that a `Fault` names as its start."""
     family = kind if kind in MODELS else "gpt2"
     model = Model(layers=2, hidden=24, heads=4, batch=8, seq=16, vocab=50, ignored=-100,
-                  dtype=dtype, dropout=0.1 if kind == "dropout" else 0.0,
+                  dtype=dtype, master="float32" if "16" in dtype else None,
+                  dropout=0.1 if kind == "dropout" else 0.0,
                   **MODELS.get(family, {}))
     random = np.random.default_rng(5)
     shapes = tensor_shapes(model_pieces(family, model))
@@ -119,8 +128,10 @@ def plant_all(comm: Any, dtype: str = "float32") -> Table:
     found = list(judge_faults(faults.FAULTS, dtype, comm))
     rows: Rows = [[one.fault.what, str(one.verdict.first.place) if one.verdict.first else "none",
                    f"{one.verdict.first.ratio:.1e}" if one.verdict.first else "-",
-                   one.cause.partition(":")[0], "yes" if one.right else "NO"] for one in found]
-    columns = [Column("fault"), Column("first tensor outside"), Column("envelopes"),
-               Column("cause that was named"), Column("right")]
-    return Table(f"{len(found)} faults planted in {dtype}, {sum(one.right for one in found)} "
-                 f"found", columns, rows)
+                   one.cause.partition(":")[0], one.right_in] for one in found]
+    columns = [Column("fault", align="<"), Column("first tensor outside", align="left"),
+               Column("envelopes"), Column("cause that was named", align="<"),
+               Column("right", align="<")]
+    return Table(f"{len(found)} faults planted in steps in {dtype}, "
+                 f"{sum(one.right_in != 'neither' for one in found)} found at their tensor",
+                 columns, rows)
