@@ -174,7 +174,7 @@ def pipeline_step(model, rank, ranks, x, y, mean):
     """Forward and backward of two stages with four micro-batches."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     rows = BATCH // 4
-    middle = torch.zeros(rows, SEQ, HIDDEN, requires_grad=rank > 0)
+    middle = torch.zeros(rows, SEQ, HIDDEN, requires_grad=True)
     ends = (x[:rows],), torch.zeros(rows, SEQ, VOCAB)    # without them it would compute once more
     stage = PipelineStage(model, rank, ranks, torch.device("cpu"),
                           ends[0] if rank == 0 else (middle,), middle if rank == 0 else ends[1])
