@@ -1,10 +1,19 @@
 """Read the text files that users write."""
 
+import difflib
+import re
+import tomllib
+import typing
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
+
+import msgspec
 
 from bench.errors import UsageError, require_known
+
+KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
+         "array": "a list", "object": "a table", "null": "nothing"}
 
 
 def read_text(path: Any, what: str, remedy: str) -> str:
@@ -56,3 +65,84 @@ def read_supplied(what: str, name: str) -> str:
                  require_known(supplied, name, what, "name a .toml file"))
     return read_text(file, f"{what} file {name}",
                      f"a .toml file, or one of {', '.join(supplied)},")
+
+
+def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any],
+                   check: Callable[[Any], str] = lambda tree: "",
+                   ignored: tuple[str, ...] = ()) -> Any:
+    """Read what a supplied or a user's TOML file describes.
+
+    Parameters
+    ----------
+    what, name : str
+        As of `read_supplied`.
+    kind : type of msgspec.Struct
+        What the file describes; its fields are those of the file.
+    decode : callable
+        Makes one of the tree of the file.
+    check : callable, optional
+        Is given the tree of the file, and returns what is wrong with its values, or "".
+    ignored : tuple of str
+        Fields of old files.
+
+    Raises
+    ------
+    UsageError
+        When there is no such file, or it does not describe one: in words, with the field.
+    """
+    text = read_supplied(what, name)
+    try:
+        tree = {key: value for key, value in tomllib.loads(text).items() if key not in ignored}
+        problem = _wrong_field(tree, kind) or check(tree)
+        if not problem:
+            return decode(tree)
+    except msgspec.ValidationError as error:
+        problem = _in_words(str(error))
+    except ValueError as error:    # no TOML
+        problem = str(error)
+    raise UsageError(f"{what} file {name}: {problem}")
+
+
+def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
+    """Describe the first field that a format does not have, or lacks; "" if none."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    inside = f"{place}: " * bool(place)
+    for name in tree:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1) or [", ".join(fields)]
+            return f"{inside}there is no field {name!r}: {near[0]} would do"
+    missing = [name for name, field in fields.items() if field.required and name not in tree]
+    if missing:
+        return f"{inside}missing required field{'s' * (len(missing) > 1)} {', '.join(missing)}"
+    for name, value in tree.items():
+        inner, key = inner_format(fields[name].type), f"{place}.{name}".lstrip(".")
+        tables = {key: value} if inner is fields[name].type else _items(value, key)
+        for where, one in tables.items() if inner else ():
+            if isinstance(one, dict) and (problem := _wrong_field(one, inner, where)):
+                return problem
+    return ""
+
+
+def inner_format(annotation: Any) -> type | None:
+    """Return the format of a field, or of the items of a list or table; None for plain values."""
+    for one in (annotation, *typing.get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct):
+            return one
+    return None
+
+
+def _items(value: Any, place: str) -> dict[str, Any]:
+    """Return the items of a list or table by their places; {} for a plain value."""
+    if isinstance(value, list):
+        return {f"{place}[{number}]": one for number, one in enumerate(value)}
+    return {f"{place}.{name}": one for name, one in value.items()} if isinstance(
+        value, dict) else {}
+
+
+def _in_words(error: str) -> str:
+    """Return an error of msgspec in words, the field first."""
+    found = re.fullmatch(r"Expected `(\w+)`, got `(\w+)`(?: - at `\$\.?(.*)`)?", error)
+    if not found:
+        return error
+    wanted, given = (KINDS.get(found[number], found[number]) for number in (1, 2))
+    return f"{found[3]}: {wanted} would do, not {given}"

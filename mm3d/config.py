@@ -4,11 +4,9 @@ Each field says in its metadata what it is, so that command lines, titles and re
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Mapping, Self
 
 from mm3d.arrays.plain_numbers import keep_plain_numbers
-from mm3d.hugging_face.config_file import model_fields, read_config
 from mm3d.model.architecture import FIELD, PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack, field_names, make_of_fields
@@ -78,34 +76,6 @@ class Model:
 
     def __post_init__(self) -> None:
         keep_plain_numbers(self)
-
-    @classmethod
-    def from_config(cls, path: str | Path, *, batch: int, seq: int, **fields: Any) -> Self:
-        """Return the model of a ``config.json`` of Hugging Face.
-
-        Parameters
-        ----------
-        path : path
-            The file, or its folder.
-        batch, seq : int
-            As in the class.
-        **fields
-            Further fields, such as dtype and seed; dropout is none unless it is given.
-
-        Raises
-        ------
-        OSError
-            When the file cannot be read.
-        ValueError
-            Naming everything in the file that nothing here computes, and for sequences that are
-            longer than its table of positions.
-        """
-        found = model_fields(read_config(path), str(path))
-        positions = found.pop("positions")
-        if found[FIELD].positions == "learned" and seq > positions:
-            raise ValueError(f"seq={seq}: the table of positions of {path} ends at {positions}: "
-                             f"that at most would do")
-        return cls(**found | {"batch": batch, "seq": seq} | fields)
 
     def settings(self) -> dict[str, Any]:
         """Return all fields as settings of a record, those of experts and architecture prefixed.

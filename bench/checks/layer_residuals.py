@@ -48,6 +48,7 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
     list of Check
         The worst error of all ranks and copies for each quantity, the same on every rank.
     """
+    model.stack.architecture.require_plain("a check layer by layer")
     found = LayerErrors(model, seed)
     model.zero_gradients()
     with observed(model.grid, found, model):

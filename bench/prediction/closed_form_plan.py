@@ -161,6 +161,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
 def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
     """Return the predicted seconds of each phase, and the words that a rank moves."""
+    stack.architecture.require_plain("a plan by closed forms")    # elementwise work is fitted
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, sizes)

@@ -35,7 +35,7 @@ SOFTMAX = {"forward": 4, "backward": 5}
 def priced(trace: Trace, machine: Machine, stack: Stack) -> Trace:
     """Return the trace of a step of `stack` with the events of the kernels of `machine`."""
     return with_kernels(trace, machine.kernels, machine.attention, stack.dtype,
-                        stack.hidden // stack.heads)
+                        stack.sizes.head)
 
 
 def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int) -> Trace:

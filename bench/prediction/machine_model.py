@@ -6,7 +6,6 @@
 import math
 import re
 import sys
-import tomllib
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +13,7 @@ import numpy as np
 
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
-from bench.text_files import read_supplied
+from bench.text_files import read_described
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces",
@@ -33,6 +32,11 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Inside a node each rank has the bandwidth to itself; between nodes the ranks of a node share
     it.
+
+    Attributes
+    ----------
+    seconds_per_message, bytes_per_second : float
+        Latency, and bandwidth in one direction.
     """
 
     seconds_per_message: float
@@ -43,6 +47,13 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fractions of the machine's figures that a step achieves.
 
     On a calibrated machine: fractions of the rates of operations repeated alone.
+
+    Attributes
+    ----------
+    gemm, memory, node, network : float
+        Of the rate of products, of the memory's bandwidth, and of both levels' bandwidths.
+    latency : float
+        Of the speed of messages and of starts: seconds are divided by it.
     """
 
     gemm: float
@@ -53,7 +64,13 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds measured at several sizes in bytes, ascending."""
+    """Seconds measured at several sizes.
+
+    Attributes
+    ----------
+    bytes, seconds : list of float
+        The sizes, ascending, and as many seconds.
+    """
 
     bytes: list[float]
     seconds: list[float]
@@ -86,8 +103,19 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A collective measured along all lines of `size` ranks, `stride` apart, at once.
 
-    ``alpha + beta bytes`` is the fit of least relative squares to the curve, for the reader;
-    predictions read the curve.  `pieces` is as in `mm3d.tracing.events.Collective`.
+    Attributes
+    ----------
+    kind : str
+        The collective, such as "all_gather".
+    size, stride : int
+        Ranks of a line, and the distance between them.
+    alpha, beta : float
+        The fit ``alpha + beta bytes`` of least relative squares to the curve, for the reader;
+        predictions read the curve.
+    curve : Curve
+        The measured seconds.
+    pieces : bool
+        As in `mm3d.tracing.events.Collective`.
     """
 
     kind: str
@@ -262,19 +290,20 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     UsageError
         When there is no such machine, the file does not describe one, or it has no such rate.
     """
-    text = read_supplied("machine", name)
-    try:
-        tree = {key: value for key, value in tomllib.loads(text).items() if key not in RETIRED}
-        problem = _find_problem(tree)
-        machine = None if problem else msgspec.convert(tree, Machine, str_keys=True)
-    except (ValueError, msgspec.ValidationError) as error:
-        raise UsageError(f"machine file {name}: {error}") from error
-    if machine is None:
-        raise UsageError(f"machine file {name}: {problem}")
-    if dtype and dtype not in machine.gemm_rate:
-        raise UsageError(f"machine {machine.name} has no rate for {dtype}: it has "
-                         f"{', '.join(machine.gemm_rate) or 'none'}")
+    machine = read_described(
+        "machine", name, Machine,
+        lambda tree: msgspec.convert(tree, Machine, str_keys=True), _find_problem, RETIRED)
+    if dtype and (lacking := missing_rate(machine, dtype)):
+        raise UsageError(lacking)
     return machine
+
+
+def missing_rate(machine: Machine, dtype: str) -> str:
+    """Say that a machine has no rate of products in `dtype`, and which it has; "" if it has."""
+    if dtype in machine.gemm_rate:
+        return ""
+    return (f"machine {machine.name} has no rate for {dtype}: it has "
+            f"{', '.join(machine.gemm_rate) or 'none'}")
 
 
 def _find_problem(value: Any, key: str = "", field: str = "") -> str:

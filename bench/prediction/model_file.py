@@ -1,6 +1,5 @@
 """Read a GPT from a file: a published model's, a user's own in TOML, or a config.json."""
 
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import msgspec
 
 from bench.errors import UsageError
-from bench.text_files import read_supplied
+from bench.text_files import read_described
 from mm3d.config import Model
 from mm3d.hugging_face.config_file import CONFIG, model_fields, read_config
 from mm3d.model.architecture import PLAIN, Architecture
@@ -26,8 +25,10 @@ class GptFile:
 
     Attributes
     ----------
-    name, about, source : str
-        The model, whose it is, and where its sizes are from.
+    name : str
+        The model.
+    about, source : str
+        Whose it is, and where its sizes are from.
     layers, hidden, heads, vocab, seq : int
         As of `mm3d.GPT`.
     tied : bool
@@ -60,9 +61,14 @@ class GptFile:
         return parameter_count(self.model())
 
     @property
+    def own_parameters(self) -> int:
+        """Return the parameters of a GPT of its sizes alone, of which plans of trainings are."""
+        return parameter_count(replace(self, architecture=PLAIN, experts=None).model())
+
+    @property
     def difference(self) -> str:
         """State the parameters of a GPT of its sizes alone, beside its own where it is another."""
-        plain = parameter_count(replace(self, architecture=PLAIN, experts=None).model())
+        plain = self.own_parameters
         said = f"{plain / 1e9:.4g} billion parameters"
         if (self.architecture, self.experts) == (PLAIN, None):
             return said
@@ -70,29 +76,36 @@ class GptFile:
         return f"{said}, {100 * (plain / own - 1):+.1f} % beside its own {own / 1e9:.4g} billion"
 
 
-class _Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file with sizes of its own."""
+class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sizes of a GPT, and perhaps its architecture; or the configuration of a published model.
+
+    Attributes
+    ----------
+    name : str
+        The model.
+    about, source : str
+        Whose it is, and where its sizes are from.
+    layers, hidden, heads, vocab, seq : int
+        As of `mm3d.GPT`; with `config` seq alone, by default its longest sequences.
+    tied : bool
+        Whether logits are computed with the embedding's table.
+    architecture : dict
+        Fields of `mm3d.Architecture`.
+    config : dict
+        The keys of a config.json of Hugging Face, instead of sizes.
+    """
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    seq: int
+    layers: int = -1    # not given
+    hidden: int = -1    # not given
+    heads: int = -1    # not given
+    vocab: int = -1    # not given
+    seq: int = -1    # not given
     tied: bool = True
     about: str = ""
     source: str = ""
     architecture: dict[str, Any] = {}
-
-
-class _Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file with the keys of a config.json; without `seq`, its longest sequences."""
-
-    name: str
-    config: dict[str, Any]
-    seq: int | None = None
-    about: str = ""
-    source: str = ""
+    config: dict[str, Any] = {}
 
 
 def load_model(name: str) -> GptFile:
@@ -109,37 +122,36 @@ def load_model(name: str) -> GptFile:
     UsageError
         When there is no such model, the file does not describe one, or nothing here computes it.
     """
-    try:
-        found = _read(name)
-        for size in SIZES:
-            if not 1 <= (value := getattr(found, size)) <= MOST:
-                raise ValueError(f"{size} = {value}: a whole number from 1 to {MOST} would do")
-        found.architecture.check()
-        found.architecture.check_heads(found.hidden, found.heads)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
-        raise UsageError(f"model file {name}: {error}") from error
-    return found
-
-
-def _read(name: str) -> GptFile:
-    """Read a file of any kind; ValueError where it is no model."""
     path = Path(name)
-    if path.name == CONFIG or (path / CONFIG).is_file():
-        folder = path.resolve() if path.is_dir() else path.resolve().parent
-        return _published(_Published(folder.name, read_config(path), source=name))
-    content = tomllib.loads(read_supplied("model", name))
-    if "config" in content:
-        return _published(msgspec.convert(content, _Published))
-    sizes = msgspec.structs.asdict(msgspec.convert(content, _Sizes))
-    known = field_names(Architecture)
-    if unknown := sorted(sizes["architecture"].keys() - {*known}):
-        raise ValueError(f"architecture has {', '.join(unknown)}: {', '.join(known)} would do")
-    return GptFile(**sizes | {"architecture": Architecture(**sizes["architecture"])})
+    if path.suffix != ".json" and not (path / CONFIG).is_file():
+        return read_described("model", name, ModelFile,
+                              lambda tree: _model(msgspec.convert(tree, ModelFile)))
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    try:
+        return _model(ModelFile(folder.name, config=read_config(path), source=name))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model file {name}: {error}") from error
 
 
-def _published(given: _Published) -> GptFile:
-    """Return the model of a config.json."""
-    found = model_fields(given.config)
-    positions = found.pop("positions")
-    return GptFile(given.name, seq=given.seq or positions, about=given.about,
-                   source=given.source, **found)
+def _model(given: ModelFile) -> GptFile:
+    """Return the model that a file describes; ValueError where it is none."""
+    if given.config:
+        found = model_fields(given.config)
+        found["seq"] = found["positions"] if given.seq == -1 else given.seq
+        found.pop("positions", None)
+    else:
+        if missing := [size for size in SIZES if getattr(given, size) == -1]:
+            raise ValueError(f"missing required field{'s' * (len(missing) > 1)} "
+                             f"{', '.join(missing)}")
+        known = field_names(Architecture)
+        if unknown := sorted(given.architecture.keys() - {*known}):
+            raise ValueError(f"architecture has {', '.join(unknown)}: {', '.join(known)} would do")
+        found = {size: getattr(given, size) for size in SIZES}
+        found |= {"tied": given.tied, "architecture": Architecture(**given.architecture)}
+    model = GptFile(given.name, about=given.about, source=given.source, **found)
+    for size in SIZES:
+        if not 1 <= (value := getattr(model, size)) <= MOST:
+            raise ValueError(f"{size} = {value}: a whole number from 1 to {MOST} would do")
+    model.architecture.check()
+    model.architecture.check_heads(model.hidden, model.heads)
+    return model

@@ -3,7 +3,7 @@
 A CSV file has a row for each step, with the columns of vTrain (Bang et al., MICRO 2024,
 arXiv 2312.12391; `COLUMNS`), and any of `OPTIONAL`.  Where it says no more, a row is Megatron-LM
 with activations recomputed: 1-D tensor parallelism, the schedule 1F1B, a backward that repeats the
-whole forward, float16 and a vocabulary of 51200 tokens.
+whole forward, float16, a vocabulary of 51200 tokens, and no ZeRO.
 """
 
 import csv
@@ -15,8 +15,9 @@ from typing import Any, Iterable, Sequence
 import msgspec
 import numpy as np
 
+from bench.cases.variants import VARIANT_DTYPES
 from bench.errors import UsageError
-from bench.prediction.machine_model import Achieved, Machine
+from bench.prediction.machine_model import Achieved, Machine, missing_rate
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
@@ -33,7 +34,7 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
            "ms": "iteration time (ms)"}
 # Columns that may be missing or empty, with what is then assumed.
 OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
-            "tied": "yes", "overlap": "no"}
+            "tied": "yes", "overlap": "no", "dtype": "float16", "zero": "0"}
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
 
@@ -96,22 +97,26 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
         place = heads.get(_plain(column))
         text = cells[place].strip() if place is not None and place < len(cells) else ""
         texts[column] = text or OPTIONAL.get(column, "")
+    missing = [column for column in COLUMNS.values() if not texts[column]]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}")
     values = {name: _number(column, texts[column], name != "ms")
               for name, column in COLUMNS.items()}
     _check(values)
     chunks = int(_number("chunks", texts["chunks"]))
     for column, known in (("scheme", registry()), ("recompute", ("none", "selective", "full")),
-                          ("tied", ("yes", "no")), ("overlap", ("yes", "no"))):
+                          ("tied", ("yes", "no")), ("overlap", ("yes", "no")),
+                          ("dtype", VARIANT_DTYPES), ("zero", ("0", "1", "2", "3"))):
         if texts[column] not in known:
             raise ValueError(f"{column} is {texts[column]!r}: {', '.join(known)} would do")
     model = Model(**{name: int(values[name]) for name in (
-        "layers", "hidden", "heads", "batch", "seq")}, dtype="float16",
+        "layers", "hidden", "heads", "batch", "seq")}, dtype=texts["dtype"],
         vocab=int(_number("vocabulary", texts["vocabulary"])), tied=texts["tied"] == "yes")
     data, stages = int(values["data"]), int(values["stages"])
     kind = find_scheme(texts["scheme"])
     grid = kind.grid_shape(kind.default_grid(int(values["tensor"])))
     division = Division(
-        data=data, stages=stages, scheme=texts["scheme"], grid=grid.sizes,
+        data=data, zero=int(texts["zero"]), stages=stages, scheme=texts["scheme"], grid=grid.sizes,
         schedule=f"interleaved:{chunks}" if chunks > 1 else "1f1b",
         microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"],
         in_flight=int(texts["overlap"] == "yes"))
@@ -175,6 +180,9 @@ def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], 
     found, problems = [], []
     for row in rows:
         how = row.config.division
+        if lacking := missing_rate(machine, row.config.model.dtype):
+            problems.append(f"line {row.line}: {lacking}")
+            continue
         repeats = how.recompute == "full"
         config = replace(row.config, division=replace(
             how, recompute="none" if repeats else how.recompute))

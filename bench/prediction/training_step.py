@@ -86,7 +86,7 @@ def _terms_of_micro(model: PipelineModel, machine: Machine, found: PredictedPipe
                     repeats: bool) -> dict[str, float]:
     """Return the seconds of a micro-batch in a stage of the schedule, by the first `SHARES`."""
     spent = found.spent[stage]
-    phases = HALVES if model.halves else PHASES[1:]
+    phases = HALVES[1:] if model.halves else PHASES[1:]
     names = {"gemm": "products", "memory": "elementwise", "node": "links", "network": "links",
              "latency": "latency"}
     total = dict.fromkeys(names.values(), 0.0)
@@ -104,8 +104,9 @@ def parameters_of_rank(model: PipelineModel) -> float:
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     extra = [0.0] * schedule.ranks
     if model.vocab:
-        extra[first] += (model.vocab + sizes.seq) * sizes.hidden / divided
-        extra[last] += 2 * sizes.hidden / divided    # the last norm
+        positions = sizes.seq if sizes.architecture.positions == "learned" else 0
+        extra[first] += (model.vocab + positions) * sizes.hidden / divided
+        extra[last] += cost.vectors_of_norm(sizes) * sizes.hidden / divided    # of the last one
     if model.vocab and (last != first or not model.tied):
         extra[last] += model.vocab * sizes.hidden / divided
     layer = cost.parameters(replace(sizes, layers=1)) / divided

@@ -3,13 +3,15 @@
 import argparse
 import time
 from dataclasses import replace
+from functools import partial
+from typing import Iterable
 
 from bench.errors import UsageError
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.costs.layer_costs import list_layer_costs
 from bench.prediction.costs.printed_costs import list_costs
-from bench.prediction.model_file import load_model
+from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
 from bench.reports import predicted_pipelines, training_plans
@@ -35,6 +37,8 @@ ON_ALL_RANKS = False
 # Defaults of options; plans of whole trainings, which have a model of their own, have others.
 SIZES_OF_LAYERS = {"layers": 24, "batch": 384, "seq": 512}
 DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
+# What a training needs to be planned.
+SUCH = {"gpus": "512", "model": "llama-3-70b", "batch": "512"}
 OF_LAYERS = ("ranks", "hidden", "layers", "heads", "recompute", "data", "stages", "schedule",
              "microbatches", "zero", "shards", "experts", "costs", "pictures")
 
@@ -48,6 +52,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
+    parser.add_argument("--rules", nargs="?", const="overview", metavar="NAME", help=(
+        "instead, test rules of thumb for meshes: those of a supplied file (default: overview) "
+        "or of a .toml file, each beside the planner's own choice"))
+    parser.add_argument("--map", type=options.numbers, metavar="N,N", help=(
+        "instead, estimate on which of these numbers of GPUs X x Y x Z trains --model faster than "
+        "1 x t x 1 with a pipeline, at 1/8 to 8 times the machine's rate of links between nodes; "
+        "--pictures draws it"))
     parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
                         help="ranks of the job, of all replicas")
     options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
@@ -78,6 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When there are fewer than 2 ranks or no plan to print.
     """
+    if "help" in (arguments.machine, arguments.model, arguments.rules):
+        return _formats(arguments)
+    if arguments.rules:
+        return _rules(arguments)
+    if arguments.map:
+        return _map(arguments)
     if arguments.gpus or arguments.model or arguments.all:
         return _trainings(arguments)
     for name in ("ranks", "hidden"):
@@ -132,13 +149,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trainings(arguments: argparse.Namespace) -> int:
     """Print the plans of whole trainings; return 0."""
-    for name, such in (("gpus", "512"), ("model", "llama-3-70b"), ("batch", "512")):
-        if getattr(arguments, name) is None:
-            raise UsageError(f"--{name} is missing to plan a training: --{name} {such} would do")
-    for name in OF_LAYERS:
-        if getattr(arguments, name):
-            raise UsageError(f"--{name} {getattr(arguments, name)}: with --gpus the plan says "
-                             f"it, or the model; leave it, or --gpus and --model, out")
+    _require(arguments, *SUCH)
+    _refuse(arguments, OF_LAYERS,
+            "with --gpus the plan says it, or the model; leave it, or --gpus and --model, out")
     gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
     if gpt.experts is not None:
         raise UsageError(f"--model {arguments.model} has experts, which plans of whole trainings "
@@ -151,6 +164,70 @@ def _trainings(arguments: argparse.Namespace) -> int:
     parts = training_plans.training_parts(training, found, arguments.all, arguments.top)
     say(render(parts, arguments.format))
     return 0
+
+
+def _formats(arguments: argparse.Namespace) -> int:
+    """Print the format of the files of machines, models or rules; return 0."""
+    from bench.reports.file_formats import describe_format
+    from bench.prediction.meshes.rules_of_thumb import Rules
+    formats = {"machine": (machine_model.Machine, "dgx-a100"), "model": (ModelFile, "gpt-3-175b"),
+               "rules": (Rules, "overview")}
+    for name, (kind, example) in formats.items():
+        if getattr(arguments, name) == "help":
+            say(describe_format(name.removesuffix("s"), kind, example))
+    return 0
+
+
+def _rules(arguments: argparse.Namespace) -> int:
+    """Print rules of thumb beside the planner's choice; return 0."""
+    from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
+    from bench.reports.rule_tables import rule_parts
+    _refuse(arguments, ("gpus", "model", "all", "batch", "seq", *OF_LAYERS),
+            f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
+    rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
+    machine = machine_model.load_machine(arguments.machine, dtype)
+    with StatusLine() as status:
+        found = [*check_rules(rules, machine, dtype, status.show)]
+    say(render(rule_parts(rules, machine, found), arguments.format))
+    return 0
+
+
+def _map(arguments: argparse.Namespace) -> int:
+    """Print, and draw, where X x Y x Z is faster than 1 x t x 1; return 0."""
+    from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
+    from bench.reports.kind_map import map_parts
+    _require(arguments, "model", "batch")
+    _refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
+            "with --map the plans say it; leave it, or --map, out")
+    if max(arguments.map) > MOST_RANKS:
+        raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
+    gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
+    machine = machine_model.load_machine(arguments.machine, dtype)
+    asked = Asked(gpt, arguments.batch, arguments.seq or gpt.seq, dtype, machine)
+    rates = [factor * machine.network.bytes_per_second for factor in FACTORS]
+    with StatusLine() as status:
+        places = [*map_kinds(asked, arguments.map, rates, status.show)]
+    say(render(map_parts(asked, places), arguments.format))
+    if arguments.pictures:
+        from bench.reports.figures.kind_map import draw_map
+        return style.draw_pictures([partial(draw_map, arguments.pictures, asked, places)],
+                                   arguments.format)
+    return 0
+
+
+def _require(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise UsageError if one of these options of a training was not given."""
+    for name in names:
+        if getattr(arguments, name) is None:
+            raise UsageError(f"--{name} is missing to plan a training: --{name} {SUCH[name]} "
+                             f"would do")
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
+    """Raise UsageError if one of these options was given."""
+    for name in names:
+        if value := getattr(arguments, name):
+            raise UsageError(f"--{name} {value}: {remedy}")
 
 
 def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,

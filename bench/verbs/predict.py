@@ -144,7 +144,7 @@ def _steps(arguments: argparse.Namespace) -> int:
     _refuse(arguments, [name for name in ("results", "table", "stages", "pictures")
                         if getattr(arguments, name) is not None],
             f"leave it out: --steps {arguments.steps} says all of its rows")
-    machine = machine_model.load_machine(arguments.machine, "float16")
+    machine = machine_model.load_machine(arguments.machine)
     rows, problems = read_rows(arguments.steps)
     if arguments.fit:
         machine = fit_machine([row for row in rows if row.gpus <= arguments.fit], machine)

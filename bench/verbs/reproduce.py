@@ -35,7 +35,7 @@ from mm3d.console import complain, say
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
 ROUNDS = 3    # of --precise
-PRECISE_SHARE = 0.1    # of software in a step
+PRECISE = {"software_share": 0.1, "repetitions": 3, "traced": 1}    # on an emulated cluster
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precise", action="store_true", help=(
         f"measure all rows, and then those with the most ranks twice more, so that their "
         f"speed-ups have intervals over {ROUNDS} runs; in an emulated cluster software takes "
-        f"{100 * PRECISE_SHARE:g} %% of a step or less"))
+        f"{100 * PRECISE['software_share']:g} %% of a step or less, and a step is traced, to show "
+        f"where the time goes"))
     parser.add_argument("--paper", metavar="NAME", help=(
         "instead, without other options, compute the printed numbers of a paper again from those "
         "beside them, and say of each if it follows; list names the papers, all computes each; "
@@ -89,8 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.preset is None:
         choose(arguments)
     preset = load_tables().presets[arguments.preset]
-    if arguments.precise and preset.software_share and arguments.software_share is None:
-        arguments.software_share = PRECISE_SHARE
+    if arguments.precise and preset.software_share:
+        for name, value in PRECISE.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, value)
     if preset.cluster and Cluster.from_environment() is None:
         return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
     wanted = row_settings(arguments)

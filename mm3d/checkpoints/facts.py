@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mm3d.checkpoints.index_file import Index
+from mm3d.model.architecture import PLAIN
+from mm3d.model.definition import architecture_facts
 
 OPTIMIZER = "optimizer."    # before the names of an optimizer's options
 
@@ -34,17 +36,20 @@ def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[
         For another function.
     """
     function, training = known_facts(model, optimizer)
-    other = [f"{name} is {index.model[name]!r} there, {value!r} here"
+    stated = dict(index.model)
+    if "epsilon" in stated:    # of layers of this library: earlier ones were those of 2019
+        stated = architecture_facts(PLAIN) | stated
+    other = [f"{name} is {stated[name]!r} there, {value!r} here"
              for name, value in function.items()
-             if name in index.model and index.model[name] != value]
+             if name in stated and stated[name] != value]
     if other:
         raise ValueError(f"checkpoint {path} is of another model: {', '.join(other)}")
     there = {name: value for name, value in index.training.items()
              if optimizer is not None or not name.startswith(OPTIMIZER)}
     said = [f"{name} was {there[name]!r}, and is {value!r}" for name, value in training.items()
             if name in there and there[name] != value]
-    for one, other, who in ((index.model | there, function | training, "the model"),
-                            (function | training, index.model | there, "the checkpoint")):
+    for one, other, who in ((stated | there, function | training, "the model"),
+                            (function | training, stated | there, "the checkpoint")):
         if unknown := [name for name in one if name not in other]:
             said.append(f"{who} does not say {', '.join(unknown)}: whether these are the same "
                         f"cannot be told")

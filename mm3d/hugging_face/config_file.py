@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from mm3d.config import Model
 from mm3d.hugging_face.families import EXPERTS, FAMILIES, NEUTRAL
 from mm3d.model.architecture import INNER_FACTOR, PLAIN, Architecture
 from mm3d.model.experts.layer import Experts
@@ -42,6 +43,34 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no configuration: an object with a model_type would do")
     return found
+
+
+def model_from_config(path: str | Path, *, batch: int, seq: int, **fields: Any) -> Model:
+    """Return the model of a ``config.json`` of Hugging Face.
+
+    Parameters
+    ----------
+    path : path
+        The file, or its folder.
+    batch, seq : int
+        As in `mm3d.Model`.
+    **fields
+        Further fields of it, such as dtype and seed; dropout is none unless it is given.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be read.
+    ValueError
+        Naming everything in the file that nothing here computes, and for sequences that are
+        longer than its table of positions.
+    """
+    found = model_fields(read_config(path), str(path))
+    positions = found.pop("positions")
+    if found["architecture"].positions == "learned" and seq > positions:
+        raise ValueError(f"seq={seq}: the table of positions of {path} ends at {positions}: that "
+                         f"at most would do")
+    return Model(**found | {"batch": batch, "seq": seq} | fields)
 
 
 def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> dict[str, Any]:
@@ -155,13 +184,13 @@ def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> 
     return None if field == "inner" and value == INNER_FACTOR * sizes["hidden"] else value
 
 
-def config_of(model: Any) -> dict[str, Any]:
+def config_of(model: Model) -> dict[str, Any]:
     """Return the configuration of a model, of which `model_fields` returns the same.
 
     Parameters
     ----------
     model : Model
-        A `mm3d.Model`.
+        The model.
 
     Raises
     ------

@@ -130,13 +130,13 @@ def _products_of(part: str, sizes: ModelSizes,
 
 def parameters(sizes: ModelSizes) -> int:
     """Count the elements of all parameters; a layer of 2019 has 12 hidden^2 + 13 hidden."""
-    norms = 2 * sizes.hidden * _vectors_of_norm(sizes)
+    norms = 2 * sizes.hidden * vectors_of_norm(sizes)
     return sizes.layers * (norms + sum(
         one.N * one.K + one.K * _has_bias(part, sizes)
         for part in ("qkv", "proj", "up", "down") for one in _products_of(part, sizes, None)))
 
 
-def _vectors_of_norm(sizes: ModelSizes) -> int:
+def vectors_of_norm(sizes: ModelSizes) -> int:
     """Return how many vectors a norm has, and how many sums over a row its forward takes."""
     return 1 if sizes.architecture.norm == "rms" else 2
 
@@ -237,7 +237,7 @@ def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | 
     outer, inner, h = of.outer, of.inner, sizes.hidden
     gelu_adds = sizes.gates == 1 and _has_bias("up", sizes)    # the bias of the product up
     if part == "norm":    # sums for the mean, the variance, and all gradients at once
-        n = _vectors_of_norm(sizes)
+        n = vectors_of_norm(sizes)
         sums = [*outer.row_sum_moves(of.tokens, 1)] * n
         return (sums + [*outer.vector_gather_moves(h)] * n,
                 [*outer.vector_reduce_moves(h)] * n + [*outer.row_sum_moves(of.tokens, n)])

@@ -4,24 +4,25 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
+from mm3d.arrays import backend as backends
 from mm3d.hugging_face.names import canonical
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
-# What the files call the types of NumPy that can be read; bfloat16 needs ml_dtypes.
-TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TYPES = ("F64", "F32", "F16")    # of elements, as files call them
+MORE = "BF16"                    # with the package ml_dtypes
 
 
 def safetensors() -> Any:
     """Return the library; ImportError saying how to get it."""
     try:
-        return import_module("safetensors")
+        import safetensors.numpy
     except ImportError as error:
         raise ImportError("the package safetensors is not installed: pip install "
                           "'mm3d[pretrained]' would do") from error
+    return safetensors
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,16 @@ def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
                 raise ValueError(f"{folder}: tensor {full!r} is there twice: in "
                                  f"{found[full].file.name} and in {file.name}")
             found[full] = one
+    # Asking for them makes NumPy know them.
+    known = TYPES + (MORE,) * bool(backends.get("numpy").more_dtypes)
     for one in found.values():
         if one.name in places and places[one.name] != one.file:
             raise ValueError(f"{folder}: tensor {one.name!r} is in {one.file.name}, and not in "
                              f"{places[one.name].name} as the index says")
-        if one.dtype not in TYPES:
+        if one.dtype not in known:
+            remedy = "pip install ml_dtypes" if one.dtype == MORE else f"{', '.join(known)}"
             raise ValueError(f"{folder}: tensor {one.name!r} is in {one.dtype}, which nothing "
-                             f"here has: {', '.join(TYPES)} would do")
+                             f"here has: {remedy} would do")
     lost = [name for name in places if name and (full := canonical(kind, name)) is not None
             and full not in found]
     if lost:
@@ -171,8 +175,6 @@ class Reader:
     def read(self, tensor: Tensor, box: tuple[slice, ...]) -> Any:
         """Return a part of a tensor as an array of its own type."""
         if tensor.file not in self._open:
-            if TYPES[tensor.dtype] == "bfloat16":
-                import_module("ml_dtypes")
             self._open[tensor.file] = self._closing.enter_context(
                 safetensors().safe_open(tensor.file, "np"))
         return self._open[tensor.file].get_slice(tensor.name)[box]

@@ -10,7 +10,7 @@ from mm3d.arrays.backend import host_dtype
 from mm3d.checkpoints.together import on_each
 from mm3d.config import OF_MESH, Config, Division, Model, refuse_of_mesh
 from mm3d.grid.agreement import same_arguments
-from mm3d.hugging_face.config_file import read_config
+from mm3d.hugging_face.config_file import model_from_config, read_config
 from mm3d.hugging_face.families import FAMILIES
 from mm3d.hugging_face.names import HEAD, Piece, pieces_of, tensor_shapes
 from mm3d.model.parameters import Parameter
@@ -65,7 +65,7 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
     refuse_of_mesh(fields)
     with same_arguments(mesh.comm, "load_pretrained") as given:
         given |= {"folder": str(folder), "batch": batch, "seq": seq} | fields
-        config = Config.of(vars(Model.from_config(folder, batch=batch, seq=seq)) | fields)
+        config = Config.of(vars(model_from_config(folder, batch=batch, seq=seq)) | fields)
         keys = given["keys"] = read_config(folder)
         kind = keys["model_type"]
         pieces = model_pieces(kind, config.model)

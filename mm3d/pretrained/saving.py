@@ -5,7 +5,6 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +135,7 @@ def _block(p: Parameter, index: Any, transposed: bool) -> np.ndarray:
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write a file of tensors."""
-    library = import_module("safetensors.numpy")
-    library.save_file(dict(arrays), path, metadata={"format": "pt"})
+    safetensors().numpy.save_file(dict(arrays), path, metadata={"format": "pt"})
     sync(path)
 
 

@@ -30,10 +30,10 @@ from mm3d.training.tied import TiedStages
 class GPT(PlainNumbers, Trained):
     """Train a causal language model of pre-LN Transformer layers, on any mesh.
 
-    x = E[token] + P[position]; then the layers, a last layer norm, logits x W or, tied, x E^T,
-    and the cross entropy.  Initial values are GPT-2's, with which the first loss is near
-    log(vocab): N(0, 0.02^2), positions 0.01, products into the residual stream divided by
-    sqrt(2 layers), biases 0 and norms 1.  The same seed gives the same model on every mesh.
+    x = E[token] + P[position], without P where positions are rotary; then the layers, a last norm,
+    logits x W or, tied, x E^T, and the cross entropy.  Initial values are GPT-2's, with which the
+    first loss is near log(vocab): N(0, 0.02^2), positions 0.01, products into the residual stream
+    divided by sqrt(2 layers), biases 0, norms 1.  The same seed gives the same model everywhere.
 
     The loss is the mean over all targets of the batch that are not ignored, however they are
     divided.

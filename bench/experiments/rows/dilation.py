@@ -21,7 +21,7 @@ from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
-STEPS = 3    # without links and waits, after one that does not count
+STEPS = 2    # without links and waits, after one that does not count
 KINDS = ("work", "links")    # of predicted seconds
 LEAST_LINK = 1e4    # bit/s, below which no link is slowed
 
@@ -105,8 +105,7 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
         On every rank, when the rate of links cannot be changed.
     """
     comm, waits = model.grid.comm, model.grid.backend.trace
-    set_links(None, comm, dilation.change)
-    waits.pace = 0.0
+    run_free(model, dilation)
     clock = Clock(comm)
     samples = np.array([time_phases(model, x, dy, clock) for _ in range(1 + STEPS)])[1:].T
     predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
@@ -118,6 +117,12 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
     waits.pace = factor
     set_links(dilation.link and dilation.link / factor, comm, dilation.change)
     return Dilated(factor, samples, predicted)
+
+
+def run_free(model: Any, dilation: Dilation) -> None:
+    """Let the following steps of a model wait for nothing, and its links have no limit."""
+    set_links(None, model.grid.comm, dilation.change)
+    model.grid.backend.trace.pace = 0.0
 
 
 def dilation_factor(software: float, predicted: float, share: float,

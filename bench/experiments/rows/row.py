@@ -12,7 +12,7 @@ from bench.cases.row_stack import row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
 from bench.errors import Failed
-from bench.experiments.rows.dilation import set_links
+from bench.experiments.rows.dilation import run_free, set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.experiments.rows.waited import TimedModel, waiting_model
@@ -127,8 +127,8 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
         del model, x, dy
         groups["waits"] = timed.waits
         step, times, spans, groups["parts"] = time_and_trace(timed, settings)
-        if settings.dilation:
-            set_links(None, comm, settings.dilation.change)    # bytes are counted, not timed
+        if settings.dilation:    # bytes are counted, not timed
+            run_free(timed.model, settings.dilation)
         groups["wire"] = wire_of_step(step, timed.model, settings)
     everyone = comm.gather(traffic)
     nodes = placement.placement_outcome(comm, scheme.grid.shape, order)

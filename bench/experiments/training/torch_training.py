@@ -104,6 +104,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
 
 def describe_case(plan: Plan, steps: int, microbatches: int) -> dict[str, Any]:
     """Return the settings, the rates of all steps, and how tokens are routed."""
+    plan.architecture.require_plain("PyTorch's training beside it")
     routing = None
     if plan.experts is not None:
         routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,

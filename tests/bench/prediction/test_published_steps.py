@@ -57,6 +57,14 @@ def test_shares_of_a_step_are_its_seconds():
     assert alone.shares["hops"] == 0 and alone.shares["bubble"] == pytest.approx(0, abs=1e-9)
 
 
+def test_shares_are_the_seconds_where_weights_gradients_come_apart():
+    """A forward counted twice would hide the bubble, and make the shares more than the step."""
+    model = gpt(2, 4)
+    apart = predict_step(replace(model, schedule=build("zb-h1", 2, 4), named="zb-h1"), A100)
+    assert sum(apart.shares.values()) == pytest.approx(apart.seconds)
+    assert apart.shares["products"] == pytest.approx(predict_step(model, A100).shares["products"])
+
+
 def test_a_repeated_forward_costs_a_forward():
     once, again = (predict_step(gpt(1), A100, repeats=repeats) for repeats in (False, True))
     forward = float(once.pipeline.timeline.times.forward[0])
@@ -106,7 +114,9 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     assert [line.partition(":")[0] for line in problems] == [
         f"line {number}" for number in (3, 4, 5, 6, 8, 9)]
     assert "is 8, not 9 GPUs" in problems[0] and "do not divide" in problems[1]
-    assert "heads" in problems[2] and "''" in problems[3] and "'16.5'" in problems[5]
+    assert "heads" in problems[2] and "'16.5'" in problems[5]
+    assert problems[3] == "line 6: no iteration time (ms)"
+    assert problems[4].startswith("line 8: no global batch, micro batch, hidden size, ")
 
 
 def test_optional_columns_say_what_a_row_is(tmp_path):
@@ -119,6 +129,25 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
     assert (model.vocab, model.scheme, model.tied, model.named) == (
         1000, "1d-sp", False, "interleaved:2")
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
+
+
+def test_a_type_without_a_rate_leaves_out_its_row_alone(tmp_path, capsys):
+    path = written(tmp_path, GOOD[1] + ",bfloat16", GOOD[1] + ",", GOOD[1] + ",int4",
+                   head=HEAD + ",dtype")
+    assert main(["predict", "--steps", path, "--machine", "v100-edr"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("line 2: machine v100-edr has no rate for bfloat16: it has float16, float32, float64"
+            in said)
+    assert "line 4: dtype is 'int4': float32, float64, float16, bfloat16 would do" in said
+    assert "1 row: mean error" in said
+
+
+def test_zero_divides_the_optimizer_of_a_row(tmp_path):
+    rows, problems = read_rows(written(tmp_path, GOOD[0] + ",", GOOD[0] + ",1", GOOD[0] + ",4",
+                                       head=HEAD + ",zero"))
+    assert problems == ["line 4: zero is '4': 0, 1, 2, 3 would do"]
+    plain, divided = (one.step.shares["optimizer"] for one in predict_rows(rows, A100)[0])
+    assert divided == pytest.approx(plain / 4)
 
 
 def test_rows_of_grids_count_all_of_their_gpus(tmp_path):

@@ -5,7 +5,6 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.errors import UsageError
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import GptFile, load_model
 from bench.prediction.training_plans import search
@@ -101,21 +100,3 @@ def test_a_plan_with_stages_as_options():
 def test_why_there_is_no_plan(options, message, capsys):
     assert status_of(main, [*PLAN, *options]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("line, message", [
-    ("heads = 3", "3 heads do not divide 64"), ("layers = 0", "layers = 0"),
-    ("width = 3", "width"), ("vocab = 'all'", "vocab")])
-def test_a_file_that_is_no_model(line, message, tmp_path):
-    sizes = {"name": "'mine'", "layers": 2, "hidden": 64, "heads": 4, "vocab": 32, "seq": 8}
-    name, _, value = line.partition(" = ")
-    path = tmp_path / "mine.toml"
-    path.write_text("\n".join(f"{key} = {one}" for key, one in (sizes | {name: value}).items()))
-    with pytest.raises(UsageError, match=message):
-        load_model(str(path))
-
-
-def test_published_parameters_are_near_those_of_the_same_sizes():
-    for name in ("gpt-3-175b", "megatron-530b", "megatron-1t"):
-        found = load_model(name)
-        assert found.own_parameters == pytest.approx(found.parameters, rel=.01)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import experts
 import fakelibs
+import llamas
 import mm3d
 from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
@@ -22,7 +23,7 @@ from mm3d.model.experts.gates import choose, gates_backward
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
 from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train
-from reference import SHAPES, integers, on_grid
+from reference import SHAPES, integers, on_grid, relative_error
 
 strict = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
 HOST, DEVICE = strict.Device("CPU_DEVICE"), strict.Device("device1")
@@ -124,6 +125,22 @@ def test_model_equals_numpy(comm, strict_backend):
         wrong = differences(model, results, serial(sizes, causal), 1e-12, 1e-11)
         assert not wrong, f"{parallelism}: {wrong}"
         assert accounts[0] == accounts[1], parallelism
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", llamas.ARCHITECTURES)
+def test_other_architectures_equal_numpy(strict_backend, name, dtype):
+    """Norms, rotations, gates, groups and windows by functions of the standard alone."""
+    found, (x, dy) = [], np.random.default_rng(0).standard_normal((2, 3, 7, 10))
+    for library, kind in (("numpy", "float64"), (strict_backend, dtype)):
+        with Parallelism("3d").on(MPI.COMM_SELF, library) as scheme:
+            model = mm3d.Transformer(scheme, **llamas.SIZES, dtype=kind, causal=True,
+                                     architecture=llamas.architecture(name))
+            found.append(train(model, x, dy, model.state()))
+    assert {a.dtype for a in found[1].values()} == {getattr(strict, dtype)}
+    for key, a in found[0].items():
+        other = scheme.grid.backend.to_host(found[1][key])
+        assert relative_error(other, a) <= {"float64": 1e-13, "float32": 1e-5}[dtype], key
 
 
 @pytest.mark.ranks(1, slow=(6,))

@@ -2,7 +2,7 @@
 import functools
 import inspect
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import h5py
@@ -25,11 +25,15 @@ ELSEWHERE = {
     "mesh", "scheme", "schedule", "microbatches", "recompute", "master", "batch", "seq", "seed",
     "around", "synchronous", "asleep", "zero", "in_flight", "expert_parallel",
     "stack", "fields", "parameter", "initial_values", "expert_ranks", "self", "experts",
-    "make_layers"}
+    "make_layers", "architecture"}
 # A GPT that is saved, what another one has in place of it, and whether that is another function.
 OTHERS = [
     (dict(heads=4), dict(heads=8), FUNCTION), (dict(heads=4), dict(heads=2), FUNCTION),
     (dict(heads=4), dict(heads=1), FUNCTION),
+    (dict(), dict(window=2), FUNCTION), (dict(epsilon=1e-6), dict(), FUNCTION),
+    (dict(positions="rotary"), dict(positions="rotary", rotary_base=500.0), FUNCTION),
+    (dict(positions="rotary", rotary_scaling=(8, 1, 4, 8)),
+     dict(positions="rotary", rotary_scaling=(4, 1, 4, 8)), FUNCTION),
     (dict(), dict(dropout=0.1), TRAINING), (dict(dropout=0.2), dict(dropout=0.1), TRAINING),
     (dict(dropout=0.2), dict(dropout=0.2, seed=7), TRAINING),
     (dict(), dict(label_smoothing=0.1), TRAINING), (dict(), dict(z_loss=0.1), TRAINING),
@@ -128,8 +132,35 @@ def test_every_argument_is_in_the_definition_or_known_not_to_be():
     arguments -= {*OF_MESH} - {"scheme"}
     assert arguments - facts == ELSEWHERE
     assert {f"experts.{one.name}" for one in fields(mm3d.Experts)} <= facts
+    assert {f"architecture.{one.name}" for one in fields(mm3d.Architecture)} - facts == {
+        "architecture.epsilon"}    # which has been a fact before
     assert not {*model.definition.function} & {*model.definition.training}
     release(model)
+
+
+def test_a_checkpoint_from_before_architectures_is_of_the_plain_one(tmp_path):
+    """It is read without a word, and not into another model of the same shapes."""
+    one, other, windowed = plain(), plain(seed=1), plain(window=2, causal=True)
+    one.definition = replace(one.definition, function={
+        name: fact for name, fact in one.definition.function.items()
+        if not name.startswith("architecture.")})
+    mm3d.save(tmp_path, one, step=1)
+    assert restored(tmp_path, other) == "" and same(everything(other), everything(one))
+    with pytest.raises(ValueError, match="architecture.window is 'none' there, 2 here"):
+        mm3d.restore(tmp_path, windowed)
+
+
+@pytest.mark.ranks(4)
+def test_a_llama_is_read_on_another_mesh(comm, shared_tmp_path):
+    """Groups of heads, and both products of a gate, lie elsewhere there."""
+    how = dict(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=7,
+               biases="qkv", tied=False)
+    one, other = gpt(comm, None, (1, 4, 1), **how), gpt(comm, None, (2, 1, 2), seed=1, **how)
+    mm3d.save(shared_tmp_path, one, step=1)
+    assert restored(shared_tmp_path, other) == ""
+    expected, found = one.state(), other.state()
+    assert all(np.array_equal(a, found[name]) for name, a in expected.items())
+    release(one, other)
 
 
 @pytest.mark.ranks(1, 4)
@@ -166,9 +197,10 @@ def test_another_function_is_one_line_on_all_ranks(comm, shared_tmp_path):
 ADAMW = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, clip=1.0)
 
 
-def plain(seed=0):
+def plain(seed=0, **fields):
     scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    return mm3d.Transformer(scheme, layers=1, hidden=4, heads=2, batch=1, seq=1, seed=seed)
+    return mm3d.Transformer(scheme, layers=1, hidden=4, heads=2, batch=1, seq=1, seed=seed,
+                            **fields)
 
 
 @pytest.mark.parametrize("other, name", [

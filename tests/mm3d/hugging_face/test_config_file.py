@@ -29,15 +29,15 @@ DEEPSEEK = LLAMA | dict(model_type="deepseek_v3", q_lora_rank=1536, kv_lora_rank
 
 def read(config, folder, **fields):
     (folder / "config.json").write_text(json.dumps(config))
-    return mm3d.Model.from_config(folder / "config.json", batch=2, seq=8, **fields)
+    return mm3d.model_from_config(folder / "config.json", batch=2, seq=8, **fields)
 
 
 def test_gpt2(tmp_path):
     assert read(GPT2, tmp_path, seed=3) == mm3d.Model(
         layers=12, hidden=768, heads=12, batch=2, seq=8, vocab=50257, tied=True, seed=3)
-    assert mm3d.Model.from_config(tmp_path, batch=2, seq=1024).seq == 1024
+    assert mm3d.model_from_config(tmp_path, batch=2, seq=1024).seq == 1024
     with pytest.raises(ValueError, match="seq=1025: the table of positions .* ends at 1024"):
-        mm3d.Model.from_config(tmp_path, batch=2, seq=1025)
+        mm3d.model_from_config(tmp_path, batch=2, seq=1025)
 
 
 def test_llama_and_its_relatives(tmp_path):
@@ -98,7 +98,7 @@ def test_files_that_are_no_configuration(tmp_path):
     for text, said in (("{", "no JSON"), ("[]", "no configuration")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=said):
-            mm3d.Model.from_config(tmp_path, batch=1, seq=1)
+            mm3d.model_from_config(tmp_path, batch=1, seq=1)
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["model_type"])

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 import mm3d
 from llamas import ARCHITECTURES, SIZES, architecture, plain_layers
+from mm3d.model import cost
 from models import EACH_ONCE, Parallelism, activation, differences, train
 from reference import relative_error
 
@@ -53,10 +54,64 @@ def test_equals_serial_on_every_grid(comm):
     """Llama on every scheme and grid, and one other architecture on each; 3 heads of keys, or 1,
     on up to 8 ranks, so that some have none."""
     others = [name for name in ARCHITECTURES if name != "llama"]
-    for number, parallelism in enumerate(EACH_ONCE[comm.size]):
+    ahead = [Parallelism("3d", (2, 1, 4), {"overlap": n}) for n in (1, 2)] * (comm.size == 8)
+    for number, parallelism in enumerate([*EACH_ONCE[comm.size], *ahead]):
         with parallelism.on(comm) as scheme:
             for name in ("llama", others[number % len(others)]):
                 expected, state = serial(name)
                 model = make(scheme, name)
                 wrong = differences(model, train(model, X, DY, state), expected, 1e-12, 1e-11)
                 assert not wrong, f"{parallelism}, {name}: {wrong}"
+
+
+def bits(model, halves: bool = False) -> list[np.ndarray]:
+    """Copies of an output and of all gradients."""
+    model.zero_gradients()
+    y, saved = model.forward(model.random("x"))
+    if halves:
+        dx, operands = model.backward_input(model.random("dy"), saved)
+        model.backward_weights(operands)
+    else:
+        dx = model.backward(model.random("dy"), saved)
+    return [np.array(a) for a in (y, dx, *(p.grad for p in model.parameters))]
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("name", ["llama", "biases", "window"])
+def test_recomputation_and_halves_give_the_same_bits_and_the_words_of_closed_forms(comm, name):
+    """Also in float16 with masters, with the rows of sequences divided."""
+    grid = {1: (1, 1, 1), 4: (1, 2, 2)}[comm.size]
+    with Parallelism("3d", grid, {"rows": "positions"}).on(comm) as scheme:
+        for types in (dict(dtype="float64"), dict(dtype="float16", master="float32")):
+            expected = bits(make(scheme, name, **types))
+            assert all(np.isfinite(a).all() for a in expected)
+            assert all(map(np.array_equal, bits(make(scheme, name, **types), True), expected))
+            for policy in ("selective", "full", "uniform:2+selective"):
+                model = make(scheme, name, **types, recompute=policy)
+                scheme.grid.reset_traffic()
+                assert all(map(np.array_equal, bits(model), expected)), policy
+                words = sum(comm.allreduce(one.words)
+                            for _, one in sorted(scheme.grid.traffic().items()))
+                closed = cost.words("3d", scheme.grid.shape, model.sizes, policy,
+                                    rows="positions")
+                assert words == sum(sum(of.values()) for of in closed.values()), policy
+
+
+def test_float16_is_near_float64():
+    """Sums and attention in float32: what is far beyond rounding would be a wrong type."""
+    expected, state = serial("llama")
+    with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
+        found = train(make(scheme, "llama", dtype="float16", master="float32"), X, DY, state)
+    for key in ("y", "dx", "layers.0.attention.qkv.weight", "layers.1.ln2.weight"):
+        assert relative_error(found[key].astype(float), expected[key]) <= 0.01, key
+
+
+@pytest.mark.parametrize("count, layers, hidden, heads, vocab, fields", [
+    (8030261248, 32, 4096, 32, 128256, dict(kv_heads=8, inner=14336)),    # Llama 3.1 8B
+    (7241732096, 32, 4096, 32, 32000, dict(kv_heads=8, inner=14336)),    # Mistral 7B
+    (7615616512, 28, 3584, 28, 152064, dict(kv_heads=4, inner=18944, biases="qkv"))])  # Qwen2 7B
+def test_published_models_have_as_many_parameters(count, layers, hidden, heads, vocab, fields):
+    how = mm3d.Architecture(**dict(norm="rms", positions="rotary", perceptron="swiglu",
+                                   biases="none") | fields)
+    sizes = mm3d.ModelSizes(layers, hidden, heads, 1, 1, how)
+    assert cost.parameters(sizes) + (2 * vocab + 1) * hidden == count

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+import mm3d
 from mm3d.arrays import backend, numpy_kernels
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
@@ -11,6 +12,9 @@ from mm3d.model import functional
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
+from mm3d.model.rms_norm import RMSNorm
+from mm3d.model.rotary import Rotary, Turns
+from mm3d.model.swiglu import SwiGLU
 from models import SOME
 from reference import relative_error
 
@@ -56,6 +60,7 @@ def test_gelu(blocks):
 
 def test_gelu_far_from_zero():
     """0 or x, and slopes of 0 or 1, without overflow."""
+    backend.get("numpy")
     x = np.array([[-1e6, -30, 0, 30, 1e6]])
     assert np.array_equal(gelu(x), [[0, 0, 0, 30, 1e6]])
     slopes = functional.gelu_backward(np.ones_like(x), x, np.empty_like(x))
@@ -83,6 +88,7 @@ def test_normalize(blocks):
 
 def test_normalize_adds_eps_to_the_variance():
     """A constant row has variance 0."""
+    backend.get("numpy")
     xhat, rstd = normalize(np.full((2, 4), 3.0), eps=0.25)
     assert np.array_equal(xhat, np.zeros((2, 4))) and np.array_equal(rstd, np.full((2, 1), 2.0))
 
@@ -97,7 +103,7 @@ def test_layer_norm_with_a_large_mean(comm):
     hidden = 96
     X = np.float32(1000 + normal(6, 3, 5, hidden))
     expected = X - X.mean(-1, keepdims=True, dtype=float)
-    expected /= np.sqrt(expected.var(-1, keepdims=True) + LayerNorm.eps)
+    expected /= np.sqrt(expected.var(-1, keepdims=True) + 1e-5)
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm) as scheme:
             space, inner = scheme.spaces(3, 5)
@@ -248,6 +254,16 @@ def layers(scheme):
     up = linear(adds_bias=False)
     yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
     yield "residual", Residual(linear(), back()), ten, ten
+    plain, turned = (mm3d.Architecture(rotary_base=base) for base in (10.0, 3.0))
+    yield "rms norm", RMSNorm(build, "norm", 10, 1e-5), ten, ten
+    both = Linear(build, "both", "up", (10, 2, 15))
+    yield "swiglu", Chain(both, SwiGLU(inner, 15)), ten, wide
+    for window, how in ((None, plain), (2, turned)):    # 4 heads of 6 that share 2 keys
+        grouped = Linear(build, "qkv", "up", (10, 4, 12), unit=6, has_bias=False)
+        rotary = Rotary(inner, 3, 12, Turns(inner, 6, "float64", how))
+        attention = Attention(inner, 24, 6, True, 2, window)
+        yield f"grouped attention {window}", Chain(grouped, rotary, attention), ten, (
+            inner, 24, 12)
     for causal in (False, True):    # 2 heads of 5
         attention = Attention(inner, 10, 5, causal)
         yield f"attention {causal}", Chain(qkv(), attention), ten, (inner, 10, 5)

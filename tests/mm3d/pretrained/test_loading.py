@@ -56,7 +56,7 @@ def folder(comm, shared_tmp_path):
 
 def config_model(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    return mm3d.Model.from_config(tmp_path, **SIZES | ({"seq": 9} if kind == "gpt2" else {}))
+    return mm3d.model_from_config(tmp_path, **SIZES | ({"seq": 9} if kind == "gpt2" else {}))
 
 
 @kinds
@@ -129,7 +129,7 @@ def test_the_way_back_has_the_same_bits(comm, folder, shared_tmp_path, kind):
         with loaded(comm, new, len(MESHES[comm.size]) - 1 - place, seq=seq) as again:
             if comm.rank == 0:
                 assert again.config.model.experts == model.config.model.experts
-            assert mm3d.Model.from_config(new, **SIZES) == mm3d.Model.from_config(path, **SIZES)
+            assert mm3d.model_from_config(new, **SIZES) == mm3d.model_from_config(path, **SIZES)
 
 
 @pytest.mark.ranks(2)

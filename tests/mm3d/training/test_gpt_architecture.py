@@ -114,11 +114,17 @@ def test_what_is_no_architecture_is_named(fields, said):
         mm3d.Transformer(scheme, **(sizes | fields))
 
 
-def test_a_definition_names_what_differs():
+def test_who_knows_the_plain_one_alone_says_so():
+    mm3d.Architecture().require_plain("it")
+    with pytest.raises(ValueError, match=r"it knows no Transformer with norm='rms', inner=7: the"):
+        mm3d.Architecture(norm="rms", inner=7).require_plain("it")
+
+
+def test_a_definition_names_the_architecture():
     scheme = mm3d.scheme("serial", MPI.COMM_SELF)
     sizes = dict(layers=1, hidden=12, heads=6, batch=2, seq=4)
     plain, rms = (mm3d.Transformer(scheme, **sizes, **more).definition.function
                   for more in ({}, dict(norm="rms", epsilon=1e-6)))
-    assert plain == dict(layers=1, hidden=12, heads=6, causal=False, epsilon=1e-5)
+    assert plain["architecture.norm"] == "layer" and plain["epsilon"] == 1e-5
     assert rms["architecture.norm"] == "rms" and rms["epsilon"] == 1e-6
     assert rms["architecture.kv_heads"] == "none"

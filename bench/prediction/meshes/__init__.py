@@ -1,0 +1,1 @@
+"""Ask the search of trainings about some meshes: rules of thumb, and a map of kinds of grids."""

@@ -1,0 +1,144 @@
+"""Map which kind of grid is the fastest, over numbers of GPUs and rates of links between nodes.
+
+Closed forms of the search estimate all plans at the lowest and at the highest rate, and the best
+of both at every rate: the map is a model of a model, meant for where the kinds cross.  At the
+machine's own rate the fastest are predicted exactly beside.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, Iterator, Sequence
+
+import msgspec
+
+from bench.errors import UsageError
+from bench.prediction.machine_model import Machine
+from bench.prediction.model_file import GptFile
+from bench.prediction.meshes.narrow_training import NarrowTraining
+from bench.prediction.training_plans.choices import Choice, TITLES, Training
+from bench.prediction.training_plans.layer_work import Layer
+from bench.prediction.training_plans.search import SLACK, Search
+from mm3d.grid.shape import GridShape
+
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)    # of the machine's rate, by default
+
+
+def _is_line(scheme: str, grid: GridShape) -> bool:
+    return TITLES[scheme] == "1-D"
+
+
+def _is_box(scheme: str, grid: GridShape) -> bool:
+    """Return whether more than one direction of a 3-D grid is divided.
+
+    P x 1 x 1 is replicas with divided parameters, 1 x P x 1 is sequence-parallel 1-D.
+    """
+    return TITLES[scheme] == "3-D" and sum(size > 1 for size in grid.sizes) > 1
+
+
+LINE, BOX = "1 x t x 1", "X x Y x Z"    # each with or without a pipeline and replicas
+KINDS: dict[str, Callable[[str, GridShape], bool]] = {LINE: _is_line, BOX: _is_box}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest plan of a kind, and its estimated seconds."""
+
+    seconds: float
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of the map.
+
+    Attributes
+    ----------
+    gpus : int
+        The number of GPUs.
+    rate : float
+        Bytes a second between nodes, in one direction, of a node.
+    best : dict of str to Best
+        The fastest plan of each of `KINDS` that fits.
+    exact : dict of str to float
+        Their exactly predicted seconds, at the machine's own rate; {} elsewhere.
+    """
+
+    gpus: int
+    rate: float
+    best: dict[str, Best]
+    exact: dict[str, float]
+
+    @property
+    def gain(self) -> float | None:
+        """Return by which share X x Y x Z does more steps than 1 x t x 1; None for want of either.
+        """
+        if len(self.best) < len(KINDS):
+            return None
+        return self.best[LINE].seconds / self.best[BOX].seconds - 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is mapped: a model with a batch on a machine, whose rate between nodes is changed."""
+
+    gpt: GptFile
+    batch: int
+    seq: int
+    dtype: str
+    machine: Machine
+
+
+def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
+              progress: Callable[[str], None] = lambda line: None) -> Iterator[Place]:
+    """Estimate the places of a map, for each number of GPUs at each rate in bytes a second.
+
+    Raises
+    ------
+    UsageError
+        When no plan of any kind fits anywhere.
+    """
+    fits = False
+    for number in gpus:
+        best: dict[float, dict[str, Best]] = {rate: {} for rate in rates}
+        for kind, keeps in KINDS.items():
+            progress(f"{number} GPUs: {kind}")
+            for rate, one in _best_at_rates(asked, number, rates, keeps).items():
+                best[rate][kind] = one
+        fits |= any(best.values())
+        for rate in rates:
+            progress(f"{number} GPUs: predicting {rate / 1e9:g} GB/s")
+            yield Place(number, rate, best[rate], _exact_seconds(asked, number, best[rate])
+                        if rate == asked.machine.network.bytes_per_second else {})
+    if not fits:
+        raise UsageError(f"{asked.gpt.name} on {', '.join(map(str, gpus))} GPUs: no plan fits: "
+                         f"more GPUs would do, or a smaller model")
+
+
+def _exact_seconds(asked: Asked, gpus: int, best: dict[str, Best]) -> dict[str, float]:
+    """Predict plans by dry runs of a step; one that the library cannot run has none."""
+    training = Training(asked.gpt, gpus, asked.batch, asked.seq, asked.dtype, asked.machine)
+    plans = {kind: Search(training).predicted(one.choice) for kind, one in best.items()}
+    return {kind: plan.seconds for kind, plan in plans.items() if plan is not None}
+
+
+def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],
+                   keeps: Callable[[str, GridShape], bool]) -> dict[float, Best]:
+    """Return the fastest plan of a kind that fits by closed forms, at each rate; {} if none does.
+    """
+    searches = {}
+    for rate in rates:
+        machine = asked.machine
+        network = msgspec.structs.replace(machine.network, bytes_per_second=rate)
+        machine = msgspec.structs.replace(machine, network=network)
+        searches[rate] = Search(NarrowTraining(asked.gpt, gpus, asked.batch, asked.seq,
+                                               asked.dtype, machine, keeps))
+        searches[rate].limit /= SLACK    # here nothing is looked at again
+    found: dict[Choice, None] = {}
+    try:
+        for rate in {min(rates), max(rates)}:
+            for plans in searches[rate].screen().values():
+                found |= dict.fromkeys(choice for _, choice in plans)
+    except UsageError:    # no plan, or none that fits
+        return {}
+    return {rate: min((Best(search.estimator.seconds(
+        choice, search.screened(Layer.of(choice))), choice) for choice in found),
+        key=lambda one: one.seconds) for rate, search in searches.items()}

@@ -1,0 +1,115 @@
+"""Make the tables of rules of thumb beside the planner's own choice."""
+
+import math
+from typing import Sequence
+
+from bench.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.prediction.machine_model import Machine
+from bench.prediction.meshes.rules_of_thumb import PLAIN, Rules, Tested
+from bench.prediction.training_plans.search import TrainingPlan
+from bench.prediction.training_step import SHARES
+from bench.reports.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
+
+NO_CHOICE = 8    # cells of `choice_cells`
+
+
+def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]) -> list[Part]:
+    """Make all tables and notes.
+
+    Parameters
+    ----------
+    rules, machine
+        The rules, and the machine on which they are tested.
+    found : sequence of sequence of Tested
+        The plans of each rule, the planner's own as the last.
+    """
+    return [machine.described, _rule_table(rules, found), _plan_table(found),
+            _share_table(found), *_problems(found), _remarks(rules)]
+
+
+def _rule_table(rules: Rules, found: Sequence[Sequence[Tested]]) -> Table:
+    """Make the table of the rules as printed, and of what is trained."""
+    rows = []
+    for rule, (one, *_) in zip(rules.rules, found):
+        gpt = one.training.gpt
+        rows.append([rule.size, " or ".join(map(str, rule.tensor)), rule.stages, rule.data,
+                     rule.gpus, gpt.name, number_cell(gpt.own_parameters / 1e9), rule.batch,
+                     one.training.seq])
+    return Table(rules.title, [
+        Column("model", align="<"), Column("TP"), Column("PP"), Column("DP"), Column("GPUs"),
+        Column("a GPT of", "the sizes of", align="<"), Column("parameters", "billion", align="."),
+        Column("sequences", "a step"), Column("tokens in", "a sequence")], rows)
+
+
+def _plan_table(found: Sequence[Sequence[Tested]]) -> Table:
+    """Make the table of plans, their seconds, and by what a rule loses the most."""
+    rows = [[one.rule.size, one.by, *_choice(one), *_figures(one, group[-1])]
+            for group in found for one in group]
+    return Table("Rules, the decision tree and the planner (seconds are a model)", [
+        Column("model", align="<"), Column("by", align="<"), *choice_columns(),
+        Column("micro-", "batches"), Column("step s", align="."),
+        Column("MFU", "%", align="."), Column("slower", "%", align="."),
+        Column("lacks", "GiB", align="."), Column("loses the", "most by", align="<")], rows)
+
+
+def _choice(one: Tested) -> list[Cell]:
+    """Return the cells of a choice and its micro-batches, empty where there is no plan."""
+    if one.plan is None:
+        return [""] * (NO_CHOICE + 1)
+    return [*choice_cells(one.plan.choice), one.training.microbatches(one.plan.choice)]
+
+
+def _figures(one: Tested, planner: Tested) -> list[Cell]:
+    """Return seconds, MFU, by how much slower than the planner's, memory lacked, and why."""
+    if one.plan is None:
+        return [*[number_cell(math.nan)] * 4, "no plan, see below"]
+    seconds, _, _, used, _ = rates(one.training, one.plan)
+    slower, why = math.nan, ""
+    if one is not planner and planner.plan is not None:
+        slower = 100 * (seconds / planner.plan.seconds - 1)
+        why = _largest_loss(one.plan, planner.plan)
+    lacks = one.lacks / GIB if one.lacks else math.nan
+    return [number_cell(seconds), number_cell(used, ".1f"), number_cell(slower, "+.1f"),
+            number_cell(lacks, ".3g"), "does not fit" if one.lacks else why]
+
+
+def _largest_loss(plan: TrainingPlan, best: TrainingPlan) -> str:
+    """Name the share of time of which a plan has the most more than the best; "" if none."""
+    more = {name: plan.step.shares[name] - best.step.shares[name] for name in SHARES}
+    name = max(more, key=more.__getitem__)
+    return f"{LIMITS[name]}, {more[name]:.2g} s" if more[name] > 1e-4 * best.seconds else ""
+
+
+def _share_table(found: Sequence[Sequence[Tested]]) -> Table:
+    """Make the table of the shares of a step's time."""
+    rows = [[one.rule.size, one.by, *(number_cell(
+        100 * one.plan.step.shares[name] / one.plan.seconds, ".1f") for name in SHARES)]
+        for group in found for one in group if one.plan is not None]
+    return Table("What takes the time of a step", [
+        Column("model", align="<"), Column("by", align="<"),
+        *(Column(name, group="%", align=".") for name in SHARES)], rows)
+
+
+def _problems(found: Sequence[Sequence[Tested]]) -> list[Part]:
+    """Say why there is no plan, if there are such."""
+    lines = [f"{one.rule.size}, {one.by}: {one.problem}"
+             for group in found for one in group if one.plan is None]
+    return [Notes("No plan", lines)] if lines else []
+
+
+def _remarks(rules: Rules) -> Notes:
+    """Say what rules leave open and where they contradict themselves, and what the model is."""
+    plain = ", ".join(f"{name} {value}" for name, value in PLAIN.items())
+    return Notes("Remarks", [
+        f"rules from: {rules.source}",
+        f"sequences: {rules.batches}",
+        *(line for rule in rules.rules for line in rule.contradictions),
+        f"a rule names a mesh alone: plain is {plain}; else the planner chooses the rest, and "
+        f"plain or sequence-parallel 1-D, so that a rule loses by its mesh alone",
+        "the tree: replicas alone where values, gradients, masters and moments fit one GPU, else "
+        "as many ranks of tensor parallelism as they need, at most a node's; it derives the "
+        "stages from the replicas and these from the stages, so the planner chooses both",
+        "the tree wants more than 4 micro-batches a stage where there are more than 8 stages",
+        "memory is exact, that of a dry run of a step; seconds are a model; slower, and what a "
+        "plan loses the most by, are beside the planner's, which is the best of a search and may "
+        "be beaten"])

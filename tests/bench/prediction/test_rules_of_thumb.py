@@ -1,0 +1,136 @@
+"""Rules of thumb for meshes beside the planner, and the map of where X x Y x Z is faster."""
+import pytest
+
+from bench.__main__ import main
+from bench.errors import UsageError
+from bench.prediction.meshes.kind_map import Asked, BOX, LINE, map_kinds
+from bench.prediction.machine_model import load_machine
+from bench.prediction.model_file import GptFile, load_model
+from bench.prediction.meshes.rules_of_thumb import (PLAIN, check_rules, fitting_tensor, load_rules)
+from bench.prediction.training_plans.choices import Training
+from bench.prediction.training_plans.search import Search
+from support import status_of
+
+H100 = load_machine("dgx-h100")
+TINY = '''name = "tiny"
+layers = 4
+hidden = 64
+heads = 4
+vocab = 100
+seq = 16
+'''
+RULE = '''title = "Rules"
+source = "made up"
+batches = "made up"
+[[rules]]
+size = "tiny"
+model = "{model}"
+tensor = {tensor}
+stages = 2
+data = 2
+gpus = 8
+batch = {batch}
+'''
+
+
+@pytest.fixture
+def rules(tmp_path):
+    """Write a file of one rule for a tiny model; return its path."""
+    def write(tensor="[2]", batch=8) -> str:
+        (tmp_path / "tiny.toml").write_text(TINY)
+        path = tmp_path / "rules.toml"
+        path.write_text(RULE.format(model=tmp_path / "tiny.toml", tensor=tensor, batch=batch))
+        return str(path)
+    return write
+
+
+def test_what_the_supplied_rules_contradict():
+    lines = [line for rule in load_rules("overview").rules for line in rule.contradictions]
+    assert [line.partition(" GPUs")[0] for line in lines] == [
+        "7B: TP 2 x PP 1 x DP 8 is 16", "70B: TP 8 x PP 4 x DP 8 is 256"]
+
+
+def test_the_tree_takes_as_many_ranks_as_the_state_needs(rules, tmp_path):
+    rules()
+    found = {name: fitting_tensor(load_model(name), "float16", H100) for name in (
+        str(tmp_path / "tiny.toml"), "llama-2-7b", "llama-2-13b", "llama-2-70b", "gpt-3-175b")}
+    assert [*found.values()] == [1, 2, 4, 8, 8]
+
+
+def test_rules_have_their_mesh_and_the_planner_is_the_fastest(rules):
+    (found,) = check_rules(load_rules(rules("[2, 4]")), H100, "float16")
+    assert [one.by for one in found] == ["TP 2, plain", "TP 2", "TP 4, plain", "TP 4",
+                                         "tree, TP 1", "planner"]
+    for one, (tensor, data) in zip(found, ((2, 2), (2, 2), (4, 1), (4, 1))):
+        choice = one.plan.choice
+        assert (choice.places, choice.stages, choice.data) == (tensor, 2, data)
+        assert choice.scheme in ("1d", "1d-sp") and one.lacks == 0
+    plain = found[0].plan.choice
+    assert {name: getattr(plain, name) for name in PLAIN} == PLAIN
+    tree = found[4].plan.choice
+    assert (tree.places, tree.stages, tree.data) == (1, 1, 8)
+    assert found[1].plan.seconds < found[0].plan.seconds
+    assert found[5].plan.seconds <= min(one.plan.seconds for one in found)
+
+
+def test_the_verb_says_why_a_rule_has_no_plan(rules, capsys):
+    """Two replicas do not divide a batch of 9."""
+    assert main(["plan", "--rules", rules(batch=9), "--machine", "dgx-h100"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no plan, see below" in said and "tiny, TP 2: --gpus 8 --batch 9 --model tiny" in said
+    assert "tiny, TP 2, plain: tiny on 8 GPUs: no such mesh divides the batch of 9" in said
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--rules", "--gpus", "8"], "--gpus 8: the rules of --rules overview say it"),
+    (["--map", "8,16", "--batch", "8"], "--model is missing"),
+    (["--map", "8,2000000", "--batch", "8", "--model", "llama-2-7b"], "--map 2000000: at most"),
+    (["--map", "8", "--batch", "8", "--model", "llama-2-7b", "--zero", "1"], "--zero 1: ")])
+def test_options_that_go_together(words, message, capsys):
+    assert status_of(main, ["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rule_of_no_stage_is_refused(rules, tmp_path):
+    path = rules()
+    text = (tmp_path / "rules.toml").read_text().replace("stages = 2", "stages = 0")
+    (tmp_path / "rules.toml").write_text(text)
+    with pytest.raises(UsageError, match="tiny: stages = 0: a whole number of at least 1"):
+        load_rules(path)
+
+
+TINY_GPT = GptFile("tiny", 4, 64, 4, 100, 16, tied=False)
+ASKED = Asked(TINY_GPT, 8, 16, "float16", H100)
+RATES = [1e9, H100.network.bytes_per_second, 1e13]
+
+
+def test_a_map_has_the_fastest_plan_of_each_kind():
+    places = [*map_kinds(ASKED, [8, 16], RATES)]
+    assert [(one.gpus, one.rate) for one in places] == [
+        (gpus, rate) for gpus in (8, 16) for rate in RATES]
+    for one in places:
+        line, box = one.best[LINE], one.best[BOX]
+        assert line.choice.scheme in ("1d", "1d-sp")
+        assert box.choice.scheme == "3d" and sum(n > 1 for n in box.choice.grid.sizes) > 1
+        assert one.gain == line.seconds / box.seconds - 1
+    for kind in (LINE, BOX):    # faster links cost nothing, and change nothing within a node
+        on_8, on_16 = ([one.best[kind].seconds for one in places if one.gpus == gpus]
+                       for gpus in (8, 16))
+        assert on_8[0] == on_8[1] == on_8[2] and on_16[0] >= on_16[1] >= on_16[2]
+
+
+def test_a_map_at_the_rate_of_the_machine_is_its_search():
+    (place,) = map_kinds(ASKED, [16], RATES[1:2])
+    families = Search(Training(TINY_GPT, 16, 8, 16, "float16", H100)).screen()
+    lines = [plan for family, plans in families.items() for plan in plans
+             if plan[1].scheme in ("1d", "1d-sp")]
+    assert place.best[LINE].seconds == min(lines, key=lambda one: one[0])[0]
+
+
+def test_a_map_is_printed_and_drawn(tmp_path, capsys):
+    (tmp_path / "tiny.toml").write_text(TINY)
+    assert main(["plan", "--map", "2,16", "--model", str(tmp_path / "tiny.toml"), "--batch", "8",
+                 "--machine", "dgx-h100", "--pictures", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "none fits" in said and said.count("GB/s: X x Y x Z on") == 7
+    assert (tmp_path / "kind-map-tiny-dgx-h100.png").stat().st_size > 10000
