@@ -5,6 +5,8 @@
 >>> model = mm3d.Transformer(scheme, layers=2, hidden=48, heads=4, batch=8, seq=16)
 >>> y, saved = model.forward(model.shard(X))
 >>> dx = model.backward(dy, saved)
+>>> model.parameters[2].name, model.parameters[2].layout
+('layers.0.attention.qkv.weight', Layout('z,,yx', units={0: 1, 2: 12}))
 """
 
 from importlib import import_module

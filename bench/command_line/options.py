@@ -62,6 +62,12 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
                              "longhorn)")
 
 
+def add_untied(parser: argparse.ArgumentParser) -> None:
+    """Add ``--untied``, for a GPT whose head has a matrix of its own."""
+    parser.add_argument("--untied", action="store_true", help=(
+        "give the head a matrix of its own, instead of the embedding's table"))
+
+
 def add_recompute(parser: argparse.ArgumentParser) -> None:
     """Add ``--recompute``, the policy of recomputation."""
     parser.add_argument("--recompute", type=recompute, default="none", metavar="POLICY",

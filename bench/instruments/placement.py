@@ -83,6 +83,22 @@ def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -
     return "".join(sorted(shape, key=lambda axis: (axis == inside, moved[axis])))
 
 
+def mesh_order(mesh: Sizes, inside: str) -> str:
+    """Return the directions of a mesh from slowest to fastest, `inside` the fastest.
+
+    The others keep their order, and with "" all do.
+
+    Raises
+    ------
+    ValueError
+        When the mesh has no such direction.
+    """
+    if inside and inside not in mesh:
+        raise ValueError(f"--inside {inside}: the mesh has the directions {', '.join(mesh)}; "
+                         f"choose one of them")
+    return "".join(mesh).replace(inside, "") + inside
+
+
 def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
     """Renumber the ranks of `comm` so that the last direction of `chosen` varies fastest in it.
 

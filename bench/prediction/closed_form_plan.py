@@ -6,6 +6,7 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Iterable, Mapping
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from mm3d.model import cost
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
-from mm3d.schemes.closed_form import largest_block
+from mm3d.schemes.closed_form import Move, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
@@ -85,8 +86,8 @@ def elementwise_coefficients(kernels: str = "own",
                              attention: str = "flash") -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
-    These words are linear in a rank's elements of an outer activation, of an inner one and of the
-    scores.  For each of forward and backward, three small dry runs give the three coefficients.
+    These words are linear in the numbers of `BlockSizes.elements`.  For each of forward and
+    backward, four small dry runs give the four coefficients; on three ranks heads are uneven.
 
     Parameters
     ----------
@@ -94,17 +95,21 @@ def elementwise_coefficients(kernels: str = "own",
         As of `bench.prediction.machine_model.Machine`.
     """
     rows, found = [], {phase: [] for phase in PHASES}
-    for ranks, seq in ((1, 64), (4, 64), (1, 128)):
+    for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         trace = with_kernels(
             dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq),
             kernels, attention, "float32", 64)
-        outer = 4 * seq * 256
-        rows.append((outer, outer / ranks, 4 * 4 * seq * seq / ranks))
+        rows.append(line_elements(ranks, ModelSizes(1, 256, 4, 4, seq)))
         for phase in PHASES:
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
             found[phase].append(moved / 4)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
+
+
+def line_elements(ranks: int, sizes: ModelSizes) -> np.ndarray:
+    """Return `BlockSizes.elements` of the scheme 1d."""
+    return BlockSizes("1d", GridShape("x", (ranks,)), sizes).elements()
 
 
 class BlockSizes:
@@ -123,10 +128,11 @@ class BlockSizes:
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
         outer, inner = find_scheme(name).layouts(grid, sizes["batch"], sizes["seq"])
         self.sizes = sizes
-        # Parts of outer activations, and of inner ones by sequence, position and feature.
-        (self.outside, self.sequences, self.positions, self.features) = (
+        # Parts of activations by sequence, position and feature.
+        self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
-            for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
+            for letters in (*one[0].split(","), one[1])) for one in (outer, inner))
+        self.sequences, self.positions, self.features = inside
         self.heads = largest_block(sizes["heads"], self.features)
 
     def attention_products(self, dtype: str) -> Gemm:
@@ -137,13 +143,21 @@ class BlockSizes:
                     self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
 
     def elements(self) -> np.ndarray:
-        """Count elements of an outer activation, of an inner one and of the scores."""
-        seq, heads = self.sizes["seq"], self.sizes["heads"]
-        tokens, inside = self.sizes["batch"] * seq, self.sequences * self.positions * self.features
-        uneven = self.heads * self.features / heads
-        whole = tokens * self.sizes["hidden"]
-        return np.array([whole / self.outside, whole / inside * uneven,
-                         tokens * seq * heads / inside * uneven])
+        """Count elements of an outer activation, of inner ones and of the scores.
+
+        Inner ones are those of attention, in whole heads, and a part of the perceptron's that is
+        as wide as the outer one.
+        """
+        batch, seq, hidden = self.sizes.batch, self.sizes.seq, self.sizes.hidden
+        sequences, positions, features = self.outside
+        rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
+        inner = self.sizes.inner
+        return np.array([
+            largest_block(batch, sequences) * largest_block(seq, positions)
+            * largest_block(hidden, features),
+            rows * self.heads * self.sizes.head,
+            rows * largest_block(inner, self.features) * hidden / inner,
+            rows * seq * self.heads], float)
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
@@ -161,6 +175,51 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
 def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
     """Return the predicted seconds of each phase, and the words that a rank moves."""
+    found, words = grid_work(name, grid, machine, stack)
+    return {phase: one.seconds(machine) for phase, one in found.items()}, words
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """The work of a rank in a phase.
+
+    Attributes
+    ----------
+    seconds_alone : float
+        Of all but collectives.
+    collectives : tuple of (Collective, int)
+        Those of the phase, and how often each is called.
+    """
+
+    seconds_alone: float
+    collectives: tuple[tuple[Collective, int], ...]
+
+    def seconds(self, machine: machine_model.Machine,
+                strides: Mapping[str, int] | None = None) -> float:
+        """Predict the seconds, by default with the grid's own `strides` over the nodes."""
+        return self.seconds_alone + sum(
+            calls * achieved_seconds(machine, collective_terms(
+                machine, one._replace(stride=strides[one.direction]) if strides else one))
+            for one, calls in self.collectives)
+
+
+def collectives_of(moves: Iterable[Move], grid: GridShape,
+                   size: int) -> tuple[tuple[Collective, int], ...]:
+    """Return the collectives of a rank, and how often it calls each, for words of `size` bytes."""
+    found = []
+    for move in moves:
+        g = grid[move.axis]
+        if g > 1:
+            whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
+            whole /= 2 if move.collective == "all_reduce" else 1
+            found.append((Collective(move.collective, move.axis, g, grid.stride(move.axis),
+                                     whole), move.calls))
+    return tuple(found)
+
+
+def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
+              stack: Stack) -> tuple[dict[str, PhaseWork], dict[str, float]]:
+    """Return the work of a rank in each phase, and the words that it moves."""
     stack.architecture.require_plain("a plan by closed forms")    # elementwise work is fitted
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
@@ -169,14 +228,6 @@ def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
     spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
-    for phase, found in moves.items():
-        for (axis, kind), move in found.items():
-            g = grid[axis]
-            whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
-            whole /= 2 if kind == "all_reduce" else 1
-            event = Collective(kind, axis, g, grid.stride(axis), whole)
-            for term, value in collective_terms(machine, event).items():
-                spent[phase][term] += move.calls * value
     flash = machine.kernels == "fused" and machine.attention == "flash"
     scores = blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
@@ -199,4 +250,6 @@ def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
     chosen = parse_policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
-    return {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}, words
+    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]),
+                             collectives_of(moves[phase].values(), grid, size))
+            for phase in PHASES}, words

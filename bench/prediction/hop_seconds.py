@@ -1,13 +1,16 @@
 """Predict the seconds of hops between the stages of a pipeline.
 
-Ranks are numbered replica by replica, stage by stage in each, and fill one node after the other.
-All replicas send at once; the ranks of a node that send to others share its link.
+Ranks are numbered replica by replica, stage by stage in each, and fill one node after the other in
+this order, or in one with another direction of the mesh inside the nodes.  All replicas send at
+once; the ranks of a node that send to others share its link.
 """
 
+import math
 from typing import Any, Mapping
 
 import numpy as np
 
+from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import achieved_seconds
 from mm3d.grid.shape import GridShape
@@ -52,7 +55,7 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
                  for field in ("source", "target", "words"))
 
 
-def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, per_node: int,
+def place_moves(moves: Moves, size: int, mesh: GridShape, inside: str, per_node: int,
                 hop: tuple[int, int]) -> Moves:
     """Return the moves of a hop in all replicas, by rank numbers and in bytes.
 
@@ -62,20 +65,27 @@ def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, pe
         The result of `stage_moves`.
     size : int
         Bytes of a word.
-    places, stages, data : int
-        Ranks per stage, stages and replicas.  Beyond `per_node` + 1 replicas moves repeat and are
-        left out.
+    mesh : GridShape
+        As of `bench.prediction.pipeline_model.PipelineModel.mesh`.
+    inside : str
+        The direction whose ranks follow each other on the nodes; "" for the order of the mesh.
+        Where replicas are the slowest, their moves repeat beyond `per_node` + 1 of them, and the
+        others are left out.
     per_node : int
         Ranks of a node.
     hop : (int, int)
         The stages of the mesh that send and receive.
     """
-    source, target = hop
-    first = np.arange(min(data, per_node + 1))[:, None] * stages * places
+    order, sizes = mesh_order(mesh, inside), dict(mesh)
+    if order.startswith("rd"):
+        sizes |= {"r": 1, "d": min(mesh["r"] * mesh["d"], per_node + 1)}
+    replicas, stages = sizes["r"] * sizes["d"], sizes["s"]
+    numbers = np.arange(math.prod(sizes.values())).reshape([sizes[name] for name in order])
+    numbers = numbers.transpose([order.index(name) for name in sizes]).reshape(
+        replicas, stages, -1)
     senders, receivers, words = moves
-    return ((first + source * places + senders).ravel(),
-            (first + target * places + receivers).ravel(),
-            np.tile(words * size, len(first)))
+    return (numbers[:, hop[0], senders].ravel(), numbers[:, hop[1], receivers].ravel(),
+            np.tile(words * size, replicas))
 
 
 def seconds_of_moves(machine: Machine, senders: np.ndarray, receivers: np.ndarray,

@@ -74,6 +74,13 @@ class PipelineModel:
         return self.grids[0].ranks
 
     @property
+    def mesh(self) -> GridShape:
+        """Return the mesh: copies (r), replicas that divide one (d), stages (s), and the grid."""
+        shards, grid = self.shards or self.data, self.grids[0]
+        return GridShape("rds" + grid.directions, (
+            self.data // shards, shards, self.schedule.ranks, *grid.sizes))
+
+    @property
     def grid_name(self) -> str:
         """Name the grids: one if all stages have it, or those of the stages in order."""
         different = len(set(self.grids)) > 1

@@ -7,6 +7,8 @@ B and W, or at the end of a stage's step.  Words and memory are exact, from a dr
 step; seconds are a model.
 """
 
+from collections import Counter
+from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -14,18 +16,44 @@ from typing import Iterable
 
 import numpy as np
 
+from bench.instruments.placement import mesh_order
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.seconds import Terms, achieved_seconds, trace_terms
+from bench.prediction.seconds import Terms, achieved_seconds, place_trace, trace_terms
 from mm3d.grid.shape import GridShape
+from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.schedules import Times, clock
 from mm3d.training.schedules.clock import Timeline, pairs
 from mm3d.training.schedules.memory import peak_in_flight
 
 HALVES = ("forward", "backward_input", "backward_weights")
+REPLICAS = "rd"    # directions: across copies of the model, and among replicas that divide one
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The seconds of one micro-batch in the layers of a stage, at full figures.
+
+    Attributes
+    ----------
+    own : dict
+        By phase, sums after the last among them, the seconds of each term of
+        `bench.prediction.seconds.TERMS`.
+    over : dict
+        The same of collectives over replicas in these phases, which ZeRO 2 and 3 have.
+    """
+
+    own: dict[str, Terms]
+    over: dict[str, Terms]
+
+    def seconds(self, machine: Machine, phase: str, overlap: bool = False) -> float:
+        """Return the seconds of a phase; with `overlap` the longer of the two goes on behind."""
+        own, over = (achieved_seconds(machine, one.get(phase, {}))
+                     for one in (self.own, self.over))
+        return max(own, over) if overlap else own + over
 
 
 @dataclass(frozen=True)
@@ -41,7 +69,7 @@ class PredictedPipeline:
     sums : tuple of Fraction
         Seconds of each stage, after its last action, to sum gradients over replicas and to gather
         the values that the optimizer has changed.
-    spent : tuple of dict
+    spent : tuple of Spent
         Of each stage of the schedule, the result of `chunk_terms`.
     """
 
@@ -49,7 +77,7 @@ class PredictedPipeline:
     inside: float
     between: float
     sums: tuple[Fraction, ...]
-    spent: tuple[dict[str, Terms], ...]
+    spent: tuple["Spent", ...]
 
     @property
     def seconds(self) -> Fraction:
@@ -71,16 +99,37 @@ class PredictedPipeline:
                 - min(starts[0] for starts in timeline.starts))
 
 
-def predict_pipeline(model: PipelineModel, machine: Machine,
-                     repeats: bool = False) -> PredictedPipeline:
-    """Predict the times of a step on a machine; with `repeats`, backward repeats F first."""
+def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = False,
+                     overlap: bool = False, inside: str = "") -> PredictedPipeline:
+    """Predict the times of a step on a machine.
+
+    Parameters
+    ----------
+    model, machine
+        The model, and its machine.
+    repeats : bool
+        Whether backward repeats F first.
+    overlap : bool
+        Whether collectives over replicas in F, B and W go on behind their other work.
+    inside : str
+        The direction of the mesh whose ranks follow each other on the nodes, one of those of
+        `PipelineModel.mesh`; "" for its order.
+
+    Raises
+    ------
+    ValueError
+        When there is no such direction, or stages or experts have grids of their own beside it.
+    """
+    if inside and (len(set(model.grids)) > 1 or model.experts):
+        raise ValueError(f"--inside {inside}: stages with one grid, and without experts, would do")
+    mesh_order(model.mesh, inside)    # raises
     rank_of = model.schedule.rank_of
     chunks = [(len(part), model.grids[rank_of[stage]], _end_of(model, stage))
               for stage, part in enumerate(model.parts)]
-    spent = {chunk: chunk_terms(model, machine, *chunk) for chunk in set(chunks)}
-    steps = {chunk: _chunk_seconds(model, machine, terms, repeats)
+    spent = {chunk: chunk_terms(model, machine, *chunk, inside) for chunk in set(chunks)}
+    steps = {chunk: _chunk_seconds(model, machine, terms, repeats, overlap)
              for chunk, terms in spent.items()}
-    found = {pair: _hop_seconds(model, machine, *pair)
+    found = {pair: _hop_seconds(model, machine, *pair, inside)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
     times = Times.by_stage(*zip(*(steps[chunk][:3] for chunk in chunks)))
     links = {pair: Fraction(seconds) for pair, (seconds, _) in found.items()}
@@ -99,18 +148,18 @@ def _end_of(model: PipelineModel, stage: int) -> str:
     return " ".join(names) if model.vocab else ""
 
 
-def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
-                 target: int) -> tuple[float, str]:
+def _hop_seconds(model: PipelineModel, machine: Machine, source: int, target: int,
+                 inside: str) -> tuple[float, str]:
     """Predict the seconds of a hop between two stages; return also the level of its links."""
     moves = stage_moves(model.scheme, model.grids[source], model.grids[target], model.shape,
                         dict(model.options))
     return seconds_of_moves(machine, *place_moves(
-        moves, np.dtype(model.stack.dtype).itemsize, model.places, model.schedule.ranks,
-        model.data, machine.ranks_per_node, (source, target)))
+        moves, np.dtype(model.stack.dtype).itemsize, model.mesh, inside,
+        machine.ranks_per_node, (source, target)))
 
 
 def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridShape,
-                end: str) -> dict[str, Terms]:
+                end: str, inside: str = "") -> Spent:
     """Predict the seconds of one micro-batch in `layers` layers, and of sums, at full figures.
 
     Parameters
@@ -123,18 +172,22 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
         The grid of their stage.
     end : str
         The ends of a GPT that the stage has: "first", "last", both or none.
-
-    Returns
-    -------
-    dict
-        By phase, the seconds of each term of `bench.prediction.seconds.TERMS`.
+    inside : str
+        As of `predict_pipeline`.
     """
     whole = model if end else replace(model, vocab=0)
     stage = model.schedule.ranks - 1 if end == "last" else model.grids.index(grid)
     stack = replace(model.stack, batch=model.micro.batch)
     one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
-    trace = _traced(one, layers, stage, machine.elementwise_block)
-    return trace_terms(machine, priced(trace, machine, stack))
+    trace = priced(_traced(one, layers, stage, machine.elementwise_block), machine, stack)
+    if inside:
+        trace = place_trace(trace, model.mesh, mesh_order(model.mesh, inside))
+    own, over = copy(trace), copy(trace)
+    own.events, over.events = Counter(), Counter()
+    for (phase, part, event), times in trace.events.items():
+        apart = phase != SUMS and isinstance(event, Collective) and event.direction in REPLICAS
+        (over if apart else own).events[phase, part, event] += times
+    return Spent(trace_terms(machine, own), trace_terms(machine, over))
 
 
 @cache
@@ -143,13 +196,13 @@ def _traced(model: PipelineModel, layers: int, stage: int, block: int) -> Trace:
     return model.trace(layers, stage=stage, block=block)
 
 
-def _chunk_seconds(model: PipelineModel, machine: Machine, spent: dict[str, Terms],
-                   repeats: bool) -> list[Fraction]:
+def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
+                   overlap: bool) -> list[Fraction]:
     """Return the seconds of F, B, W and sums of a chunk; W is 0 where B includes it."""
     phases = HALVES if model.halves else ("forward", "backward")
-    seconds = [achieved_seconds(machine, spent[phase]) for phase in phases]
+    seconds = [spent.seconds(machine, phase, overlap) for phase in phases]
     seconds[1] += seconds[0] * repeats
-    sums = achieved_seconds(machine, spent.get(SUMS, {}))
+    sums = spent.seconds(machine, SUMS)
     return [*[*map(Fraction, seconds), Fraction(0)][:3], Fraction(sums)]
 
 
@@ -159,18 +212,27 @@ def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int
 
 
 def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
-    """Return the peak bytes of a rank of the stage that needs the most.
+    """Return the peak bytes of a rank of the stage that needs the most."""
+    return fullest_stage(model, optimizer)[1]
+
+
+def fullest_stage(model: PipelineModel, optimizer: bool = False,
+                  last: bool = True) -> tuple[int, int]:
+    """Return the stage that needs the most memory, and the peak bytes of its first rank.
 
     Among stages of the same grid and layers, only the first with the most micro-batches in flight
-    is run.
+    is run; and with `last` the last of a GPT, where logits are.
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
         layers = tuple(len(model.parts[part]) for part in model.schedule.stages[stage])
         alike.setdefault((grid, layers), []).append(stage)
     flying = peak_in_flight(model.schedule)
-    return max(peak_bytes(model, max(stages, key=flying.__getitem__), optimizer)
-               for stages in alike.values())
+    found = {max(stages, key=flying.__getitem__) for stages in alike.values()}
+    if model.vocab and last:
+        found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
+    peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
+    return max(peaks.items(), key=lambda one: one[1])
 
 
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[

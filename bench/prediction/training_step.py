@@ -7,17 +7,21 @@ kernel of AdamW moves.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 
 from bench.cases.variants import itemsize
+from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, largest_peak_bytes,
-                                               predict_pipeline)
+from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, Spent,
+                                               fullest_stage, predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
+from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes import find_scheme
+from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing.events import Collective, PHASES
 from mm3d.training.schedules import build
 
@@ -36,7 +40,8 @@ class TrainingStep:
     shares : dict of str to float
         Seconds of the stage that works the longest, by `SHARES`: products; elementwise passes;
         links between its ranks; latency of messages and of kernels; hops between stages that the
-        step waits for; sums and gathers over replicas; optimizer; and all else, the bubble.
+        step waits for; sums and gathers over replicas that it waits for; optimizer; and all else,
+        the bubble.
     pipeline : PredictedPipeline
         The times of all stages.
     """
@@ -47,7 +52,7 @@ class TrainingStep:
 
 
 def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
-                 overlap: bool = False) -> TrainingStep:
+                 overlap: bool = False, inside: str = "") -> TrainingStep:
     """Predict a step of training.
 
     Parameters
@@ -59,9 +64,11 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
         recomputed; this library leaves out the last product.
     overlap : bool
         Whether sums over replicas go on behind the backward of the last micro-batch, and gathers
-        behind the forward of the first.
+        behind the forward of the first; with ZeRO 2 and 3 behind those of every micro-batch.
+    inside : str
+        The direction of the mesh inside the nodes, see `predict_pipeline`.
     """
-    found = predict_pipeline(model, machine, repeats)
+    found = predict_pipeline(model, machine, repeats, overlap, inside)
     times, schedule = found.timeline.times, model.schedule
     busy = [sum((times.of("F", one) + times.of("BW", one) for one in stages), Fraction(0))
             for stages in schedule.stages]
@@ -69,35 +76,38 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
     sums = float(max(found.sums))
     if overlap:
         sums = max(0.0, sums - float(min(busy)))
-    sums += tied_seconds(model, machine)
+    sums += tied_seconds(model, machine, inside)
     optimizer = optimizer_seconds(model, machine)
     waits = float(found.timeline.makespan)
     spent = dict.fromkeys(SHARES, 0.0)
     for stage in schedule.stages[rank]:
-        for term, seconds in _terms_of_micro(model, machine, found, stage, repeats).items():
+        for term, seconds in _terms_of_micro(model, machine, found.spent[stage], repeats,
+                                             overlap).items():
             spent[term] += seconds * schedule.microbatches
     spent["hops"] = float(found.seconds - found.without_hops)
     spent["bubble"] = max(0.0, waits - sum(spent.values()))
-    spent |= {"replicas": sums, "optimizer": optimizer}
+    spent |= {"replicas": spent["replicas"] + sums, "optimizer": optimizer}
     return TrainingStep(waits + sums + optimizer, spent, found)
 
 
-def _terms_of_micro(model: PipelineModel, machine: Machine, found: PredictedPipeline, stage: int,
-                    repeats: bool) -> dict[str, float]:
-    """Return the seconds of a micro-batch in a stage of the schedule, by the first `SHARES`."""
-    spent = found.spent[stage]
+def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
+                    overlap: bool) -> dict[str, float]:
+    """Return the seconds of a micro-batch in a stage of the schedule, by some of `SHARES`."""
     phases = HALVES[1:] if model.halves else PHASES[1:]
     names = {"gemm": "products", "memory": "elementwise", "node": "links", "network": "links",
              "latency": "latency"}
-    total = dict.fromkeys(names.values(), 0.0)
+    total = dict.fromkeys([*names.values(), "replicas"], 0.0)
     for phase, times in ((PHASES[0], 1 + repeats), *((one, 1) for one in phases)):
-        for term, seconds in spent[phase].items():
+        for term, seconds in spent.own[phase].items():
             total[names[term]] += times * seconds / getattr(machine.achieved, term)
+        own = achieved_seconds(machine, spent.own[phase])
+        total["replicas"] += times * (spent.seconds(machine, phase, overlap) - own)
     return total
 
 
 def parameters_of_rank(model: PipelineModel) -> float:
-    """Return the parameters of a rank of the stage with the most, by dividing the model."""
+    """Return the parameters of the first rank of the stage with the most, by dividing the model.
+    """
     sizes, schedule, parts = model.sizes, model.schedule, model.parts
     divided = weight_parts(model.scheme, model.grids[0])
     layers = [sum(len(parts[one]) for one in stages) for stages in schedule.stages]
@@ -109,8 +119,25 @@ def parameters_of_rank(model: PipelineModel) -> float:
         extra[last] += cost.vectors_of_norm(sizes) * sizes.hidden / divided    # of the last one
     if model.vocab and (last != first or not model.tied):
         extra[last] += model.vocab * sizes.hidden / divided
-    layer = cost.parameters(replace(sizes, layers=1)) / divided
+    layer = layer_parameters(model.scheme, model.grids[0], sizes)
     return max(layer * count + more for count, more in zip(layers, extra))
+
+
+@cache
+def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes) -> float:
+    """Return the parameters of a layer on the first rank, whose blocks of weights are the largest.
+
+    Vectors are taken to be divided evenly.
+    """
+    kind, ranks, one = find_scheme(scheme), grid.ranks, replace(sizes, layers=1)
+    even = kind.local_products(grid, ProductShape("up", ranks, ranks, ranks))[0]
+    gathered = ranks ** 2 // (even.inner * even.columns)    # parts of a weight in a product
+    words, vectors = 0, cost.parameters(one)
+    for product, times in cost.products(one).items():
+        local = kind.local_products(grid, product)[0]
+        words += times * local.inner * local.columns
+        vectors -= times * product.N * product.K
+    return (words * gathered + vectors) / weight_parts(scheme, grid)
 
 
 def weight_parts(scheme: str, grid: GridShape) -> int:
@@ -135,7 +162,7 @@ def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
     return achieved_seconds(machine, {"memory": moved * parameters / machine.memory_bandwidth})
 
 
-def tied_seconds(model: PipelineModel, machine: Machine) -> float:
+def tied_seconds(model: PipelineModel, machine: Machine, inside: str = "") -> float:
     """Predict the seconds in which the first and the last stage sum a tied table's gradient."""
     schedule = model.schedule
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
@@ -143,8 +170,11 @@ def tied_seconds(model: PipelineModel, machine: Machine) -> float:
         return 0.0
     whole = model.vocab * model.sizes.hidden / weight_parts(
         model.scheme, model.grids[0]) * itemsize(model.stack.dtype)
+    mesh = model.mesh
+    order = mesh_order(mesh, inside)
+    stride = GridShape(order, [mesh[name] for name in order]).stride("s")
     return achieved_seconds(machine, collective_terms(machine, Collective(
-        "all_reduce", "s", 2, abs(last - first) * model.places, int(whole))))
+        "all_reduce", "s", 2, abs(last - first) * stride, int(whole))))
 
 
 def model_flops(model: PipelineModel) -> dict[str, float]:
@@ -160,13 +190,14 @@ def model_flops(model: PipelineModel) -> dict[str, float]:
     return {"model": model.data * useful, "hardware": model.data * (useful + again)}
 
 
-def memory_by_kind(model: PipelineModel) -> dict[str, float]:
+def memory_by_kind(model: PipelineModel, last: bool = True) -> dict[str, float]:
     """Return the peak bytes of a rank by kind, exact in all, by a dry run of a step.
 
     Values, gradients, masters and moments are those of the stage with the most parameters;
-    "activations" is all else at the peak, buffers and intermediate arrays among them.
+    "activations" is all else at the peak, buffers and intermediate arrays among them.  Without
+    `last` the last stage is taken not to be the fullest.
     """
-    peak = largest_peak_bytes(shortened(model), optimizer=True)
+    _, peak = fullest_stage(shortened(model), optimizer=True, last=last)
     found = state_by_kind(model.stack.dtype, parameters_of_rank(model), model.zero,
                           model.shards or model.data)
     return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}

@@ -1,4 +1,4 @@
-"""Format tables and notes as text, reStructuredText, LaTeX or CSV.
+"""Format tables and notes as text, reStructuredText, Markdown, LaTeX, JSON or CSV.
 
 A document is a list of parts: `Table`, `Notes`, or a plain string, which is a heading.
 """
@@ -6,6 +6,7 @@ A document is a list of parts: `Table`, `Notes`, or a plain string, which is a h
 import csv
 import io
 import itertools
+import json
 import math
 import re
 import textwrap
@@ -79,20 +80,33 @@ def _fraction(number: str) -> str:
 
 def format_rst(parts: list[Part]) -> str:
     """Format as reStructuredText."""
+    return _marked_up(parts, "rst", _underlined, _rst_escaped)
+
+
+def format_markdown(parts: list[Part]) -> str:
+    """Format as Markdown with tables, as GitHub shows them."""
+    return _marked_up(parts, "github", lambda heading, rule: (
+        f"{'##' if rule == '=' else '###'} {_markdown_escaped(heading)}"), _markdown_escaped)
+
+
+def _marked_up(parts: list[Part], form: str, title: Callable[[str, str], str],
+               escaped: Callable[[str], str]) -> str:
+    """Format in a markup of tabulate's; `title` makes one of a heading and "=" or "-"."""
     from tabulate import tabulate    # where it is needed: ranks that print nothing start sooner
+    blank = r"\ " if form == "rst" else ""    # else the row would be joined to the one above
     found = []
     for part in parts:
         if isinstance(part, Table):
-            rows = [[_rst_escaped(str(cell)) or r"\ " for cell in row] for row in part.rows]
-            heads = [_rst_escaped(column.full) or r"\ " for column in part.columns]
+            rows = [[escaped(str(cell)) or blank for cell in row] for row in part.rows]
+            heads = [escaped(column.full) or blank for column in part.columns]
             sides = ["left" if left else "right" for left in part.left]
-            found += [_underlined(part.title, "-"),
-                      tabulate(rows, heads, tablefmt="rst", disable_numparse=True,
+            found += [title(part.title, "-"),
+                      tabulate(rows, heads, tablefmt=form, disable_numparse=True,
                                colalign=sides if rows else None)]
         elif isinstance(part, Notes):
-            found += [f"**{_rst_escaped(part.heading)}**", _listed(part, "- ", _rst_escaped)]
+            found += [f"**{escaped(part.heading)}**", _listed(part, "- ", escaped)]
         else:
-            found.append(_underlined(part, "="))
+            found.append(title(part, "="))
     return "\n\n".join(found)
 
 
@@ -103,6 +117,10 @@ def _underlined(heading: str, character: str) -> str:
 
 def _rst_escaped(words: str) -> str:
     return re.sub(r"([\\*`|_])", r"\\\1", words)
+
+
+def _markdown_escaped(words: str) -> str:
+    return re.sub(r"([\\*`|_<#~])", r"\\\1", words)
 
 
 LATEX_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
@@ -167,6 +185,23 @@ def format_csv(parts: list[Part]) -> str:
     return out.getvalue().rstrip("\n")
 
 
+def format_json(parts: list[Part]) -> str:
+    """Format as a list of tables, notes and headings; numbers in full, those of no value null."""
+    found: list[dict] = []
+    for part in parts:
+        if isinstance(part, Table):
+            names = [column.full for column in part.columns]
+            found.append({"table": part.title, "columns": names, "rows": [
+                [cell if not isinstance(cell, Number) else
+                 cell.value if math.isfinite(cell.value) else None for cell in row]
+                for row in part.rows]})
+        elif isinstance(part, Notes):
+            found.append({"notes": part.heading, "items": part.items})
+        else:
+            found.append({"heading": part})
+    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
+
+
 def _in_full(cell: Cell) -> str | int:
     """Return a cell of CSV: a number with all digits, a count as a whole number."""
     if not isinstance(cell, Number):
@@ -177,4 +212,5 @@ def _in_full(cell: Cell) -> str | int:
 
 
 FORMATS: dict[str, Callable[[list[Part]], str]] = {
-    "text": format_text, "rst": format_rst, "latex": format_latex, "csv": format_csv}
+    "text": format_text, "rst": format_rst, "markdown": format_markdown, "latex": format_latex,
+    "json": format_json, "csv": format_csv}

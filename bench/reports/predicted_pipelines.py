@@ -8,6 +8,7 @@ from bench.prediction.paper_fit import Outcome
 from bench.prediction.paper_pipelines import RowPipeline
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import PredictedPipeline
+from bench.prediction.training_step import SHARES, TrainingStep
 from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d.grid.axis import Traffic
 from mm3d.training.schedules import Schedule
@@ -70,6 +71,14 @@ def seconds_parts(name: str, model: PipelineModel, found: PredictedPipeline,
                   [Column("schedule"), Column("micro-batches"), *seconds_columns(model.data)],
                   [[name, model.schedule.microbatches, *seconds_cells(model, found)]]),
             seconds_notes(model.data)]
+
+
+def training_table(step: TrainingStep) -> Table:
+    """Make the table of the predicted seconds of a step of training, and of its shares."""
+    return Table("A step of training by AdamW: seconds of the stage that works the longest", [
+        Column("step s", align="."), *(Column(name, align=".") for name in SHARES)],
+        [[number_cell(step.seconds, ".6g"),
+          *(number_cell(step.shares[name], ".4g") for name in SHARES)]])
 
 
 def seconds_notes(data: int) -> Notes:

@@ -5,10 +5,18 @@ from typing import Sequence
 
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.search import Found, TrainingPlan, pruned
+from bench.prediction.training_plans.dimensions import DIMENSIONS, inside_nodes, pruned
+from bench.prediction.training_plans.search import Found, TrainingPlan
 from bench.prediction.training_step import SHARES
 
 GIB = 2 ** 30
+IN_FLIGHT = 8    # sums over replicas, in the options of train
+OVERLAPS = {
+    False: "sums and gathers over replicas are not hidden, as in train without --in-flight; "
+           "--hide-sums assumes that they are",
+    True: "assumed: sums over replicas go on behind backward, and gathers behind forward, as far "
+          "as these take longer; train --in-flight hides sums, and gathers nothing ahead; what is "
+          "in flight takes no memory here"}
 KINDS = ("values", "gradients", "masters", "moments", "activations")
 LIMITS = {"products": "products", "elementwise": "elementwise passes",
           "links": "links inside a stage", "latency": "latency", "hops": "hops between stages",
@@ -34,7 +42,7 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
             plan_table(training, plans), memory_table(plans), time_table(plans),
             *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
-            Notes("The best plan as options", command_lines(training, found.best.choice)),
+            Notes("The best plan as options", command_lines(training, found.best)),
             remarks(training, found)]
 
 
@@ -50,15 +58,17 @@ def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
 
 def choice_columns() -> list[Column]:
     """Return the columns of `choice_cells`."""
-    return [Column("data"), Column("ZeRO"), Column("stages"), Column("schedule", align="<"),
-            Column("micro-", "batch"), Column("scheme", align="<"), Column("grid", align="<"),
+    return [Column("data"), Column("ZeRO"), Column("shards"), Column("stages"),
+            Column("schedule", align="<"), Column("micro-", "batch"), Column("scheme", align="<"),
+            Column("grid", align="<"), Column("inside", "nodes", align="<"),
             Column("recompute", align="<")]
 
 
 def choice_cells(choice: Choice) -> list[Cell]:
     """Return the cells that say how a plan divides the training."""
-    return [choice.data, choice.zero, choice.stages, choice.schedule, choice.micro, choice.scheme,
-            choice.grid.compact, choice.recompute]
+    return [choice.data, choice.zero, choice.parts if choice.zero else "-", choice.stages,
+            choice.schedule, choice.micro, choice.scheme, choice.grid.compact,
+            inside_nodes(choice), choice.recompute]
 
 
 def rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
@@ -106,10 +116,11 @@ def changes_table(training: Training, found: Found) -> Table:
     """Make the table of what the best plan loses where one choice alone is another."""
     best, rows = found.best, []
     for name, plan in found.changes.items():
+        said = DIMENSIONS[name].said
         if isinstance(plan, str):
-            rows.append([name, _said(name, best.choice), plan, *[number_cell(math.nan)] * 2])
+            rows.append([name, said(best.choice), plan, *[number_cell(math.nan)] * 2])
             continue
-        rows.append([name, _said(name, best.choice), _said(name, plan.choice),
+        rows.append([name, said(best.choice), said(plan.choice),
                      number_cell(plan.seconds),
                      number_cell(100 * (plan.seconds / best.seconds - 1), "+.2f")])
     return Table("One choice of the best plan changed, to the fastest other that fits", [
@@ -117,36 +128,41 @@ def changes_table(training: Training, found: Found) -> Table:
         Column("step s", align="."), Column("more", "%", align=".")], rows)
 
 
-def _said(name: str, choice: Choice) -> str:
-    """Say what a plan has of one of the choices that are changed."""
-    return {"micro-batch": str(choice.micro), "ZeRO": str(choice.zero),
-            "recompute": choice.recompute, "schedule": choice.schedule,
-            "stages": f"{choice.stages}, data {choice.data}",
-            "grid": f"{choice.scheme} {choice.grid.compact}"}[name]
-
-
-def command_lines(training: Training, choice: Choice) -> list[str]:
-    """Return the commands that count and train a plan."""
-    gpt = training.gpt
+def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
+    """Return the commands that count, train and submit a plan."""
+    gpt, choice, machine = training.gpt, plan.choice, training.machine
     sizes = (f"--layers {gpt.layers} --hidden {gpt.hidden} --heads {gpt.heads} --batch "
              f"{training.batch} --seq {training.seq} --dtype {training.dtype}")
-    mesh = (f"--data {choice.data} --zero {choice.zero} --stages {choice.stages} --schedule "
-            f"{choice.schedule} --microbatches {training.microbatches(choice)} --scheme "
-            f"{choice.scheme} --grid {choice.grid.compact} --recompute {choice.recompute}")
-    return [f"python -m bench dry --ranks {training.gpus} {sizes} --causal {mesh}",
-            f"mpirun -n {training.gpus} python -m bench train {sizes} {mesh}"
-            + " --untied" * (not gpt.tied)]
+    shards = f"--shards {choice.shards} " * bool(choice.shards)
+    mesh = (f"--data {choice.data} --zero {choice.zero} {shards}--stages {choice.stages} "
+            f"--schedule {choice.schedule} --microbatches {training.microbatches(choice)} "
+            f"--scheme {choice.scheme} --grid {choice.grid.compact} --recompute "
+            f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)
+            + " --untied" * (not gpt.tied))
+    trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
+    return [f"python -m bench dry --ranks {training.gpus} {sizes} --vocab {gpt.vocab} {mesh} "
+            f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
+            f"{training.named or machine.name}" + " --hide-sums" * training.overlap,
+            f"mpirun -n {training.gpus} python -m bench train {trained}",
+            f"python -m jobs train --site gpu8 --ranks {training.gpus} -- {trained}"]
 
 
 def remarks(training: Training, found: Found) -> Notes:
     """Say what was searched, what the columns are, and what the model is."""
     counts, gpt = found.counts, training.gpt
-    left_out = pruned(training)
+    first = next(iter(found.refused.items()), None)
     return Notes("Remarks", [
-        f"{counts['candidates']} plans estimated by closed forms, {counts['too large']} of them "
-        f"too large for {training.machine.memory_bytes / GIB:.3g} GiB; {counts['layers']} layers "
-        f"and {counts['exact']} steps run dry, in {found.seconds:.1f} s"
-        + f"; {left_out}" * bool(left_out),
+        f"{counts['candidates']} plans estimated by closed forms, in every place on the nodes, "
+        f"{counts['too large']} of them too large for "
+        f"{training.machine.memory_bytes / GIB:.3g} GiB; {counts['layers']} layers and "
+        f"{counts['exact']} steps run dry, in {found.seconds:.1f} s",
+        f"not searched: {pruned(training)}",
+        *([f"the library refused {len(found.refused)} plans that were to be predicted; the first, "
+           f"{first[0]}: {first[1]}"] if first else []),
+        OVERLAPS[training.overlap],
+        "shards: replicas that divide one copy of the model by ZeRO; inside nodes: the direction "
+        "of the mesh that varies fastest from rank to rank (d among these replicas, r across "
+        "copies, s stages)",
         f"memory is exact, that of a dry run of a step, by which {len(found.unfit)} plans did not "
         f"fit; seconds are a model",
         "MFU: operations of all products over the seconds and the rate of products of the "
@@ -154,5 +170,5 @@ def remarks(training: Training, found: Found) -> Notes:
         "head (arXiv 2104.04473, equation 3); HFU: with those that recomputation repeats",
         f"{gpt.name} here is a GPT of its sizes, without grouped queries and gated perceptrons: "
         f"{gpt.difference}" + f"; sizes: {gpt.source}" * bool(gpt.source),
-        "the options of dry are of the layers alone, without embedding and head; train has the "
-        "bytes of its text as vocabulary"])
+        "dry counts the rank that is full, and predicts the step; train has the bytes of its text "
+        "as vocabulary; sites of jobs are in jobs/sites"])

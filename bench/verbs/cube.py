@@ -1,19 +1,83 @@
-"""Draw which rank of a cube holds which block."""
+"""Show a product, or a Transformer layer, step by step: which rank holds which block."""
 
 import argparse
 from functools import partial
 
+from bench.command_line import options
+from bench.command_line.scheme_options import add_scheme
+from bench.errors import UsageError
+from bench.reports import block_tables
 from bench.reports.figures import cube, style
+from bench.reports.figures.frames import MOST_RANKS
+from bench.reports.figures.layer_parts import LayerParts
+from bench.reports.figures.rank_panels import RankPanels
+from bench.reports.formats import FORMATS, render
+from mm3d.console import say
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
+from mm3d.schemes.scheme import Scheme
+from mm3d.tracing.block_moves import LAYERS, product_story
+from mm3d.tracing.layer_moves import layer_story, small_sizes
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
+FORMS = ("ab", "abt", "atb", *LAYERS, "layer")
+MOST_ROWS = 64    # of a matrix, each of which may be a block
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``cube``."""
-    parser.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
+    add_scheme(parser)
+    options.add_grid(parser)
+    parser.add_argument("--form", choices=FORMS, metavar="FORM", default="ab", help=(
+        "what is computed: ab, abt or atb for C = A B, A B^T or A^T B of plain matrices; up or "
+        "down for the linear layers of a block; layer for a whole Transformer layer (default ab)"))
+    parser.add_argument("--backward", action="store_true",
+                        help="show the gradients dA and dB, instead of C")
+    parser.add_argument("--shape", type=options.shape, metavar="M,N,K", help=(
+        "C is M x K, a sum of N terms (default: as many of each as ranks)"))
+    parser.add_argument("--out", metavar="FILE", help=(
+        "draw it: a .gif moves, a .png, .svg or .pdf has a frame for each step"))
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the picture and name its file; 1 when it cannot be drawn, else 0."""
-    return style.draw_pictures([partial(cube.draw_cube, arguments.file)])
+    """Print the steps and their words, and draw them; 1 when that fails, else 0."""
+    if arguments.out:
+        style.check_name(arguments.out, moving=True)
+    scheme = find_scheme(arguments.scheme)
+    try:
+        grid = scheme.grid_shape(arguments.grid or _default_grid(scheme))
+        if grid.ranks > MOST_RANKS:
+            raise ValueError(f"--grid {grid.compact}: {grid.ranks} ranks are too many to be seen: "
+                             f"{MOST_RANKS} at most would do")
+        frames, tables = _story(scheme, grid, arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    say(render(tables, arguments.format))
+    return style.draw_pictures([partial(cube.draw_story, arguments.out, frames)]
+                               if arguments.out else [], arguments.format)
+
+
+def _story(scheme: type[Scheme], grid: GridShape, arguments: argparse.Namespace) -> tuple:
+    """Return what draws the frames, and the tables."""
+    if arguments.form == "layer":
+        if arguments.shape:
+            raise ValueError("--shape is that of a product: leave it out, or give another --form")
+        layer = layer_story(scheme, grid, small_sizes(scheme, grid), arguments.backward)
+        return LayerParts(layer), block_tables.layer_tables(layer)
+    shape = arguments.shape or (max(2, grid.ranks),) * 3
+    if max(shape) > MOST_ROWS:
+        raise ValueError(f"--shape {','.join(map(str, shape))}: sizes to {MOST_ROWS} would do")
+    story = product_story(scheme, grid, arguments.form, shape, arguments.backward)
+    return RankPanels(story), block_tables.product_tables(story)
+
+
+def _default_grid(scheme: type[Scheme]) -> tuple[int, ...]:
+    """Return the scheme's own grid of 8 ranks, else of 4, else of one."""
+    for ranks in (8, 4):
+        try:
+            return scheme.default_grid(ranks)
+        except ValueError:
+            pass
+    return scheme.default_grid(1)

@@ -10,6 +10,7 @@ from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.prediction.closed_form_plan import Plan
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.planner import TraceOf
+from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
@@ -71,8 +72,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
+    parser.add_argument("--vocab", type=options.whole(1), metavar="N", help=(
+        "with --stages: count a GPT, with embedding, head and loss for N tokens, and with "
+        "--machine predict a whole step of its training by AdamW"))
+    options.add_untied(parser)
     expert_options.add_assumed(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
+    pipeline_options.add_inside(parser, "with --stages and --machine: ")
+    pipeline_options.add_hide_sums(parser)
     options.add_format(parser, FORMATS)
 
 
@@ -86,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     if gpt is not None:
         sizes, experts = replace(sizes, architecture=gpt.architecture), gpt.experts
         arguments.causal, arguments.experts = True, experts and experts.count
-    _refuse_with_experts(arguments, experts)
-    stack = Stack(**sizes, dtype=arguments.dtype, causal=arguments.causal,
+    _refuse_without_effect(arguments, experts)
+    stack = Stack(**sizes, dtype=arguments.dtype, causal=arguments.causal or bool(arguments.vocab),
                   recompute=arguments.recompute, experts=experts)
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
                               stack, _trace_with_experts(arguments, stack))
@@ -181,8 +188,8 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
         raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would do")
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, stack,
-        options=tuple(_scheme_options(arguments).items()),
-        expert_parallel=arguments.expert_parallel)
+        options=tuple(_scheme_options(arguments).items()), vocab=arguments.vocab or 0,
+        expert_parallel=arguments.expert_parallel, tied=not arguments.untied)
     experts = stack.experts
     replica, place = divmod(arguments.rank, arguments.ranks)
     stage, place = divmod(place, model.places)
@@ -190,6 +197,9 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
     trace = model.trace(layers, place, stage, replica)
     stage_sizes = replace(model.micro, layers=layers)
     useful = cost.flops(stage_sizes, experts) | cost.flops_of_halves(stage_sizes, experts)
+    if model.schedule.stage_count - 1 in model.schedule.stages[stage]:
+        for phase, times in (("forward", 2), ("backward", 4), ("backward_input", 4)):
+            useful[phase] += times * stage_sizes.tokens * stage_sizes.hidden * model.vocab
     parts = [_title(arguments, model.grids[stage], stack.sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
@@ -201,9 +211,14 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
         parts.append(dry_tables.state_table(whole.parameters, arguments.shards or data,
                                             arguments.dtype))
     if machine:
-        found = pipeline_seconds.predict_pipeline(model, machine)
-        parts += predicted_pipelines.seconds_parts(arguments.schedule or "1f1b", model, found,
-                                                   machine)
+        inside, name = arguments.inside or "", arguments.schedule or "1f1b"
+        if model.vocab:
+            step = predict_step(model, machine, overlap=arguments.hide_sums, inside=inside)
+            found = step.pipeline
+        else:
+            found = pipeline_seconds.predict_pipeline(model, machine, inside=inside)
+        parts += predicted_pipelines.seconds_parts(name, model, found, machine)
+        parts += [predicted_pipelines.training_table(step)] if model.vocab else []
     fits = True
     if limit:
         peak = model.whole_step(place, stage, replica, optimizer=True).peak
@@ -231,11 +246,18 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
             + ", backward in halves" * arguments.halves
             + f"; {arguments.stages} stages" * bool(arguments.stages)
+            + f", {arguments.vocab} tokens" * bool(arguments.vocab)
             + f", ZeRO {arguments.zero or 0}" * (several > 1 and not arguments.experts))
 
 
-def _refuse_with_experts(arguments: argparse.Namespace, experts: ExpertOptions | None) -> None:
-    """Raise UsageError where experts are to be divided, but there are none."""
+def _refuse_without_effect(arguments: argparse.Namespace, experts: ExpertOptions | None) -> None:
+    """Raise UsageError for options that do nothing without others: it names the first."""
+    for name, needed, such in (("vocab", "stages", 1), ("untied", "vocab", 50257),
+                               ("hide_sums", "vocab", 50257), ("hide_sums", "machine", "dgx-h100"),
+                               ("inside", "stages", 1), ("inside", "machine", "dgx-h100")):
+        if getattr(arguments, name) and not getattr(arguments, needed):
+            raise UsageError(f"--{name.replace('_', '-')}: give --{needed} too, such as "
+                             f"--{needed} {such}")
     if experts is None and arguments.expert_parallel != 1:
         raise UsageError(f"--expert-parallel {arguments.expert_parallel} would do nothing here: "
                          f"--experts 8 would do, or leave it out")

@@ -52,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
+    pipeline_options.add_hide_sums(parser)
     parser.add_argument("--rules", nargs="?", const="overview", metavar="NAME", help=(
         "instead, test rules of thumb for meshes: those of a supplied file (default: overview) "
         "or of a .toml file, each beside the planner's own choice"))
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _rules(arguments)
     if arguments.map:
         return _map(arguments)
-    if arguments.gpus or arguments.model or arguments.all:
+    if arguments.gpus or arguments.model or arguments.all or arguments.hide_sums:
         return _trainings(arguments)
     for name in ("ranks", "hidden"):
         if getattr(arguments, name) is None:
@@ -158,7 +159,7 @@ def _trainings(arguments: argparse.Namespace) -> int:
                          f"do not know: a model without would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
-                        machine)
+                        machine, arguments.hide_sums, arguments.machine)
     with StatusLine() as status:
         found = Search(training, status.show).run()
     parts = training_plans.training_parts(training, found, arguments.all, arguments.top)

@@ -20,17 +20,21 @@ from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.reports.figures import style
-from bench.command_line import config_options, expert_options, measuring, options
+from bench.command_line import (config_options, expert_options, measuring, options,
+                                pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.clock import wait_patiently
+from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.micro_tables import format_record
 from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
+from mm3d.schemes import find_scheme
 from mm3d.training.gpt import GPT
+from mm3d.training.mesh import check_data, stage_grids
 
 GROUP = "Train a model"
 ON_ALL_RANKS = True
@@ -52,12 +56,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help=(
         "learn the bytes of this file (default: the English text of Python's own help)"))
     config_options.add_mesh(parser)
+    config_options.add_fields(parser, Division, ["in_flight"])
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
     config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
                               renamed=OPTIONS)
-    parser.add_argument("--untied", action="store_true", help=(
-        "give the head a matrix of its own, instead of the embedding's table"))
+    options.add_untied(parser)
+    pipeline_options.add_inside(parser)
     add_course(parser)
     parser.add_argument("--sample", type=options.whole(1), metavar="N",
                         help="print N bytes that the trained model writes")
@@ -106,7 +111,35 @@ def default_of(name: str) -> str:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Train, or compare meshes; return the exit status."""
-    plan = make_plan(arguments)
+    plan, division = make_plan(arguments), config_options.read(Division, arguments)
+    if not arguments.inside:
+        return run_on(comm, arguments, plan, division)
+    own = place_ranks(comm, division, arguments.inside)
+    status = run_on(own, arguments, plan, division)
+    own.Free()
+    return status
+
+
+def place_ranks(comm, division: Division, inside: str):
+    """Return the ranks in the order in which a direction of their mesh lies inside nodes.
+
+    Raises
+    ------
+    UsageError
+        On every rank alike, when there is no such mesh, or no such direction in it.
+    """
+    try:
+        shards = check_data(comm.size, division.data, division.shards)
+        kind = find_scheme(division.scheme)
+        grid = stage_grids(kind, comm.size // division.data, division.stages, division.grid)[0]
+        mesh = {"r": division.data // shards, "d": shards, "s": division.stages, **grid}
+        return reorder_ranks(comm, mesh, mesh_order(mesh, inside))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def run_on(comm, arguments: argparse.Namespace, plan: Plan, division: Division) -> int:
+    """Train on the ranks in their order, or compare meshes; return the exit status."""
     if arguments.torch:
         torch_training.check_torch(plan)
         make_on_rank_0(lambda: check_interpreter(arguments.torch), comm,
@@ -118,7 +151,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     out = claim_folder(arguments.out, comm)
     if arguments.compare:
         return compare(arguments, plan, text, out, comm)
-    training = Training(comm, plan, config_options.read(Division, arguments), text)
+    training = Training(comm, plan, division, text)
     course = make_course(arguments, training)
     name = f"train-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{plan.hidden}"
     try:
@@ -146,6 +179,7 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
     """Refuse options that the others leave without an effect: UsageError names the first."""
     for nothing, option, value, remedy in (
             (division.data == 1, "zero", division.zero, "--data 2 or more"),
+            (division.data == 1, "in-flight", division.in_flight, "--data 2 or more"),
             (plan.experts is None, "expert-parallel", division.expert_parallel - 1 and
              division.expert_parallel, "--experts 8"),
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
@@ -157,7 +191,7 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
-    for name in ("torch", "sample", *COURSE):
+    for name in ("torch", "sample", "inside", *COURSE):
         if getattr(arguments, OPTIONS.get(name, name), None) is not None:
             raise UsageError(f"--compare with {option_of(name)}: it trains many models "
                              f"for a few steps; leave one of them out")

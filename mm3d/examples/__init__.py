@@ -1,1 +1,1 @@
-"""Three programs to read first; see README.rst."""
+"""Three programs of the tour; see README.rst."""

@@ -5,6 +5,7 @@ collectives take and return arrays.  A transport moves the bytes (`mm3d.transpor
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from mpi4py import MPI
@@ -51,6 +52,36 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(*(getattr(self, one.name) + getattr(other, one.name)
                          for one in fields(self)))
+
+
+class TrafficCounts(dict[tuple[str, str], Traffic]):
+    """Hold traffic by (direction, collective); printed it is a table.
+
+    >>> print(TrafficCounts({("x", "all_gather"): Traffic(calls=2, words=64)}))
+    collective     along  calls      words
+    all_gather     x          2         64
+    all                       2         64
+    """
+
+    def __str__(self) -> str:
+        return self.beside()
+
+    def beside(self, closed_form: Mapping[tuple[str, str], float] | None = None) -> str:
+        """Format as a table, beside the words of the closed form, by the same keys.
+
+        See `mm3d.model.cost.step_words` for those of a step.
+        """
+        rows = [["collective", "along", "calls", "words", "closed form, mean"]]
+        for direction, kind in dict.fromkeys([*self, *(closed_form or ())]):
+            one = self.get((direction, kind), Traffic())
+            stated = (closed_form or {}).get((direction, kind), 0)
+            rows.append([kind, direction, f"{one.calls}", f"{one.words}", f"{stated:.10g}"])
+        rows.append(["all", "", f"{sum(one.calls for one in self.values())}",
+                     f"{sum(one.words for one in self.values())}",
+                     f"{sum((closed_form or {}).values()):.10g}"])
+        return "\n".join(f"{kind:15}{along:7}{calls:>5}{words:>11}"
+                         + f"{stated:>19}" * (closed_form is not None)
+                         for kind, along, calls, words, stated in rows)
 
 
 class Axis:

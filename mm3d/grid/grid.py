@@ -7,7 +7,7 @@ from mpi4py import MPI
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.agreement import same_arguments
-from mm3d.grid.axis import Axis, Traffic
+from mm3d.grid.axis import Axis, TrafficCounts
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import (IN_NODES, choose_device, choose_transport,
                                    create_transports)
@@ -62,10 +62,10 @@ class GridAxes:
         """Return the difference between the ranks, in a mesh, of neighbours along a direction."""
         return self.shape.stride(name)
 
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
+    def traffic(self) -> TrafficCounts:
         """Return the traffic of this rank since `reset_traffic`, by (direction, collective)."""
-        return {(name, collective): traffic for name, axis in self.axes.items()
-                for collective, traffic in axis.traffic.items()}
+        return TrafficCounts({(name, collective): traffic for name, axis in self.axes.items()
+                              for collective, traffic in axis.traffic.items()})
 
     def reset_traffic(self) -> None:
         """Reset the counts of traffic to zero."""
@@ -122,7 +122,8 @@ class Grid(GridAxes):
     Examples
     --------
     >>> grid = Grid(comm, x=2, y=2, z=2)
-    >>> grid["x"].all_gather(a, dim=0)
+    >>> a.shape, grid["x"].all_gather(a, dim=0).shape
+    ((2, 3), (4, 3))
     """
 
     def __init__(self, comm: MPI.Intracomm | DryCommunicator, backend: str | Backend | None = None,

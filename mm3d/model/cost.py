@@ -7,7 +7,9 @@ instead, and tells the memory too.  Words are array elements, counted as by
 divides evenly.  Where everything does, each of the P ranks has 1/P of them.
 
 >>> sizes = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
->>> mm3d.cost.words("3d", dict(x=2, y=2, z=2), sizes, recompute="selective")
+>>> found = mm3d.cost.words("3d", dict(x=2, y=2, z=2), sizes, recompute="selective")
+>>> found["forward"]["y", "all_gather"]
+24576
 """
 
 import itertools
@@ -306,6 +308,20 @@ def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     """
     return {phase: {key: move.words for key, move in found.items()}
             for phase, found in moves(scheme, grid, sizes, recompute, **options).items()}
+
+
+def step_words(model: Any) -> dict[Key, float]:
+    """Return the words of a forward and a backward of a `mm3d.Transformer`, in closed form.
+
+    They are the mean of all ranks, by (direction, collective); a rank with larger blocks than
+    others moves more.  ``print(model.traffic().beside(step_words(model)))`` is a table.
+    """
+    options = {name: getattr(model.scheme, name) for name in model.scheme.options}
+    found: Counter[Key] = Counter()
+    for own in moves(model.scheme.name, model.grid.shape, model.sizes, model.recompute,
+                     model.stack.experts, **options).values():
+        found.update({key: move.words for key, move in own.items()})
+    return {key: words / model.grid.size for key, words in found.items()}
 
 
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:

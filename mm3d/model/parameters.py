@@ -1,6 +1,7 @@
 """Define parameters: trained arrays, divided over the grid, with their gradients."""
 
 import math
+import re
 from copy import copy
 from typing import Any, Mapping
 
@@ -73,6 +74,11 @@ class Parameter:
         self._allocate_gradient()
         self.zero_gradient()
 
+    def __repr__(self) -> str:
+        return (f"Parameter({self.name!r}, {self.shape} in layout {self.layout.spec!r}; here "
+                f"{self.layout.local_shape(self.grid, self.shape)} of "
+                f"{getattr(self.dtype, '__name__', self.dtype)})")
+
     def _allocate(self, gathered_along: Split | None, master: Any) -> None:
         """Allocate value and master; parameters as in the class."""
         local, backend = self.layout.local_shape(self.grid, self.shape), self.grid.backend
@@ -142,6 +148,24 @@ class Trained:
     """Change all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]
+    grids: list[Any]
+
+    def __str__(self) -> str:
+        """List the parameters: global shape, layout, and this rank's block; equal layers once."""
+        found: dict[tuple, list[str]] = {}
+        for p in self.trained:
+            what = (str(p.shape), f'"{p.layout.spec}"',
+                    str(p.layout.local_shape(p.grid, p.shape)))
+            found.setdefault((re.sub(r"\d+", "*", p.name), *what), []).append(p.name)
+        rows = [("parameter", "shape", "layout", "here")]
+        rows += [(names[0] if len(names) == 1 else f"{name}, {len(names)} times", *what)
+                 for (name, *what), names in found.items()]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        count, own = (sum(math.prod(shape) for shape in shapes) for shapes in zip(*(
+            (p.shape, p.layout.local_shape(p.grid, p.shape)) for p in self.trained)))
+        title = f"{type(self).__name__} on {self.grids[0]!r}: {count} elements, {own} here"
+        return "\n".join([title, *("  ".join(map(str.ljust, row, widths)).rstrip()
+                                   for row in rows)])
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""

@@ -9,7 +9,7 @@ import numpy as np
 from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.host_arrays import check_real, check_unmasked
 from mm3d.grid.agreement import same_arguments
-from mm3d.grid.axis import Traffic
+from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import Grid
 from mm3d.model.architecture import gather_architecture
 from mm3d.model.builder import Builder
@@ -259,7 +259,7 @@ class Transformer(Trained):
             raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
                              f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
 
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
+    def traffic(self) -> TrafficCounts:
         """Return the traffic of this rank, as `Grid.traffic`."""
         return self.grid.traffic()
 

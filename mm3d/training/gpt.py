@@ -10,7 +10,7 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, checksums, same_arguments
-from mm3d.grid.axis import Traffic
+from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
@@ -73,7 +73,7 @@ class GPT(PlainNumbers, Trained):
 
     Examples
     --------
-    >>> mesh = mm3d.Mesh(comm, stages=2, scheme="3d", grid=(2, 1, 1))
+    >>> mesh = mm3d.Mesh(comm, stages=4, scheme="3d", grid=(2, 1, 1))    # on 8 ranks
     >>> model = mm3d.GPT(mesh, layers=4, hidden=64, heads=4, vocab=256, batch=16, seq=32,
     ...                  microbatches=4)
     >>> loss = model.step(tokens, targets)
@@ -280,7 +280,7 @@ class GPT(PlainNumbers, Trained):
         tokens = np.arange(math.prod(self.shape)).reshape(self.shape) % self.vocab
         self.step(tokens, tokens)
 
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
+    def traffic(self) -> TrafficCounts:
         """Return the traffic of this rank, as `mm3d.Pipeline.traffic`."""
         return self.pipeline.traffic()
 

@@ -72,9 +72,9 @@ class Mesh:
 
     Examples
     --------
-    >>> mesh = mm3d.Mesh(comm, stages=4, scheme="3d", grid=(2, 1, 1))    # on 8 ranks
-    >>> mesh = mm3d.Mesh(comm, stages=2, grid=[(2, 1, 1), (1, 2, 1)])    # on 4 ranks
-    >>> mesh = mm3d.Mesh(comm, data=2, stages=2, grid=(2, 1, 1))         # on 8 ranks
+    >>> mesh = mm3d.Mesh(comm, stages=4, scheme="3d", grid=(2, 1, 1))    # on 8 ranks, as
+    >>> mesh = mm3d.Mesh(comm, stages=2, grid=[(4, 1, 1), (2, 2, 1)])
+    >>> mesh = mm3d.Mesh(comm, data=2, stages=2, grid=(2, 1, 1))         # these
     """
 
     def __init__(self, comm: MPI.Intracomm, stages: int = 1, scheme: str = "3d",

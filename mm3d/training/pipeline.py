@@ -10,7 +10,7 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.agreement import checksums, same_arguments
-from mm3d.grid.axis import Traffic
+from mm3d.grid.axis import Traffic, TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained, check_state
@@ -219,14 +219,14 @@ class Pipeline(Trained):
             return around(action) if around else nullcontext()
         return place
 
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
+    def traffic(self) -> TrafficCounts:
         """Return the traffic of this rank, by direction and collective.
 
         Blocks sent to other stages are ("s", "send"); d and r join replicas, for experts replicas
         with the same experts, and e divides experts.
         """
-        found = self.mesh.scheme.grid.traffic() | {
-            (self.hops.direction, "send"): self.hops.traffic}
+        found = self.mesh.scheme.grid.traffic()
+        found[self.hops.direction, "send"] = self.hops.traffic
         for grid in self.data_grids:
             for key, one in grid.traffic().items():
                 found[key] = found[key] + one if key in found else one

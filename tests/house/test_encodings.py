@@ -7,7 +7,7 @@ import pytest
 from support import ROOT
 
 FILES = [path for package in ("mm3d", "bench", "jobs") for path in (ROOT / package).rglob("*.py")]
-BINARY = {"os.open", "h5py.File.open", "webbrowser.open"}
+BINARY = {"os.open", "h5py.File.open", "webbrowser.open", "Image.open"}
 TEXT = {"open", "read_text", "write_text", "fdopen", "TextIOWrapper", "TemporaryFile",
         "NamedTemporaryFile"}
 PROGRAMS = {"run", "Popen", "check_output"}

@@ -14,9 +14,11 @@ PARTICULAR = {
                     "one, or several that are measured or chosen from"),
     **dict.fromkeys(("--repetitions", "--max-repetitions", "--max-seconds", "--width", "--seed",
                      "--stop-file"), "of steps of a row or a training, or of other measurements"),
+    **dict.fromkeys(("--form", "--shape", "--backward"), "of products measured, or shown once"),
     **dict.fromkeys(("--dtype", "--backend"), "some verbs have fewer choices or a use"),
     **dict.fromkeys(("--out", "--trace", "--torch", "--overlap", "--machine", "--beside", "--work",
-                     "--times", "--experts", "--steps"), "what is done with it differs")}
+                     "--times", "--experts", "--steps", "--vocab"),
+                    "what is done with it differs")}
 
 
 def leaves(parser: argparse.ArgumentParser, name: str):

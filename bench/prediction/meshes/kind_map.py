@@ -130,7 +130,7 @@ def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],
         network = msgspec.structs.replace(machine.network, bytes_per_second=rate)
         machine = msgspec.structs.replace(machine, network=network)
         searches[rate] = Search(NarrowTraining(asked.gpt, gpus, asked.batch, asked.seq,
-                                               asked.dtype, machine, keeps))
+                                               asked.dtype, machine, keeps=keeps))
         searches[rate].limit /= SLACK    # here nothing is looked at again
     found: dict[Choice, None] = {}
     try:

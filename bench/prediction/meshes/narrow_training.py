@@ -19,7 +19,7 @@ class NarrowTraining(Training):
         The number of stages; 0 for any.
     """
 
-    keeps: Callable[[str, GridShape], bool]
+    keeps: Callable[[str, GridShape], bool] = lambda scheme, grid: True
     stages: int = 0
 
     def shapes(self) -> Iterator[tuple[str, GridShape]]:

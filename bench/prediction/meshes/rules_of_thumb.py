@@ -154,11 +154,13 @@ def check_rules(rules: Rules, machine: Machine, dtype: str,
         given = gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine
         found = []
         for tensor in rule.tensor:
-            of_rule = NarrowTraining(*given, partial(_is_megatron, tensor), rule.stages)
+            of_rule = NarrowTraining(*given, keeps=partial(_is_megatron, tensor),
+                                     stages=rule.stages)
             found += [_tested(rule, f"TP {tensor}, plain", of_rule, _plain_plan, progress),
                       _tested(rule, f"TP {tensor}", of_rule, _best_plan, progress)]
         tensor = fitting_tensor(gpt, dtype, machine)
-        of_tree = NarrowTraining(*given, partial(_is_megatron, tensor), int(tensor == 1))
+        of_tree = NarrowTraining(*given, keeps=partial(_is_megatron, tensor),
+                                 stages=int(tensor == 1))
         found.append(_tested(rule, f"tree, TP {tensor}", of_tree, _best_plan, progress))
         found.append(_tested(rule, "planner", whole, _best_plan, progress))
         yield found

@@ -1,10 +1,11 @@
-"""List the ways to divide a training of a GPT among GPUs."""
+"""Describe a plan, and list the values of each choice that it makes."""
 
 import math
 from dataclasses import dataclass
-from functools import cache
-from typing import Iterator, NamedTuple
+from functools import cache, cached_property
+from typing import Iterable, Iterator, NamedTuple
 
+from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import GptFile
 from bench.prediction.pipeline_model import PipelineModel
@@ -18,7 +19,8 @@ from mm3d.training.schedules import build
 SCHEMES = {"1d": "x", "1d-sp": "x", "2d": "xy", "2.5d": "xyz", "3d": ""}
 TITLES = {"1d": "1-D", "1d-sp": "1-D", "2d": "2-D", "2.5d": "2.5-D", "3d": "3-D"}
 POLICIES = ("none", "selective", "full")
-FEW_GPUS = 1024     # on more of them, the ranks of a stage are those of `MOST_NODES` at most
+# On more GPUs the ranks of a stage are those of `MOST_NODES` at most, and shards those of one.
+FEW_GPUS = 1024
 MOST_NODES = 8
 MOST_CHUNKS = 6     # of a rank, where stages are interleaved
 MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock times in seconds
@@ -27,7 +29,9 @@ MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock
 class Choice(NamedTuple):
     """A plan: what divides a training, in the terms of `mm3d.config.Division`.
 
-    `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid.
+    `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid, and
+    `inside` the direction of the mesh whose ranks follow each other on the nodes, "" for the order
+    of the mesh.
     """
 
     data: int
@@ -38,6 +42,8 @@ class Choice(NamedTuple):
     scheme: str
     grid: GridShape
     recompute: str
+    shards: int | None = None
+    inside: str = ""
 
     @property
     def places(self) -> int:
@@ -48,6 +54,17 @@ class Choice(NamedTuple):
     def chunks(self) -> int:
         """Return the chunks of layers on a rank."""
         return int(self.schedule.partition(":")[2] or 1)
+
+    @property
+    def parts(self) -> int:
+        """Return the replicas that divide one copy of the model by ZeRO."""
+        return self.shards or self.data
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Return the strides of the directions of the mesh over the nodes."""
+        return mesh_strides(self.data // self.parts, self.parts, self.stages, self.grid,
+                            self.inside)
 
     @property
     def family(self) -> str:
@@ -72,6 +89,11 @@ class Training:
         Type of values and activations.
     machine : Machine
         The machine.
+    overlap : bool
+        Whether collectives over replicas are assumed to go on behind other work, see
+        `bench.prediction.training_step.predict_step`.
+    named : str
+        The name or file of the machine.
     """
 
     gpt: GptFile
@@ -80,6 +102,8 @@ class Training:
     seq: int
     dtype: str
     machine: Machine
+    overlap: bool = False
+    named: str = ""
 
     def microbatches(self, choice: Choice) -> int:
         """Return the micro-batches of a replica."""
@@ -97,7 +121,8 @@ class Training:
         return PipelineModel(
             schedule, choice.scheme, (choice.grid,) * choice.stages,
             self.stack(self.batch // choice.data, choice.recompute), data=choice.data,
-            zero=choice.zero, vocab=self.gpt.vocab, tied=self.gpt.tied, named=choice.schedule)
+            zero=choice.zero, shards=choice.shards, vocab=self.gpt.vocab, tied=self.gpt.tied,
+            named=choice.schedule)
 
     @property
     def most_places(self) -> int:
@@ -105,18 +130,21 @@ class Training:
         most = MOST_NODES * self.machine.ranks_per_node
         return self.gpus if self.gpus <= FEW_GPUS else min(self.gpus, most)
 
-    def shapes(self) -> Iterator[tuple[str, GridShape]]:
+    def shapes(self) -> Iterable[tuple[str, GridShape]]:
         """List the schemes and grids of a stage."""
-        for places in divisors(self.gpus):
-            if places <= self.most_places:
-                yield from ((scheme, grid) for scheme, grid in list_grids(places)
-                            if self._divides(scheme, grid))
+        return self._shapes
 
-    def _divides(self, scheme: str, grid: GridShape) -> bool:
-        """Return whether a grid divides the weights and the heads evenly."""
-        inner = find_scheme(scheme).layouts(grid, grid.ranks, self.seq)[1]
-        columns = grid.ranks_along(divided_directions(without_faces(inner[1])))
-        return self.gpt.hidden % grid.ranks == self.gpt.heads % columns == 0
+    @cached_property
+    def _shapes(self) -> tuple[tuple[str, GridShape], ...]:
+        return tuple((scheme, grid) for places in divisors(self.gpus)
+                     if places <= self.most_places for scheme, grid in list_grids(places)
+                     if self._has_heads(scheme, grid))
+
+    def _has_heads(self, scheme: str, grid: GridShape) -> bool:
+        """Return whether each rank of a grid has a head, and features."""
+        columns = [grid.ranks_along(divided_directions(without_faces(one[1])))
+                   for one in find_scheme(scheme).layouts(grid, grid.ranks, self.seq)]
+        return columns[0] <= self.gpt.hidden and columns[1] <= self.gpt.heads
 
     def meshes(self, places: int) -> Iterator[tuple[int, int]]:
         """List the numbers of replicas and of stages for stages of so many ranks."""
@@ -125,16 +153,15 @@ class Training:
             if rest // data <= self.gpt.layers:
                 yield data, rest // data
 
-    def divides_rows(self, scheme: str, grid: GridShape, micro: int) -> bool:
-        """Return whether a grid divides the sequences of a micro-batch, or their positions."""
-        for rows in (one[0] for one in find_scheme(scheme).layouts(grid, micro, self.seq)):
-            sequences, _, positions = without_faces(rows).partition(",")
-            if micro % grid.ranks_along(sequences) or self.seq % grid.ranks_along(positions):
-                return False
-        return True
+    def micros(self, choice: Choice) -> Iterator[int]:
+        """List the sequences of a micro-batch of which each rank has a part."""
+        for micro in divisors(self.batch // choice.data):
+            if has_rows(choice.scheme, choice.grid, micro, self.seq):
+                yield micro
 
-    def schedules(self, stages: int, microbatches: int) -> Iterator[str]:
-        """List the schedules of so many stages and micro-batches."""
+    def schedules(self, choice: Choice) -> Iterator[str]:
+        """List the schedules for the stages and micro-batches of a plan."""
+        stages, microbatches = choice.stages, self.microbatches(choice)
         if stages * microbatches > MOST_ACTIONS:
             return
         yield "1f1b"
@@ -147,6 +174,51 @@ class Training:
                 if (layers % (stages * chunks) == 0
                         and stages * chunks * microbatches <= MOST_ACTIONS):
                     yield f"interleaved:{chunks}"
+
+    def shards(self, choice: Choice) -> tuple[int | None, ...]:
+        """List the numbers of replicas that divide one copy of the model, None for all."""
+        most = self.gpus if self.gpus <= FEW_GPUS else self.machine.ranks_per_node
+        return (None, *(one for one in divisors(choice.data)[1:-1]
+                        if choice.zero and one <= most))
+
+    def insides(self, choice: Choice) -> tuple[str, ...]:
+        """List the directions that may lie inside the nodes, "" for the order of the mesh first.
+        """
+        return movable(choice.data // choice.parts, choice.parts, choice.stages, choice.grid,
+                       self.machine.ranks_per_node)
+
+
+@cache
+def has_rows(scheme: str, grid: GridShape, micro: int, seq: int) -> bool:
+    """Return whether each rank of a grid has a part of the sequences of a micro-batch."""
+    for rows in (one[0] for one in find_scheme(scheme).layouts(grid, micro, seq)):
+        sequences, _, positions = without_faces(rows).partition(",")
+        if micro < grid.ranks_along(sequences) or seq < grid.ranks_along(positions):
+            return False
+    return True
+
+
+@cache
+def mesh_strides(copies: int, shards: int, stages: int, grid: GridShape,
+                 inside: str) -> dict[str, int]:
+    """Return the strides over the nodes of the directions of a mesh, see `Choice.strides`."""
+    mesh = GridShape("rds" + grid.directions, (copies, shards, stages, *grid.sizes))
+    order = mesh_order(mesh, inside)
+    placed = GridShape(order, [mesh[name] for name in order])
+    return {name: placed.stride(name) for name in mesh}
+
+
+@cache
+def movable(copies: int, shards: int, stages: int, grid: GridShape,
+            per_node: int) -> tuple[str, ...]:
+    """Return "", and the directions that are not inside the nodes in the order of the mesh.
+
+    With one rank on a node, none can be.
+    """
+    sizes = {"r": copies, "d": shards, "s": stages, **grid}
+    strides = mesh_strides(copies, shards, stages, grid, "")
+    return ("", *[name for name, size in sizes.items()
+                  if size > 1 and per_node % (size * strides[name]) and per_node > 1])
 
 
 @cache

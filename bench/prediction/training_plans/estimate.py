@@ -6,10 +6,11 @@ from typing import NamedTuple
 from bench.cases.variants import itemsize
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.seconds import achieved_seconds, collective_terms
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.choices import Choice, Training, mesh_strides
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
-from bench.prediction.training_step import (adamw_seconds, state_by_kind,
+from bench.prediction.training_step import (adamw_seconds, layer_parameters, state_by_kind,
                                             weight_parts)
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective
 
@@ -42,16 +43,23 @@ class Estimator:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.sizes, self.sums, self.hop, self.tied, self.adamw, self.state = map(cache, (
-            self._sizes, self._sums, self._hop, self._tied, self._adamw, self._state))
-        self.parts, self.products = cache(weight_parts), cache(self._products)
+        self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products = map(
+            cache, (self._sizes, self._moved, self._hop, self._tied, self._adamw, self._state,
+                    self._products))
 
     def memory(self, choice: Choice, filled: LayerBytes) -> float:
         """Estimate the bytes at the peak of a rank."""
+        state = self.state(choice.zero, choice.parts)
+        return max(state * parameters + held for parameters, held in self.held(choice, filled))
+
+    def held(self, choice: Choice, filled: LayerBytes) -> tuple[tuple[float, float], ...]:
+        """Return the parameters of a rank of the first and the last stage, and bytes beside them.
+
+        They do not depend on what replicas divide.
+        """
         stages, chunks = choice.stages, choice.chunks
         micro = self.training.microbatches(choice)
-        sizes = self.sizes(self.parts(choice.scheme, choice.grid), stages)
-        state = self.state(choice.zero, choice.data)
+        sizes = self.sizes(choice.scheme, choice.grid, stages)
         first, last, _ = sizes.layers
         behind = 0.0
         if chunks > 1:    # in layers of all chunks of a rank
@@ -68,12 +76,11 @@ class Estimator:
             spent = (max(spent), max(spent))
         parameters = [count * sizes.of_layer + extra
                       for count, extra in zip(sizes.layers, sizes.ends)]
-        return max(state * of + kept + more
-                   for of, kept, more in zip(parameters, held, spent))
+        return tuple((of, kept + more) for of, kept, more in zip(parameters, held, spent))
 
-    def _state(self, zero: int, data: int) -> float:
+    def _state(self, zero: int, shards: int) -> float:
         """Return the bytes per parameter of a rank's state."""
-        return sum(state_by_kind(self.training.dtype, 1.0, zero, data).values())
+        return sum(state_by_kind(self.training.dtype, 1.0, zero, shards).values())
 
     def least(self, choice: Choice, passes: float) -> float:
         """Return a bound of `seconds` from below: products at their rate, passes, and the bubble.
@@ -92,80 +99,121 @@ class Estimator:
 
     def seconds(self, choice: Choice, work: LayerWork) -> float:
         """Estimate the seconds of a step."""
+        stages, strides = choice.stages, choice.strides
+        sizes = self.sizes(choice.scheme, choice.grid, stages)
+        hops = (0.0, 0.0) if stages == 1 else self.hop(
+            choice.scheme, choice.grid, choice.micro,
+            (choice.data // choice.parts, choice.parts, stages), choice.inside)
+        total, busy = self._pipelined(choice, work, self._with_replicas(
+            choice, work, sizes, strides), hops)
+        sums = self._last_sums(choice, sizes, strides)
+        if self.training.overlap:
+            sums = max(0.0, sums - busy)
+        share = choice.parts if choice.zero else 1
+        return (total + sums + self.adamw(sizes.most / share)
+                + self.tied(stages, strides["s"], sizes.parts))
+
+    def alone(self, choice: Choice, work: LayerWork) -> float:
+        """Estimate the seconds of a step without hops, replicas and optimizer."""
+        return self._pipelined(choice, work, work.forward + work.backward, (0.0, 0.0))[0]
+
+    def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
+                   hops: tuple[float, float]) -> tuple[float, float]:
+        """Return the seconds of all stages, and those in which one computes a micro-batch.
+
+        Parameters
+        ----------
+        choice, work
+            The plan, and its work.
+        layer : float
+            Seconds of a layer.
+        hops : (float, float)
+            The result of `_hop`.
+        """
         micro, stages = self.training.microbatches(choice), choice.stages
-        sizes = self.sizes(self.parts(choice.scheme, choice.grid), stages)
-        forward, backward = work.forward, work.backward
-        where = choice.data, stages * choice.places
-        if choice.data > 1 and choice.zero > 1:
-            scattered, gathered = self.sums(*where, sizes.of_layer, ARRAYS_OF_LAYER)
-            backward += scattered
-            if choice.zero == 3:
-                backward += gathered * (1 + (choice.recompute == "full"))
-                forward += gathered
-        layer = forward + backward
+        sizes = self.sizes(choice.scheme, choice.grid, stages)
         first, last, every = sizes.layers
         ends = sum(work.ends)
         busy = [first * layer, last * layer + ends]
         most, whole = max(busy), every * layer + ends
-        hop = self.hop(choice.scheme, choice.grid, choice.micro, stages, choice.data)
         others = whole - most
         if choice.chunks > 1:
-            total = micro * most + others / choice.chunks + 2 * (stages - 1) * hop
+            total = micro * most + others / choice.chunks + (
+                2 * (stages * choice.chunks - 1) * hops[0])
         elif choice.schedule == "zb-h1":
             total = (micro * most + others * (layer - 2 * work.weights) / layer
-                     + 2 * (stages - 1 + micro) * hop)
+                     + 2 * (stages - 1 + micro) * hops[1])
         else:
-            total = micro * most + others + 2 * (stages - 1 + micro) * hop
-        parameters = sizes.most
-        if choice.data > 1 and choice.zero < 3:
-            scattered, gathered = self.sums(
-                *where, parameters, ARRAYS_OF_LAYER * first + ARRAYS_OF_ENDS)
-            total += gathered + scattered * (choice.zero < 2)
-        share = choice.data if choice.zero else 1
-        return (total + self.adamw(parameters / share)
-                + self.tied(stages, choice.places, sizes.parts))
+            total = micro * most + others + 2 * (stages - 1 + micro) * hops[1]
+        return total, min(busy)
 
-    def _sizes(self, parts: int, stages: int) -> StageSizes:
-        """Return the sizes of stages where weights are divided in so many parts."""
-        gpt = self.training.gpt
+    def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
+                       strides: dict[str, int]) -> float:
+        """Return the seconds of a layer with what ZeRO 2 and 3 move."""
+        if choice.parts == 1 or choice.zero < 2:
+            return work.forward + work.backward
+        where = choice.parts, strides["d"], sizes.of_layer, ARRAYS_OF_LAYER
+        gathered = self.moved("all_gather", *where) * (choice.zero == 3)
+        over = gathered, (self.moved("reduce_scatter", *where)
+                          + gathered * (1 + (choice.recompute == "full")))
+        both = (work.forward, over[0]), (work.backward, over[1])
+        return sum(map(max if self.training.overlap else sum, both))
+
+    def _last_sums(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
+        """Return the seconds of sums over replicas, and of gathers, at the end of a step."""
+        parts, copies = choice.parts, choice.data // choice.parts
+        arrays, found = ARRAYS_OF_LAYER * sizes.layers[0] + ARRAYS_OF_ENDS, 0.0
+        for kind, moves in (("reduce_scatter", choice.zero < 2), ("all_gather", choice.zero < 3)):
+            if moves and parts > 1:
+                found += self.moved(kind, parts, strides["d"], sizes.most, arrays)
+        if copies > 1:
+            found += self.moved("all_reduce", copies, strides["r"], sizes.most / parts, arrays)
+        return found
+
+    def _sizes(self, scheme: str, grid: GridShape, stages: int) -> StageSizes:
+        """Return the sizes of stages."""
+        gpt, parts = self.training.gpt, weight_parts(scheme, grid)
         share, more = divmod(gpt.layers, stages)
         table = gpt.vocab * gpt.hidden / parts
         ends = [table + self.training.seq * gpt.hidden / parts, table]
         if stages == 1:
             ends = [ends[0] + table * (not gpt.tied)] * 2
-        layer = (12 * gpt.hidden ** 2 + 13 * gpt.hidden) / parts
+        layer = layer_parameters(scheme, grid, self.training.stack(1, "none", 1).sizes)
         return StageSizes(parts, (share + (more > 0), share, gpt.layers), layer, tuple(ends))
 
-    def _sums(self, data: int, stride: int, words: float, arrays: int) -> tuple[float, float]:
-        """Return the seconds to sum gradients over replicas, and to gather values."""
+    def _moved(self, kind: str, ranks: int, stride: int, words: float, arrays: int) -> float:
+        """Return the seconds of a collective of so many arrays over replicas."""
         size, machine = itemsize(self.training.dtype), self.training.machine
-        found = []
-        for kind in ("reduce_scatter", "all_gather"):
-            terms = collective_terms(machine, Collective(kind, "d", data, stride, words * size))
-            terms["latency"] *= arrays
-            found.append(achieved_seconds(machine, terms))
-        return tuple(found)
+        terms = collective_terms(machine, Collective(kind, "d", ranks, stride, words * size))
+        terms["latency"] *= arrays
+        return achieved_seconds(machine, terms)
 
-    def _hop(self, scheme: str, grid, micro: int, stages: int, data: int) -> float:
-        """Return the seconds of a hop between stages, on two nodes if any of them are."""
-        if stages == 1:
-            return 0.0
+    def _hop(self, scheme: str, grid: GridShape, micro: int, rds: tuple[int, int, int],
+             inside: str) -> tuple[float, float]:
+        """Return the mean seconds of a hop between stages, and those of the longest.
+
+        The longest is on two nodes if any is, and the first on one node if any is.
+        """
         training, per_node = self.training, self.training.machine.ranks_per_node
-        source = min(stages - 2, max(0, per_node // grid.ranks - 1))
+        stride = mesh_strides(*rds, grid, inside)["s"]
+        crossing = min(rds[2] - 2, max(0, per_node // stride - 1))
+        mesh = GridShape("rds" + grid.directions, (*rds, *grid.sizes))
         shape = micro, training.seq, training.gpt.hidden
         moves = stage_moves(scheme, grid, grid, shape, {})
-        return seconds_of_moves(training.machine, *place_moves(
-            moves, itemsize(training.dtype), grid.ranks, stages, data, per_node,
-            (source, source + 1)))[0]
+        first, longest = (seconds_of_moves(training.machine, *place_moves(
+            moves, itemsize(training.dtype), mesh, inside, per_node, (source, source + 1)))[0]
+            for source in (0, crossing))
+        share = min(1.0, stride / per_node)    # of hops that leave a node
+        return share * longest + (1 - share) * first, longest
 
     def _adamw(self, parameters: float) -> float:
         return adamw_seconds(self.training.machine, parameters, self.training.dtype)
 
-    def _tied(self, stages: int, places: int, parts: int) -> float:
+    def _tied(self, stages: int, stride: int, parts: int) -> float:
         """Return the seconds to sum the gradient of a tied table over the first and last stage."""
         gpt, machine = self.training.gpt, self.training.machine
         if not gpt.tied or stages == 1:
             return 0.0
         whole = gpt.vocab * gpt.hidden / parts * itemsize(self.training.dtype)
         return achieved_seconds(machine, collective_terms(machine, Collective(
-            "all_reduce", "s", 2, (stages - 1) * places, int(whole))))
+            "all_reduce", "s", 2, (stages - 1) * stride, int(whole))))

@@ -11,19 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import (BlockSizes, elementwise_coefficients,
-                                               price_grid)
+from bench.prediction.closed_form_plan import (BlockSizes, PhaseWork, collectives_of,
+                                               elementwise_coefficients, grid_work,
+                                               line_elements)
 from bench.prediction.kernels import with_kernels
-from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import HALVES
-from bench.prediction.seconds import (achieved_seconds, collective_terms, gemm_seconds,
-                                      trace_terms)
+from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
+                                      with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
+from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes import find_scheme
-from mm3d.schemes.closed_form import ProductShape
+from mm3d.schemes.closed_form import ProductShape, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES
 from mm3d.tracing.trace import Trace
@@ -35,19 +36,31 @@ LOGIT_PASSES = {"own": (8, 6), "fused": (2, 2)}
 
 
 class Layer(NamedTuple):
-    """What determines the work of a layer; `halves` is whether W is apart from B."""
+    """What determines the work of a layer.
+
+    `halves` is whether W is apart from B, and `strides` are those of the grid's directions over
+    the nodes; () for the grid's own.
+    """
 
     scheme: str
     grid: GridShape
     micro: int
     recompute: str
     halves: bool
+    strides: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, choice: Choice, whole: bool = False) -> "Layer":
-        """Return the layer of a plan; with `whole` as if W were never apart."""
+        """Return the layer of a plan; with `whole` as if W were never apart, in any place."""
+        strides = choice.strides if choice.inside and not whole else ()
         return cls(choice.scheme, choice.grid, choice.micro, choice.recompute,
-                   not whole and choice.schedule.startswith("zb"))
+                   not whole and choice.schedule.startswith("zb"),
+                   tuple(strides[name] for name in choice.grid) if strides else ())
+
+    @property
+    def anywhere(self) -> "Layer":
+        """Return the layer without its place on the nodes."""
+        return self._replace(strides=()) if self.strides else self
 
 
 class LayerBytes(NamedTuple):
@@ -96,10 +109,10 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     elements = blocks.elements()
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, machine.attention))
-    elements[2] /= max(1, layer.micro // blocks.sequences)
+    elements[-1] /= largest_block(layer.micro, blocks.sequences)
     saved, working = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype))
-    logits = layer.micro * training.seq * training.gpt.vocab / layer.grid.ranks
+    logits = _logits(training, layer)
     return (LayerBytes(saved, saved / 2, working, max(working, size * LOGIT_ARRAYS * logits)),
             achieved_seconds(machine, {"memory": size * float(moved)
                                        / machine.memory_bandwidth}))
@@ -109,14 +122,14 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
 def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the words that a layer saves, and those of its further arrays in backward.
 
-    They are per word of an outer activation, of an inner one, and of the scores of a sequence.
+    They are per word of `BlockSizes.elements`, but of the scores of a sequence alone.
     """
     rows, saved, working = [], [], []
-    for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (1, 8, 128), (1, 2, 256)):
+    for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (3, 2, 128), (1, 8, 128), (1, 2, 256)):
         trace = dry_run.trace_step("1d", ranks, layers=1, hidden=64, heads=4, batch=batch,
                                    seq=seq, causal=True, dtype=dtype, recompute=recompute)
-        outer = batch * seq * 64
-        rows.append((outer, outer / ranks, 4 * seq * seq / ranks))
+        rows.append(line_elements(ranks, ModelSizes(1, 64, 4, batch, seq)))
+        rows[-1][-1] /= batch
         saved.append(trace.saved / itemsize(dtype))
         working.append((trace.peak - trace.parameters - trace.saved) / itemsize(dtype))
     found = [np.linalg.lstsq(np.array(rows), np.array(words), rcond=None)[0]
@@ -135,63 +148,87 @@ def launches(kernels: str, attention: str, recompute: str) -> tuple[int, int]:
                  for phase in PHASES)
 
 
-def screened_work(training: Training, layer: Layer) -> LayerWork:
-    """Price a layer by closed forms."""
+@dataclass(frozen=True)
+class ScreenedLayer:
+    """The work of a layer by closed forms, in any place on the nodes.
+
+    Attributes
+    ----------
+    passes, ends : (PhaseWork, PhaseWork)
+        Forward and backward, of the layer and of the ends of a GPT.
+    weights : float
+        The share of backward that W takes.
+    filled : LayerBytes
+        Bytes.
+    """
+
+    passes: tuple[PhaseWork, PhaseWork]
+    ends: tuple[PhaseWork, PhaseWork]
+    weights: float
+    filled: LayerBytes
+
+
+def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
+    """Count the work of a layer by closed forms."""
     machine, stack = training.machine, training.stack(layer.micro, layer.recompute, 1)
-    seconds, _ = price_grid(layer.scheme, layer.grid, machine, stack)
+    found, _ = grid_work(layer.scheme, layer.grid, machine, stack)
     started = [machine.launch_seconds * count / machine.achieved.latency for count in launches(
         machine.kernels, machine.attention, layer.recompute)]
     halves = cost.flops_of_halves(stack.sizes)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute))
-    return LayerWork(seconds["forward"] + started[0], seconds["backward"] + started[1],
-                     share * seconds["backward"], _screened_ends(training, layer),
-                     screened_bytes(training, layer)[0])
+    passes = tuple(replace(found[phase], seconds_alone=found[phase].seconds_alone + more)
+                   for phase, more in zip(PHASES, started))
+    return ScreenedLayer(passes, _screened_ends(training, layer), share,
+                         screened_bytes(training, layer)[0])
 
 
-def _screened_ends(training: Training, layer: Layer) -> tuple[float, float]:
-    """Return the seconds of the ends, forward and backward, by closed forms."""
+def screened_work(training: Training, layer: Layer, screened: ScreenedLayer) -> LayerWork:
+    """Price a layer by the result of `screen_layer`, which does not depend on strides."""
+    strides = dict(zip(layer.grid, layer.strides))
+    passes, ends = (tuple(one.seconds(training.machine, strides) for one in both)
+                    for both in (screened.passes, screened.ends))
+    return LayerWork(*passes, screened.weights * passes[1], ends, screened.filled)
+
+
+def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWork]:
+    """Return the work of the ends, forward and backward, by closed forms."""
     machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
     shape = ProductShape("up", layer.micro * training.seq, gpt.hidden, gpt.vocab)
     size = itemsize(training.dtype)
-    forward, backward = _product_moves(machine, layer, shape, size)
     product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
                   for one in kind.local_products(layer.grid, shape))
-    logits = size * shape.M * shape.K / layer.grid.ranks
-    passes = LOGIT_PASSES[machine.kernels]
-    return (forward + achieved_seconds(machine, {
-        "gemm": product, "memory": passes[0] * logits / machine.memory_bandwidth}),
-        backward + achieved_seconds(machine, {
-            "gemm": 2 * product, "memory": passes[1] * logits / machine.memory_bandwidth}))
+    logits = size * _logits(training, layer)
+    return tuple(PhaseWork(achieved_seconds(machine, {
+        "gemm": times * product, "memory": passes * logits / machine.memory_bandwidth}),
+        collectives_of(moves, layer.grid, size))
+        for times, passes, moves in zip((1, 2), LOGIT_PASSES[machine.kernels],
+                                        kind.product_moves(layer.grid, shape)))
 
 
-def _product_moves(machine: Machine, layer: Layer, shape: ProductShape,
-                   size: int) -> list[float]:
-    """Return the seconds of the collectives of a product, forward and backward."""
-    found = []
-    for moves in find_scheme(layer.scheme).product_moves(layer.grid, shape):
-        seconds = 0.0
-        for move in moves:
-            g = layer.grid[move.axis]
-            if g > 1:
-                whole = move.words / layer.grid.ranks * size * g / (g - 1) / move.calls
-                whole /= 2 if move.collective == "all_reduce" else 1
-                seconds += move.calls * achieved_seconds(machine, collective_terms(
-                    machine, Collective(move.collective, move.axis, g,
-                                        layer.grid.stride(move.axis), whole)))
-        found.append(seconds)
-    return found
+def _logits(training: Training, layer: Layer) -> float:
+    """Return the largest number of logits of a rank."""
+    blocks = BlockSizes(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
+    return (largest_block(layer.micro, blocks.sequences)
+            * largest_block(training.seq, blocks.positions)
+            * largest_block(training.gpt.vocab, blocks.features))
 
 
-def traced_work(training: Training, layer: Layer) -> LayerWork:
-    """Price a layer by dry runs: of it alone, and of a GPT of one layer."""
-    machine, gpt = training.machine, training.gpt
+def trace_layer(training: Training, layer: Layer) -> tuple[Trace, Trace]:
+    """Run a layer dry: alone, and as a GPT of one layer."""
+    block, gpt = training.machine.elementwise_block, training.gpt
     whole = PipelineModel(
         build("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
         training.stack(layer.micro, layer.recompute, 1), vocab=gpt.vocab, tied=gpt.tied)
-    alone = replace(whole, vocab=0).trace(1, block=machine.elementwise_block)
-    both = whole.trace(1, block=machine.elementwise_block)
-    own, all_of_it = (_phase_seconds(training, one) for one in (alone, both))
+    return replace(whole, vocab=0).trace(1, block=block), whole.trace(1, block=block)
+
+
+def traced_work(training: Training, layer: Layer, traces: tuple[Trace, Trace]) -> LayerWork:
+    """Price a layer by the result of `trace_layer`, which does not depend on strides."""
+    alone, both = traces
+    strides = dict(zip(layer.grid, layer.strides))
+    own, all_of_it = (_phase_seconds(training, with_strides(one, strides) if strides else one)
+                      for one in traces)
     ends = tuple(whole - part for whole, part in zip(all_of_it, own))
     filled = LayerBytes(alone.saved, alone.operands,
                         *(one.peak - one.parameters - alone.saved for one in (alone, both)))

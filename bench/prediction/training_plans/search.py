@@ -5,34 +5,26 @@ family are estimated again by dry runs of one layer, and the best of these predi
 dry runs of a step: only these are returned.
 """
 
-import heapq
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable
 
 from bench.errors import UsageError
 from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_NODES, POLICIES,
-                                                     Training, divisors, list_grids)
-from bench.prediction.training_plans.estimate import Estimator
-from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screened_bytes,
-                                                        screened_work, traced_work)
+from bench.prediction.pipeline_seconds import fullest_stage
+from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.dimensions import DIMENSIONS, changed, describe
+from bench.prediction.training_plans.layer_work import Layer
+from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
 from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                            predict_step)
+                                            parameters_of_rank, predict_step, shortened)
 
-KEPT = 100          # plans of a family that closed forms leave
-REFINED = 24        # that fit by dry runs of a layer, in all
-OF_FAMILY = 4       # the same, of each family
-EXACT = 6           # predicted exactly, in all
+EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
-SLACK = 1.15        # of memory, by closed forms
-TRACED_SLACK = {False: 1.03, True: 1.15}    # by dry runs of a layer, and with W apart
+NEAR = 0.9          # of the first stage's memory by it, below which the last needs no dry run
+ROUNDED = 1.01      # of memory, above which that of a plan of the same work leaves no doubt
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
-LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
-
-Scored = tuple[float, Choice]    # estimated seconds first
-CHANGES = ("micro-batch", "ZeRO", "recompute", "schedule", "stages", "grid")
 
 
 @dataclass(frozen=True)
@@ -45,16 +37,24 @@ class TrainingPlan:
         The plan.
     step : TrainingStep
         Its predicted seconds.
+    last : bool
+        Whether the last stage may be the fullest, by the dry run of a layer.
     """
 
     choice: Choice
     model: PipelineModel
     step: TrainingStep
+    last: bool = True
 
     @cached_property
     def memory(self) -> dict[str, float]:
         """Return the peak bytes of a rank by kind, by a dry run of a step, some seconds."""
-        return memory_by_kind(self.model)
+        return memory_by_kind(self.model, self.last)
+
+    @property
+    def fullest(self) -> int:
+        """Return the stage of the rank that `memory` is of."""
+        return fullest_stage(shortened(self.model), optimizer=True, last=self.last)[0]
 
     @property
     def seconds(self) -> float:
@@ -80,8 +80,10 @@ class Found:
     unfit : list of TrainingPlan
         Plans that were predicted and do not fit.
     changes : dict of str to TrainingPlan or str
-        For each of `CHANGES`, the fastest plan that fits and differs from the best in this alone;
-        or why there is none.
+        For each of `DIMENSIONS`, the fastest plan that fits and differs from the best in this
+        alone; or why there is none.
+    refused : dict of str to str
+        Why the library cannot run plans that were to be predicted, by their description.
     counts : dict of str to int
         Plans that are "candidates", "too large" by closed forms, "layers" and "exact".
     seconds : float
@@ -92,35 +94,31 @@ class Found:
     families: dict[str, TrainingPlan]
     unfit: list[TrainingPlan]
     changes: dict[str, TrainingPlan | str]
+    refused: dict[str, str]
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
 
-class Search:
-    """Search the plans of a training.
+class Search(Screening):
+    """Search the plans of a training; parameters as of `Screening`.
 
-    Parameters
+    Attributes
     ----------
-    training : Training
-        What is trained.
-    progress : callable, optional
-        Is given a line on what is done.
+    predicted : callable
+        Predicts a plan exactly; None for one that the library refuses, see `refused`.
+    unfit : list of TrainingPlan
+        Plans that were predicted and do not fit.
+    refused : dict of str to str
+        As of `Found`.
     """
 
     def __init__(self, training: Training,
                  progress: Callable[[str], None] = lambda line: None) -> None:
-        self.training, self.progress = training, progress
-        self.limit = training.machine.memory_bytes
-        self.estimator = Estimator(training)
-        self.filled = cache(lambda layer: screened_bytes(training, layer))
-        self.screened: Callable[[Layer], LayerWork] = cache(
-            lambda layer: screened_work(training, layer))
-        self.traced: Callable[[Layer], LayerWork] = cache(
-            lambda layer: traced_work(training, layer))
+        super().__init__(training, progress)
         self.predicted = cache(self._predict)
-        self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
-        self.least = float("inf")    # bytes of the smallest candidate
         self.unfit: list[TrainingPlan] = []
+        self.refused: dict[str, str] = {}
+        self.measured: dict[Choice, TrainingPlan] = {}    # run dry, by the division of their work
 
     def run(self) -> Found:
         """Return the best plans.
@@ -131,23 +129,23 @@ class Search:
             When there is no plan, or none fits.
         """
         start = time.perf_counter()
-        refined = self._refine(self.screen())
-        every = _ordered(one for plans in refined.values() for one in plans)[:EXACT]
+        refined = self.refine(self.screen())
+        every = ordered(one for plans in refined.values() for one in plans)[:EXACT]
         best: dict[str, TrainingPlan] = {}
         exact = [plan for _, choice in every if (plan := self.predicted(choice)) is not None]
-        families = [(self.predicted(choice) for _, choice in plans[:TRIES])
-                    for plans in refined.values()]
-        for plans in (sorted(exact, key=lambda one: one.seconds), *families):
+        tried = [(self.predicted(choice) for _, choice in plans[:TRIES])
+                 for plans in refined.values()]
+        for plans in (sorted(exact, key=lambda one: one.seconds), *tried):
             plan = self._first_fitting(plans)
             if plan is not None:
                 best.setdefault(plan.choice.family, plan)
         if not best:
-            raise UsageError(self._too_large())
-        ordered = dict(sorted(best.items(), key=lambda one: one[1].seconds))
-        fastest = next(iter(ordered.values()))
-        changes = {name: self._cheapest(name, fastest.choice) for name in CHANGES}
+            raise UsageError(self.too_large() if self.unfit else self._none_runs())
+        families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
+        fastest = next(iter(families.values()))
+        changes = {name: self._cheapest(name, fastest.choice) for name in DIMENSIONS}
         self.counts["exact"] = self.predicted.cache_info().currsize
-        return Found(fastest, ordered, self.unfit, changes, self.counts,
+        return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
 
     def _first_fitting(self, plans: Iterable[TrainingPlan | None]) -> TrainingPlan | None:
@@ -155,116 +153,51 @@ class Search:
         for plan in plans:
             if plan is None:
                 continue
+            if self._surely_too_large(plan):
+                self.unfit.append(plan)
+                continue
             self.progress(f"running a step dry: {describe(plan.choice)}")
+            self.measured[_work_of(plan.choice)] = plan
             if plan.memory["all"] <= self.limit:
                 return plan
             if plan not in self.unfit:
                 self.unfit.append(plan)
         return None
 
-    def _too_large(self) -> str:
-        training = self.training
-        return (f"--gpus {training.gpus} --model {training.gpt.name}: no plan fits "
-                f"{self.limit / 2 ** 30:.3g} GiB a GPU; by estimate the smallest needs "
-                f"{self.least / 2 ** 30:.3g} GiB: more GPUs would do, or a smaller model")
+    def _surely_too_large(self, plan: TrainingPlan) -> bool:
+        """Return whether a plan does not fit by one that divides the work so, and is run dry.
 
-    def choices(self) -> Iterator[Choice]:
-        """List all plans."""
-        training = self.training
-        for scheme, grid in training.shapes():
-            for data, stages in training.meshes(grid.ranks):
-                of_replica = training.batch // data
-                for micro in divisors(of_replica):
-                    if not training.divides_rows(scheme, grid, micro):
-                        continue
-                    for schedule in training.schedules(stages, of_replica // micro):
-                        yield from (
-                            Choice(data, zero, stages, schedule, micro, scheme, grid, recompute)
-                            for recompute in POLICIES
-                            for zero in (range(4) if data > 1 else (0,)))
-
-    def screen(self) -> dict[str, list[Scored]]:
-        """Return the best plans of each family by closed forms.
-
-        Raises
-        ------
-        UsageError
-            When there are none.
+        They differ in the state of parameters alone.
         """
-        bounded: dict[str, list[Scored]] = {}
-        for choice in self.choices():
-            self.counts["candidates"] += 1
-            filled, passes = self.filled(Layer.of(choice, whole=True))
-            needed = self.estimator.memory(choice, filled)
-            if needed > SLACK * self.limit:
-                self.least = min(self.least, needed)
-                self.counts["too large"] += 1
-            else:
-                bounded.setdefault(choice.family, []).append(
-                    (self.estimator.least(choice, passes), choice))
-        if not self.counts["candidates"]:
-            raise UsageError(self._no_mesh())
-        if not bounded:
-            raise UsageError(self._too_large())
-        return {family: self._fastest(_ordered(plans)) for family, plans in bounded.items()}
+        other = self.measured.get(_work_of(plan.choice))
+        if other is None or other.choice == plan.choice:
+            return False
+        own, known = (self.estimator.state(one.choice.zero, one.choice.parts)
+                      for one in (plan, other))
+        more = (own - known) * parameters_of_rank(plan.model)
+        return other.memory["all"] + more > ROUNDED * self.limit
 
-    def _fastest(self, plans: list[Scored]) -> list[Scored]:
-        """Return the fastest of some plans, which are ordered by a bound from below."""
-        heap: list = []    # the slowest first
-        for number, (bound, choice) in enumerate(plans):
-            if len(heap) == KEPT and bound > -heap[0][0]:
-                break
-            if not number % 1000:
-                self.progress(f"{choice.family}: {number} of {len(plans)} plans estimated")
-            layer = Layer.of(choice)
-            if len(heap) == KEPT and layer.recompute != "none":
-                base = self.screened(layer._replace(recompute="none"))
-                again = LEAST_AGAIN * base.forward * (layer.recompute == "full")
-                base = replace(base, backward=base.backward + again)
-                if self.estimator.seconds(choice, base) > -heap[0][0]:
-                    continue
-            seconds = self.estimator.seconds(choice, self.screened(layer))
-            (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(
-                heap, (-seconds, -number, choice))
-        return _ordered((-seconds, choice) for seconds, _, choice in heap)
-
-    def _no_mesh(self) -> str:
-        training, gpt = self.training, self.training.gpt
-        return (f"--gpus {training.gpus} --batch {training.batch} --model {gpt.name}: no mesh of "
-                f"so many GPUs has replicas that divide the batch, at most {gpt.layers} stages, "
-                f"and grids that divide {gpt.heads} heads and {gpt.hidden} features: a number "
-                f"such as {_near(training.gpus)} would do")
-
-    def _refine(self, families: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
-        """Return the best plans that fit, by dry runs of a layer, of all and of each family."""
-        found: dict[str, list[Scored]] = {family: [] for family in families}
-        total = 0
-        for _, choice in _ordered(one for plans in families.values() for one in plans):
-            if total >= REFINED and len(found[choice.family]) >= OF_FAMILY:
-                continue
-            scored = self._scored(choice)
-            if scored is not None:
-                found[choice.family].append(scored)
-                total += 1
-        return {family: _ordered(plans) for family, plans in found.items()}
-
-    def _scored(self, choice: Choice) -> Scored | None:
-        """Estimate a plan by dry runs of a layer; None if it is too large."""
-        layer = Layer.of(choice)
-        work = self.traced(layer)
-        self.counts["layers"] = self.traced.cache_info().currsize
-        self.progress(f"{self.counts['layers']} layers run dry")
-        if self.estimator.memory(choice, work.filled) > TRACED_SLACK[layer.halves] * self.limit:
-            return None
-        return self.estimator.seconds(choice, work), choice
+    def _none_runs(self) -> str:
+        which, why = next(iter(self.refused.items()))
+        return (f"--gpus {self.training.gpus} --model {self.training.gpt.name}: the library can "
+                f"run none of {len(self.refused)} plans that were predicted; the first, {which}: "
+                f"{why}")
 
     def _predict(self, choice: Choice) -> TrainingPlan | None:
         """Predict a plan exactly; None for one that the library cannot run."""
         self.progress(f"predicting {describe(choice)}")
+        training = self.training
         try:
-            model = self.training.model(choice)
-            return TrainingPlan(choice, model, predict_step(model, self.training.machine))
-        except ValueError:
+            model = training.model(choice)
+            step = predict_step(model, training.machine, overlap=training.overlap,
+                                inside=choice.inside)
+            state = self.estimator.state(choice.zero, choice.parts)
+            filled = self.traced(Layer.of(choice).anywhere).filled
+            first, last = (state * parameters + more for parameters, more
+                           in self.estimator.held(choice, filled))
+            return TrainingPlan(choice, model, step, last > NEAR * first)
+        except ValueError as error:
+            self.refused[describe(choice)] = str(error)
             return None
 
     def _cheapest(self, name: str, best: Choice) -> TrainingPlan | str:
@@ -275,9 +208,9 @@ class Search:
             if self.estimator.memory(choice, filled) <= SLACK * self.limit:
                 screened.append((self.estimator.seconds(
                     choice, self.screened(Layer.of(choice))), choice))
-        refined = [one for _, choice in _ordered(screened)[:OF_FAMILY]
-                   if (one := self._scored(choice)) is not None]
-        for _, choice in _ordered(refined)[:TRIES]:
+        refined = [(self.estimator.seconds(choice, self.traced(Layer.of(choice))), choice)
+                   for _, choice in ordered(screened)[:OF_FAMILY] if self.may_fit(choice)]
+        for _, choice in ordered(refined)[:TRIES]:
             plan = self.predicted(choice)
             if plan is not None and self._fits(plan):
                 return plan
@@ -286,65 +219,14 @@ class Search:
     def _fits(self, plan: TrainingPlan) -> bool:
         """Return whether a plan fits, by a dry run of a step where that of a layer is unsure."""
         needed = self.estimator.memory(plan.choice, self.traced(Layer.of(plan.choice)).filled)
-        return needed < SURE * self.limit or plan.memory["all"] <= self.limit
+        if needed < SURE * self.limit:
+            return True
+        if self._surely_too_large(plan):
+            return False
+        self.measured[_work_of(plan.choice)] = plan
+        return plan.memory["all"] <= self.limit
 
 
-def changed(training: Training, name: str, best: Choice) -> Iterator[Choice]:
-    """List the plans that differ from `best` in one of `CHANGES`.
-
-    Other stages are in place of replicas, other grids have as many ranks.
-    """
-    of_replica = training.batch // best.data
-    if name == "micro-batch":
-        found = [best._replace(micro=micro) for micro in divisors(of_replica)]
-    elif name == "ZeRO":
-        found = [best._replace(zero=zero) for zero in range(4) if best.data > 1]
-    elif name == "recompute":
-        found = [best._replace(recompute=one) for one in POLICIES]
-    elif name == "schedule":
-        found = [best._replace(schedule=one) for one in training.schedules(
-            best.stages, training.microbatches(best))]
-    elif name == "stages":
-        found = [best._replace(data=data, stages=stages, zero=best.zero * (data > 1),
-                               schedule=best.schedule if stages > 1 else "1f1b")
-                 for data, stages in training.meshes(best.places)]
-    else:
-        found = [best._replace(scheme=scheme, grid=grid)
-                 for scheme, grid in list_grids(best.places)
-                 if (scheme, grid) in set(training.shapes())]
-    for one in found:
-        if one != best and _is_plan(training, one):
-            yield one
-
-
-def _is_plan(training: Training, choice: Choice) -> bool:
-    """Return whether a choice is among those of the search."""
-    rest = training.batch // choice.data
-    return (rest % choice.micro == 0
-            and training.divides_rows(choice.scheme, choice.grid, choice.micro)
-            and choice.schedule in training.schedules(choice.stages, rest // choice.micro))
-
-
-def _ordered(plans: Iterable[Scored]) -> list[Scored]:
-    """Return plans by ascending seconds."""
-    return sorted(plans, key=lambda one: one[0])
-
-
-def describe(choice: Choice) -> str:
-    """Describe a plan in a line."""
-    return (f"data {choice.data} ZeRO {choice.zero}, {choice.stages} stages {choice.schedule}, "
-            f"micro-batch {choice.micro}, {choice.scheme} {choice.grid.compact}, recompute "
-            f"{choice.recompute}")
-
-
-def _near(gpus: int) -> int:
-    """Return the greatest power of two below a number, as numbers of GPUs often are."""
-    return 1 << (gpus - 1).bit_length() - 1 if gpus > 1 else 1
-
-
-def pruned(training: Training) -> str:
-    """Say which plans a search does not consider."""
-    if training.most_places == training.gpus:
-        return ""
-    return (f"above {FEW_GPUS} GPUs, stages have the ranks of {MOST_NODES} nodes at most, here "
-            f"{training.most_places}")
+def _work_of(choice: Choice) -> Choice:
+    """Return a plan without what replicas divide, and its place on the nodes."""
+    return choice._replace(zero=0, shards=None, inside="")

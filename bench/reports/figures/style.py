@@ -98,7 +98,11 @@ def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: An
 
     Parameters and errors as those of `draw_image`; NotDrawn also when the file cannot be written.
     """
-    image = draw_image(make, Path(path).suffix[1:], **options)
+    return _write(path, draw_image(make, Path(path).suffix[1:], **options))
+
+
+def _write(path: str | os.PathLike, image: bytes) -> Path:
+    """Write a picture into a file, whose folder is made if needed; see `save_picture`."""
     try:
         if not (folder := Path(path).parent).exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +112,45 @@ def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: An
     return Path(path)
 
 
-def check_name(path: str | os.PathLike) -> None:
-    """Check the name of a picture; UsageError when its ending is no format of pictures."""
-    if Path(path).suffix[1:] not in METADATA:
-        raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
+def save_animation(path: str | os.PathLike, frames: Iterable[tuple[Callable[[], Any], int]],
+                   colours: int = 48) -> Path:
+    """Draw a picture that moves, a GIF, into a file; return the file.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    frames : iterable of (callable, int)
+        Functions that make the figure of each frame, and the milliseconds that it is shown.
+    colours : int
+        Colours of the file, from those of its first frames and the last.
+
+    Errors are those of `save_picture`.
+    """
+    from PIL import Image    # which matplotlib needs, too
+    makers, durations = zip(*frames)
+    images = [Image.open(io.BytesIO(draw_image(make, "png", dpi=90))).convert("RGB")
+              for make in makers]
+    joined = Image.new("RGB", (images[0].width, 3 * images[0].height))
+    for place, image in enumerate((images[0], images[len(images) // 2], images[-1])):
+        joined.paste(image, (0, place * image.height))
+    palette = joined.quantize(colours, dither=Image.Dither.NONE)
+    first, *rest = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images)
+    found = io.BytesIO()
+    first.save(found, "gif", save_all=True, append_images=rest, duration=durations, loop=0,
+               optimize=False)
+    return _write(path, found.getvalue())
+
+
+def check_name(path: str | os.PathLike, moving: bool = False) -> None:
+    """Check the name of a picture; UsageError when its ending is no format of pictures.
+
+    A `moving` one may be a .gif.
+    """
+    forms = [*METADATA, *["gif"] * moving]
+    if Path(path).suffix[1:] not in forms:
+        raise UsageError(f"{path}: a picture's name ends in "
+                         f"{', '.join(f'.{form}' for form in forms[:-1])} or .{forms[-1]}")
 
 
 def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str):

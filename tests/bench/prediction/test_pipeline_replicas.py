@@ -6,6 +6,7 @@ import mm3d
 from bench.__main__ import main
 from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_model import PipelineModel
+from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Collective
 from mm3d.training.schedules import build
@@ -53,9 +54,9 @@ def test_replicas_share_the_links_of_a_node():
     """Stages of one rank, three of them: a node of 4 ranks has one and a third replicas."""
     moves = hop_seconds.stage_moves("serial", *[mm3d.SCHEMES["serial"].grid_shape((1,))] * 2,
                                     (1, 4, 8), {})
-    crossing = {}
+    crossing, mesh = {}, GridShape("rdsx", (1, 8, 3, 1))
     for source, target in ((0, 1), (1, 2)):
-        placed = hop_seconds.place_moves(moves, 4, 1, 3, 8, 4, (source, target))
+        placed = hop_seconds.place_moves(moves, 4, mesh, "", 4, (source, target))
         crossing[source] = [(int(a), int(b)) for a, b, _ in zip(*placed) if a // 4 != b // 4]
     assert crossing == {0: [(3, 4)], 1: [(7, 8)]}
     assert len(placed[0]) == 5    # replicas, after which places in nodes repeat

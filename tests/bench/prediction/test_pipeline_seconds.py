@@ -9,6 +9,7 @@ from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
+from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
@@ -32,7 +33,7 @@ def test_a_hop_takes_the_link_between_its_nodes():
     def hop(places, source, target):
         moves = np.arange(places), np.arange(places), np.full(places, size)
         return hop_seconds.seconds_of_moves(LONGHORN, *hop_seconds.place_moves(
-            moves, 1, places, 8, 1, 4, (source, target)))
+            moves, 1, GridShape("rdsx", (1, 1, 8, places)), "", 4, (source, target)))
     seconds, level = hop(2, 0, 1)
     assert level == "node" and seconds == pytest.approx(
         LONGHORN.node.seconds_per_message / achieved.latency

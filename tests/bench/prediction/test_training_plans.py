@@ -1,17 +1,32 @@
 """Plans of whole trainings against brute force, and the lines that say why there is none."""
+import argparse
 import re
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 from bench.__main__ import main
+from bench.command_line import config_options
+from bench.errors import UsageError
+from bench.instruments.placement import mesh_order
+from bench.prediction import hop_seconds
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import GptFile, load_model
-from bench.prediction.training_plans import search
+from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.layer_work import (Layer, screened_work,
-                                                        traced_work)
-from bench.reports.training_plans import command_lines
+from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
+                                                        trace_layer, traced_work)
+from bench.prediction.training_step import layer_parameters
+from bench.reports.training_plans import command_lines, remarks
+from bench.verbs import train
+from jobs.own_options import list_verb_problems
+from mm3d.config import Config, Division
+from mm3d.grid.shape import GridShape
+from mm3d.tracing import dry_run
+from mm3d.training.gpt import GPT
 from support import status_of
 
 SMALL = GptFile("small", layers=4, hidden=256, heads=4, vocab=512, seq=128)
@@ -28,12 +43,15 @@ def training(gpus: int, batch: int, mib: float) -> Training:
 class Few(search.Search):
     """A search among a part of all plans, so that each can be predicted exactly."""
 
-    def choices(self):
-        for choice in super().choices():
-            if (choice.zero < 3 and choice.recompute in ("none", "full")
+    def works(self):
+        for choice in super().works():
+            if (choice.recompute in ("none", "full")
                     and choice.places in (1, 4) and choice.scheme in ("1d", "2d", "3d")
                     and choice.micro in (1, self.training.batch // choice.data)):
                 yield choice
+
+    def states(self, data):
+        return (one for one in super().states(data) if one.zero < 3)
 
 
 @pytest.mark.slow_but_first
@@ -49,10 +67,121 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         choice = plan.choice
         assert plan.choice.family in found.families
         filled, _ = asked.filled(Layer.of(choice, whole=True))
-        assert asked.estimator.memory(choice, filled) <= search.SLACK * limit
+        assert asked.estimator.memory(choice, filled) <= screening.SLACK * limit
         filled = asked.traced(Layer.of(choice)).filled
-        assert asked.estimator.memory(choice, filled) <= limit * search.TRACED_SLACK[
+        assert asked.estimator.memory(choice, filled) <= limit * screening.TRACED_SLACK[
             choice.schedule == "zb-h1"]
+
+
+UNEVEN = msgspec.structs.replace(SMALL, name="uneven", hidden=180, heads=6, vocab=509)
+
+
+class Uneven(search.Search):
+    """Grids that divide 6 heads, 180 features or 3 sequences among 2 and 4 ranks."""
+
+    def works(self):
+        return (one for one in super().works() if one.recompute == "none"
+                and one.places in (2, 4) and one.schedule == "1f1b" and one.stages < 4)
+
+    def states(self, data):
+        return (one for one in super().states(data) if one.zero in (0, 2))
+
+
+class Hybrid(search.Search):
+    """Shards of 8, 4 and 2 replicas, in every place on the nodes."""
+
+    def works(self):
+        return (one for one in super().works() if one.recompute == "none" and one.places < 3
+                and one.schedule == "1f1b" and one.micro == 1 and one.scheme == "1d")
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("kind, gpt, batch, mib", [(Uneven, UNEVEN, 6, 12),
+                                                   (Hybrid, SMALL, 8, 26)])
+def test_so_it_is_with_uneven_grids_shards_and_places(kind, gpt, batch, mib):
+    asked = kind(replace(training(8, batch, mib), gpt=gpt))
+    found = asked.run()
+    every = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
+    fitting = [plan for plan in every if plan.memory["all"] <= asked.limit]
+    assert 10 < len(fitting) < len(every) and not asked.refused
+    assert found.best.seconds == min(plan.seconds for plan in fitting)
+    assert {plan.choice.family for plan in fitting} == set(found.families)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (6,), (1, 2, 3), (3, 1, 2), (2, 3, 1)])
+def test_closed_forms_price_the_largest_rank(sizes):
+    """32 heads, 4096 features, and 2 sequences, on 3 and 6 ranks."""
+    asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
+    scheme, grid = next(one for one in asked.shapes() if one[1].sizes == sizes)
+    layer = Layer(scheme, grid, 6, "none", False)
+    near, traces = screened_work(asked, layer, screen_layer(asked, layer)), trace_layer(
+        asked, layer)
+    exact = traced_work(asked, layer, traces)
+    for name in ("forward", "backward"):
+        assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.03)
+    assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
+    assert layer_parameters(scheme, grid, asked.stack(6, "none").sizes) == pytest.approx(
+        traces[0].parameters / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("inside", ["", "r", "d", "s", "x", "y"])
+def test_ranks_of_a_hop_are_numbered_in_their_order_on_the_nodes(inside):
+    mesh = GridShape("rdsxy", (2, 3, 4, 2, 2))
+    order = mesh_order(mesh, inside)
+    placed = GridShape(order, [mesh[name] for name in order])
+    every = np.arange(4), np.arange(4), np.full(4, 10)
+    senders, receivers, moved = hop_seconds.place_moves(every, 2, mesh, inside, 64, (1, 2))
+    for stage, found in ((1, senders), (2, receivers)):
+        assert [*found] == [placed.rank(one) for one in mesh.all_coordinates()
+                            if one["s"] == stage]
+    assert {*moved} == {20} and len(moved) == 24
+
+
+def test_what_lies_inside_nodes_is_faster_there():
+    """With the replicas inside nodes of 4, their sums are faster, and hops leave the node."""
+    asked = training(8, 8, 100)
+    node = msgspec.structs.replace(asked.machine.node, seconds_per_message=1e-6)
+    asked = replace(asked, machine=msgspec.structs.replace(asked.machine, node=node))
+    near = Choice(4, 1, 2, "1f1b", 1, "1d", GridShape("x", (1,)), "none", inside="d")
+    steps = [search.Search(asked).predicted(near._replace(inside=inside)).step
+             for inside in ("", "s", "d")]
+    assert steps[0] == steps[1]    # stages are inside already
+    first, last = steps[0], steps[2]
+    assert max(last.pipeline.sums) < max(first.pipeline.sums)
+    assert np.isnan(first.pipeline.between) and np.isnan(last.pipeline.inside)
+
+
+def test_hidden_sums_take_no_longer_than_the_longer_of_both():
+    asked, one = training(8, 8, 100), Choice(
+        4, 1, 2, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
+    for zero in range(4):
+        plans = [search.Search(replace(asked, overlap=overlap)).predicted(
+            one._replace(zero=zero)) for overlap in (False, True)]
+        slow, fast = (plan.step for plan in plans)
+        saved = slow.seconds - fast.seconds
+        assert 0 < saved <= slow.shares["replicas"]
+        assert fast.shares["replicas"] < slow.shares["replicas"]
+        assert fast.shares["products"] == slow.shares["products"]
+
+
+def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
+    asked, predict = training(2, 2, 100), search.predict_step
+
+    def refusing(model, *rest, **more):
+        if model.schedule.ranks == refused:
+            raise ValueError("no such pipeline")
+        return predict(model, *rest, **more)
+    monkeypatch.setattr(search, "predict_step", refusing)
+    refused = 2
+    found = search.Search(asked).run()
+    assert found.refused and {*found.refused.values()} == {"no such pipeline"}
+    (said,) = [line for line in remarks(asked, found).items if "refused" in line]
+    assert said.startswith(f"the library refused {len(found.refused)} plans")
+    assert next(iter(found.refused)) in said and said.endswith(": no such pipeline")
+    refused = 1
+    one = msgspec.structs.replace(SMALL, layers=1)    # no stages
+    with pytest.raises(UsageError, match="can run none of .* no such pipeline"):
+        search.Search(replace(asked, gpt=one)).run()
 
 
 @pytest.mark.parametrize("machine, error", [("dgx-a100", .03), ("dgx-h100", .03),
@@ -64,13 +193,14 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(machine, error, recompute)
     for scheme, grid in asked.shapes():
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
-            near, exact = screened_work(asked, layer), traced_work(asked, layer)
+            near = screened_work(asked, layer, screen_layer(asked, layer))
+            exact = traced_work(asked, layer, trace_layer(asked, layer))
             for name in ("forward", "backward"):
                 assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=error), layer
             assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
 
 
-def test_the_options_of_the_best_plan_are_those_of_dry(capsys, tmp_path):
+def test_dry_predicts_the_best_plan_as_it_is_printed(capsys, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(msgspec.toml.encode(SMALL).decode())
     assert main([*PLAN, "--gpus", "2", "--model", str(path), "--batch", "2", "--all"]) == 0
@@ -78,15 +208,43 @@ def test_the_options_of_the_best_plan_are_those_of_dry(capsys, tmp_path):
     options = re.search(r"python -m bench (dry .*?) - mpirun", said)[1].split()
     assert main(options) == 0
     assert "MFU" in said and "0 % beside" not in said
+    assert "not searched: models with experts" in said and "library refused" not in said
 
 
-def test_a_plan_with_stages_as_options():
+def division_of(words: list[str]) -> tuple:
+    """The plan and the division that `train` reads from options."""
+    parser = argparse.ArgumentParser()
+    train.add_options(parser)
+    arguments = parser.parse_args(words)
+    return train.make_plan(arguments), config_options.read(Division, arguments)
+
+
+@pytest.mark.parametrize("choice, overlap", [
+    (Choice(2, 1, 2, "interleaved:2", 1, "3d", GridShape("xyz", (1, 2, 1)), "full"), False),
+    (Choice(4, 2, 2, "1f1b", 1, "1d", GridShape("x", (1,)), "none", 2, "s"), True)])
+def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
+    """Seconds and bytes of `dry` are the plan's, and `train` is on its mesh: it moves as much."""
     asked = training(8, 8, 100)
-    choice = Choice(2, 1, 2, "interleaved:2", 1, "3d", next(
-        grid for scheme, grid in asked.shapes() if scheme == "3d"), "full")
-    line, _ = command_lines(asked, choice)
-    assert "--data 2 --zero 1 --stages 2 --schedule interleaved:2 --microbatches 4" in line
-    assert main(line.split()[3:]) == 0
+    (tmp_path / "mine.toml").write_text(msgspec.toml.encode(asked.machine).decode())
+    asked = replace(asked, named=str(tmp_path / "mine.toml"), overlap=overlap,
+                    gpt=msgspec.structs.replace(SMALL, vocab=256, tied=overlap))
+    plan = search.Search(asked).predicted(choice)
+    dry, trained, job = (line.split() for line in command_lines(asked, plan))
+    assert main(dry[3:]) == 0
+    said = capsys.readouterr().out
+    assert f"{plan.seconds:.6g}" in said and f"{plan.memory['all']:,}" in said
+    _, settings = words = division_of(trained[7:])
+    assert not [*list_verb_problems("train", job[job.index("--") + 1:])]
+    assert job[job.index("--") + 1:] == trained[7:]
+
+    def step(model, _):
+        model.rehearse()
+        model.refresh()
+    moved = dry_run.trace(lambda comm, backend: GPT(Config(words[0], settings).on(backend), comm),
+                          8, step=step).total_traffic()
+    assert {key: one.words for key, one in moved.items()} == {
+        key: one.words for key, one in plan.model.whole_step(0, 0).total_traffic().items()}
+    assert plan.model.mesh.ranks == 8 and settings.shards == choice.shards
 
 
 @pytest.mark.parametrize("options, message", [
@@ -96,7 +254,27 @@ def test_a_plan_with_stages_as_options():
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "1"], "no plan fits 74.5 GiB a GPU"),
     (["--gpus", "8", "--model", "none.toml", "--batch", "8"], "there is no such file"),
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "8", "--zero", "1"], "--zero 1"),
-    (["--ranks", "8"], "--hidden is missing")])
+    (["--ranks", "8"], "--hidden is missing"), (["--hide-sums"], "--gpus is missing"),
+    (["--gpus", "7919", "--model", "llama-3-8b", "--batch", "7"], "that divide the batch"),
+    (["--gpus", "8", "--model", "llama-3-8b", "--batch", "8", "--machine", "longhorn", "--dtype",
+      "bfloat16"], "no rate for bfloat16")])
 def test_why_there_is_no_plan(options, message, capsys):
     assert status_of(main, [*PLAN, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--vocab", "512"], "--vocab: give --stages too"),
+    (["--stages", "2", "--untied"], "--untied: give --vocab too"),
+    (["--stages", "2", "--vocab", "512", "--hide-sums"], "--hide-sums: give --machine too"),
+    (["--stages", "2", "--machine", "cpu", "--scheme", "1d", "--inside", "y"],
+     "--inside y: the mesh has the directions r, d, s, x")])
+def test_options_of_dry_that_do_nothing_alone(options, message, capsys):
+    assert status_of(main, ["dry", "--ranks", "4", "--hidden", "256", "--layers", "4", "--heads",
+                            "4", "--batch", "8", "--seq", "64", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_train_has_no_direction_that_its_mesh_has_not():
+    with pytest.raises(UsageError, match="--inside y: the mesh has the directions r, d, s, x"):
+        train.place_ranks(MPI.COMM_SELF, Division(scheme="1d"), "y")

@@ -1,6 +1,7 @@
 """One document in every format, and the tables of microbenchmarks."""
 import csv
 import io
+import json
 import math
 import re
 from dataclasses import replace
@@ -45,6 +46,24 @@ def test_csv_is_one_table_with_numbers_in_full():
     assert [row["there time (s)"] for row in rows] == ["", "4.0", ""]
     assert rows[0]["what"] == NASTY and rows[0]["table"] == "Of " + NASTY
     assert (rows[2]["table"], rows[2]["n"], rows[2]["m"]) == ("Another", "5", "6")
+
+
+def test_json_has_numbers_in_full():
+    heading, table, notes = json.loads(render(DOCUMENT, "json"))
+    assert heading == {"heading": "A heading"} and notes["items"][1] == NASTY
+    assert table["columns"] == ["what", "here time (s)", "there time (s)", "n"]
+    assert table["rows"] == [[NASTY, 1 / 3, None, 3], ["", 2.0, 4.0, 12]]
+    infinite = render([Table("", [Column("")], [[Number(math.inf, "inf")]])], "json")
+    assert json.loads(infinite)[0]["rows"] == [[None]]    # JSON has no such number
+
+
+def test_markdown_escapes_what_means_something_to_it():
+    lines = render(DOCUMENT, "markdown").splitlines()
+    assert lines[0] == "## A heading" and lines[2].startswith("### Of 50 %")
+    head, rule, first, second = (line for line in lines if line.startswith("|"))
+    assert re.fullmatch(r"\|:?-+:?(\|:?-+:?){3}\|", rule)
+    assert r"\`y\` \*z\* \| w" in first and r"of\_a" in first and r"\<i>" in first
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in (head, first, second)}) == 1
 
 
 def test_rst_escapes_what_means_something_to_it():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -15,8 +16,14 @@ from bench.prediction import machine_model, planner, schedule_costs
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory, schedules
+from bench.reports.figures.frames import MOST_RANKS, colour_of
+from bench.reports.figures.layer_parts import LayerParts
+from bench.reports.figures.rank_panels import RankPanels
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
+from mm3d.schemes import find_scheme
+from mm3d.tracing.block_moves import product_story
+from mm3d.tracing.layer_moves import layer_story, small_sizes
 from records import limited
 from support import ROOT
 
@@ -107,9 +114,45 @@ def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
     assert list(texts.problems()) == [] and texts.pictures == 1
 
 
-def test_picture_of_the_cube(tmp_path, texts):
-    cube.draw_cube(tmp_path / "cube.png")
+def frames_of(scheme, sizes, form, backward=False):
+    """What draws the frames of a product, or of a layer."""
+    kind = find_scheme(scheme)
+    grid = kind.grid_shape(sizes)
+    if form == "layer":
+        return LayerParts(layer_story(kind, grid, small_sizes(kind, grid), backward))
+    return RankPanels(product_story(kind, grid, form, (grid.ranks,) * 3, backward))
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("scheme, sizes, form, backward", [
+    ("3d", (2, 2, 2), "ab", False), ("3d", (4, 4, 1), "abt", True), ("1d", (4,), "down", False),
+    ("2.5d", (2, 2, 2), "atb", False), ("3d", (2, 2, 2), "layer", True)])
+def test_pictures_of_products_and_of_a_layer(tmp_path, texts, scheme, sizes, form, backward):
+    """Every moment: of the moving picture too, in which blocks may fly over others' numbers."""
+    frames = frames_of(scheme, sizes, form, backward)
+    cube.draw_story(tmp_path / "cube.png", frames)
     assert list(texts.problems()) == [] and texts.pictures == 1
+
+
+def test_a_moving_picture_has_the_moments_of_a_product(tmp_path):
+    frames = frames_of("3d", (2, 1, 1), "ab")
+    with Image.open(cube.draw_story(tmp_path / "cube.gif", frames)) as image:
+        assert image.n_frames == 1 + 1 + cube.HOPS + 1 + 1 + 1    # stored, gather, multiply, kept
+        seconds = []
+        for number in range(image.n_frames):
+            image.seek(number)
+            seconds.append(image.info["duration"])
+    assert seconds.count(cube.FLIGHT) == cube.HOPS
+
+
+def test_blocks_of_all_ranks_are_told_apart():
+    looks = [colour_of(rank) for rank in range(MOST_RANKS)]
+    assert len(set(looks)) == MOST_RANKS and colour_of(None) not in looks
+    for colour, _ in looks:    # dark letters are read on all: luminances differ 7 to 1
+        levels = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4
+                  for one in levels]
+        assert np.dot((0.2126, 0.7152, 0.0722), linear) + 0.05 > 7 * 0.06
 
 
 @pytest.mark.slow

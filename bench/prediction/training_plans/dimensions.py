@@ -1,0 +1,122 @@
+"""State what plans of a training choose, in order, and list all plans and those of one change.
+
+A dimension has some fields of a `Choice`, and lists their values for the fields before it.  A new
+choice is a line here, a field of `Choice`, and its price in `estimate`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Iterator
+
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_NODES, POLICIES,
+                                                     Training)
+from mm3d.grid.shape import GridShape
+
+ZERO = range(4)
+FIRST = Choice(1, 0, 1, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What a plan chooses.
+
+    Attributes
+    ----------
+    fields : tuple of str
+        Fields of a `Choice`.
+    listed : callable
+        Returns their values for the fields of the dimensions before: those of one field, or
+        tuples.
+    said : callable
+        Says what a plan has chosen.
+    """
+
+    fields: tuple[str, ...]
+    listed: Callable[[Training, Choice], Iterable[Any]]
+    said: Callable[[Choice], str]
+
+    def values(self, training: Training, choice: Choice) -> Iterator[dict[str, Any]]:
+        """List the values by field."""
+        for value in self.listed(training, choice):
+            yield dict(zip(self.fields, value if len(self.fields) > 1 else (value,)))
+
+
+DIMENSIONS = {
+    "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes(),
+                      lambda one: f"{one.scheme} {one.grid.compact}"),
+    "stages": Dimension(("data", "stages"),
+                        lambda training, one: training.meshes(one.places),
+                        lambda one: f"{one.stages}, data {one.data}"),
+    "micro-batch": Dimension(("micro",), Training.micros, lambda one: str(one.micro)),
+    "schedule": Dimension(("schedule",), Training.schedules, lambda one: one.schedule),
+    "recompute": Dimension(("recompute",), lambda training, one: POLICIES,
+                           lambda one: one.recompute),
+    "ZeRO": Dimension(("zero",), lambda training, one: ZERO if one.data > 1 else ZERO[:1],
+                      lambda one: str(one.zero)),
+    "shards": Dimension(("shards",), Training.shards, lambda one: str(one.shards or "all")),
+    "inside nodes": Dimension(("inside",), Training.insides, lambda one: inside_nodes(one))}
+OF_WORK = ("grid", "stages", "micro-batch", "schedule", "recompute")    # of a micro-batch
+OF_STATE = ("ZeRO", "shards")    # what replicas divide
+
+
+def list_choices(training: Training, names: Iterable[str] = tuple(DIMENSIONS),
+                 start: Choice = FIRST) -> Iterator[Choice]:
+    """List the plans with all values of some dimensions; the others are those of `start`."""
+    first, *rest = names
+    for value in DIMENSIONS[first].values(training, start):
+        one = start._replace(**value)
+        if rest:
+            yield from list_choices(training, rest, one)
+        else:
+            yield one
+
+
+def changed(training: Training, name: str, best: Choice) -> Iterator[Choice]:
+    """List the plans that differ from `best` in one dimension.
+
+    Other stages are in place of replicas, other grids have as many ranks.  What has but one value
+    beside the other choice, such as ZeRO without replicas, has that.
+    """
+    for one in list_choices(training, [name], best):
+        if one.places * one.stages * one.data == training.gpus and one.places == best.places:
+            found = _completed(training, one)
+            if found not in (None, best):
+                yield found
+
+
+def _completed(training: Training, choice: Choice) -> Choice | None:
+    """Return a plan whose every choice is among the values; None where several others are."""
+    for one in DIMENSIONS.values():
+        known = [*one.values(training, choice)]
+        if {name: getattr(choice, name) for name in one.fields} in known:
+            continue
+        if len(known) != 1:
+            return None
+        choice = choice._replace(**known[0])
+    return choice
+
+
+def inside_nodes(choice: Choice) -> str:
+    """Name the direction of more than one rank that varies fastest over the nodes."""
+    mesh = {"r": choice.data // choice.parts, "d": choice.parts, "s": choice.stages,
+            **choice.grid}
+    return choice.inside or ([name for name, size in mesh.items() if size > 1] or ["-"])[-1]
+
+
+def describe(choice: Choice) -> str:
+    """Describe a plan in a line."""
+    shards = f" in {choice.shards} shards" if choice.shards else ""
+    inside = f", {choice.inside} inside nodes" if choice.inside else ""
+    return (f"data {choice.data} ZeRO {choice.zero}{shards}, {choice.stages} stages "
+            f"{choice.schedule}, micro-batch {choice.micro}, {choice.scheme} "
+            f"{choice.grid.compact}, recompute {choice.recompute}{inside}")
+
+
+def pruned(training: Training) -> str:
+    """Say which plans a search does not consider."""
+    found = ["models with experts", "replicas or interleaved stages with unequal numbers of "
+             "sequences or layers", "ranks without a sequence, position or head",
+             "orders of the mesh over nodes with more than one direction in another place"]
+    if training.gpus > FEW_GPUS:
+        found.append(f"above {FEW_GPUS} GPUs, stages of more ranks than {MOST_NODES} nodes have, "
+                     f"{training.most_places}, and more shards than one has, unless all replicas")
+    return "; ".join(found)

@@ -1,0 +1,201 @@
+"""Estimate all plans of a training, and keep the fastest of each family that may fit."""
+
+import heapq
+from dataclasses import replace
+from functools import cache
+from typing import Callable, Iterable, Iterator
+
+from bench.errors import UsageError
+from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
+from bench.prediction.training_plans.estimate import Estimator
+from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screen_layer,
+                                                        screened_bytes, screened_work, trace_layer,
+                                                        traced_work)
+
+KEPT = 100          # plans of a family that closed forms leave
+REFINED = 24        # that fit by dry runs of a layer, in all
+OF_FAMILY = 4       # the same, of each family
+SLACK = 1.15        # of memory, by closed forms
+TRACED_SLACK = {False: 1.03, True: 1.15}    # by dry runs of a layer, and with W apart
+LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
+
+Scored = tuple[float, Choice]    # estimated seconds first
+Bounded = tuple[float, list[Choice]]    # a bound of them from below, and what replicas may divide
+
+
+class Screening:
+    """Estimate all plans of a training, by closed forms and then by dry runs of one layer.
+
+    Parameters
+    ----------
+    training : Training
+        What is trained.
+    progress : callable, optional
+        Is given a line on what is done.
+    """
+
+    def __init__(self, training: Training,
+                 progress: Callable[[str], None] = lambda line: None) -> None:
+        self.training, self.progress = training, progress
+        self.limit = training.machine.memory_bytes
+        self.estimator = Estimator(training)
+        self.filled = cache(lambda layer: screened_bytes(training, layer))
+        self.counted = cache(lambda layer: screen_layer(training, layer))
+        self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
+            training, layer, self.counted(layer.anywhere._replace(halves=False))))
+        self.traces = cache(lambda layer: trace_layer(training, layer))
+        self.traced: Callable[[Layer], LayerWork] = cache(
+            lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
+        self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
+        self.least = float("inf")    # bytes of the smallest candidate
+
+    def choices(self) -> Iterator[Choice]:
+        """List all plans."""
+        for work in self.works():
+            for one in self.states(work.data):
+                choice = work._replace(zero=one.zero, shards=one.shards)
+                yield from (choice._replace(inside=place)
+                            for place in self.training.insides(choice))
+
+    def works(self) -> Iterator[Choice]:
+        """List all ways to divide the work of a micro-batch, without what replicas divide."""
+        return list_choices(self.training, OF_WORK)
+
+    def states(self, data: int) -> Iterator[Choice]:
+        """List what so many replicas divide."""
+        return list_choices(self.training, OF_STATE, FIRST._replace(data=data))
+
+    def screen(self) -> dict[str, list[Scored]]:
+        """Return the best plans of each family by closed forms.
+
+        Raises
+        ------
+        UsageError
+            When there are none.
+        """
+        bounded: dict[str, list[Bounded]] = {}
+        states = cache(lambda data: [*self.states(data)])
+        for work in self.works():
+            filled, passes = self.filled(Layer.of(work, whole=True))
+            held, fitting = self.estimator.held(work, filled), {}
+            for one in states(work.data):
+                self.counts["candidates"] += 1
+                state = self.estimator.state(one.zero, one.parts)
+                needed = max(state * parameters + more for parameters, more in held)
+                if needed <= SLACK * self.limit:
+                    choice = work._replace(zero=one.zero, shards=one.shards)
+                    fitting.setdefault(choice.family, []).append(choice)
+                else:
+                    self.least = min(self.least, needed)
+                    self.counts["too large"] += 1
+            for family, plans in fitting.items():
+                bounded.setdefault(family, []).append((self.estimator.least(work, passes), plans))
+        if not self.counts["candidates"]:
+            raise UsageError(self._no_mesh())
+        if not bounded:
+            raise UsageError(self.too_large())
+        return {family: self._fastest(ordered(plans)) for family, plans in bounded.items()}
+
+    def _fastest(self, plans: list[Bounded]) -> list[Scored]:
+        """Return the fastest of some plans, for each division of work and stage of ZeRO one.
+
+        They are ordered by a bound from below.
+        """
+        heap: list = []    # the slowest first
+        for number, (bound, states) in enumerate(plans):
+            worst = -heap[0][0] if len(heap) == KEPT else float("inf")
+            if bound > worst:
+                break
+            if not number % 1000:
+                self.progress(f"{states[0].family}: {number} of {len(plans)} ways to divide the "
+                              f"work estimated")
+            if worst < float("inf") and self._alone(states[0]) > worst:
+                continue
+            best: dict[int, Scored] = {}
+            for choice in states:
+                scored = self._placed(choice, self.screened)
+                best[choice.zero] = min(best.get(choice.zero, scored), scored, key=_seconds)
+            for zero, (seconds, choice) in best.items():
+                (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(
+                    heap, (-seconds, -number, zero, choice))
+        return ordered((-seconds, choice) for seconds, _, _, choice in heap)
+
+    def _alone(self, choice: Choice) -> float:
+        """Return a bound of the seconds from below: layers alone, in their best place."""
+        found = []
+        for one in {name if name in choice.grid else "" for name in
+                    self.training.insides(choice)}:
+            layer = Layer.of(choice._replace(inside=one))
+            work = self.screened(layer._replace(recompute="none"))
+            again = LEAST_AGAIN * work.forward * (choice.recompute == "full")
+            found.append(self.estimator.alone(choice, replace(
+                work, backward=work.backward + again)))
+        return min(found)
+
+    def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork]) -> Scored:
+        """Return the fastest place of a plan on the nodes."""
+        places = [choice._replace(inside=one) for one in self.training.insides(choice)]
+        return min(((self.estimator.seconds(one, priced(Layer.of(one))), one) for one in places),
+                   key=_seconds)
+
+    def refine(self, families: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
+        """Return the best plans that fit, by dry runs of a layer, of all and of each family."""
+        found: dict[str, list[Scored]] = {family: [] for family in families}
+        total = 0
+        for _, choice in ordered(one for plans in families.values() for one in plans):
+            if total >= REFINED and len(found[choice.family]) >= OF_FAMILY:
+                continue
+            scored = self.scored(choice)
+            found[choice.family] += scored
+            total += bool(scored)
+        return {family: ordered(plans) for family, plans in found.items()}
+
+    def scored(self, choice: Choice) -> list[Scored]:
+        """Estimate a plan that is not too large by dry runs of a layer.
+
+        It has the shards, and the place on the nodes, that are the best for it; beside it is the
+        plan with all shards in the order of the mesh.
+        """
+        every = [choice._replace(shards=one) for one in self.training.shards(choice)]
+        fitting = [one for one in every if self.may_fit(one)]
+        plain = [one._replace(inside="") for one in fitting if one.shards is None]
+        found = [*[(self.estimator.seconds(one, self.traced(Layer.of(one))), one)
+                   for one in plain],
+                 *sorted((self._placed(one, self.traced) for one in fitting), key=_seconds)[:1]]
+        return [*dict.fromkeys(ordered(found))]
+
+    def may_fit(self, choice: Choice) -> bool:
+        """Return whether a plan fits by dry runs of a layer, or almost."""
+        layer = Layer.of(choice).anywhere
+        needed = self.estimator.memory(choice, self.traced(layer).filled)
+        self.counts["layers"] = self.traces.cache_info().currsize
+        self.progress(f"{self.counts['layers']} layers run dry")
+        return needed <= TRACED_SLACK[layer.halves] * self.limit
+
+    def too_large(self) -> str:
+        training = self.training
+        return (f"--gpus {training.gpus} --model {training.gpt.name}: no plan fits "
+                f"{self.limit / 2 ** 30:.3g} GiB a GPU; by estimate the smallest needs "
+                f"{self.least / 2 ** 30:.3g} GiB: more GPUs would do, or a smaller model")
+
+    def _no_mesh(self) -> str:
+        training, gpt = self.training, self.training.gpt
+        return (f"--gpus {training.gpus} --batch {training.batch} --model {gpt.name}: no mesh of "
+                f"so many GPUs has replicas that divide the batch, at most {gpt.layers} stages, "
+                f"and grids that divide {gpt.heads} heads and {gpt.hidden} features: a number "
+                f"such as {_near(training.gpus)} would do")
+
+
+def _seconds(one: Scored | Bounded) -> float:
+    return one[0]
+
+
+def ordered(plans: Iterable) -> list:
+    """Return plans by ascending seconds."""
+    return sorted(plans, key=_seconds)
+
+
+def _near(gpus: int) -> int:
+    """Return the greatest power of two below a number, as numbers of GPUs often are."""
+    return 1 << (gpus - 1).bit_length() - 1 if gpus > 1 else 1

@@ -1,0 +1,77 @@
+"""Make tables of the steps of a product and of the parts of a layer: what travels, in words."""
+
+from collections import Counter
+from typing import Iterable
+
+from bench.document import Column, Part as DocumentPart, Table
+from mm3d.schemes.closed_form import Move
+from mm3d.tracing.block_moves import Story
+from mm3d.tracing.block_replay import KEEP
+from mm3d.tracing.layer_moves import LayerStory, Moved, Part
+
+OPERANDS = {"A": "A, activations", "B": "B, weight", "C": "C, activations", "b": "vectors",
+            "KV": "keys and values", "row sums": "sums of rows"}
+Counts = Counter[tuple[str, str]]    # words of all ranks, by direction and collective
+
+
+def product_tables(story: Story) -> list[DocumentPart]:
+    """Make the tables of a product: its steps, and its words beside the closed form."""
+    columns = [Column("step"), Column("does", align="<"), Column("to", align="<"),
+               Column("along", align="<"), Column("words", "of a rank"), Column("", "of all")]
+    rows, counted = [], Counter()
+    for number, step in enumerate(story.steps, 1):
+        if step.kind != KEEP:
+            rows.append([number, step.kind.replace("_", "-"), step.matrix, step.direction,
+                         _span(step.words), sum(step.words)])
+            counted[step.direction, step.kind] += sum(step.words)
+    (M, K), A = story.shapes["C"], story.shapes["A"]
+    spec = ", ".join(f'{name} "{layout}"' for name, layout in story.layouts.items())
+    title = (f"{story.scheme}, {story.form} on {story.grid} ranks: C is {M} x {K}, A {A[0]} x "
+             f"{A[1]}; layouts {spec}")
+    return [Table(title, columns, rows), *_beside(counted, story.closed_form)]
+
+
+def layer_tables(story: LayerStory) -> list[DocumentPart]:
+    """Make the tables of a layer: its parts, and its words beside the closed form."""
+    columns = [Column("part"), Column("space", align="<"), Column("layout", align="<"),
+               Column("what travels, and along which direction", align="<"),
+               Column("words", "of a rank"), Column("", "of all")]
+    rows, counted = [], Counter()
+    for part in story.parts:
+        words = [*map(part.words, range(story.grid.ranks))]
+        moved = ", ".join(f"{one.operand} {one.direction}" for one in joined_moves(part))
+        rows.append([part.name, part.space, part.layout, moved or "-", _span(words), sum(words)])
+        for one in part.moved:
+            counted[one.direction, one.kind] += sum(one.words)
+    sizes = ", ".join(f"{name} {size}" for name, size in story.sizes.items())
+    title = f"{story.scheme}, one layer on {story.grid} ranks: {sizes}"
+    return [Table(title, columns, rows), *_beside(counted, story.closed_form)]
+
+
+def joined_moves(part: Part) -> list[Moved]:
+    """Return the collectives of a part, those of one kind of an operand together."""
+    found: dict[tuple[str, str, str], tuple[int, ...]] = {}
+    for one in part.moved:
+        key = one.operand, one.kind, one.direction
+        before = found.get(key, (0,) * len(one.words))
+        found[key] = tuple(map(sum, zip(before, one.words)))
+    return [Moved(*key, words) for key, words in found.items()]
+
+
+def _beside(counted: Counts, closed_form: Iterable[Move] | None) -> list[DocumentPart]:
+    """Make the table of words counted, beside the closed form; none where nothing travels."""
+    stated: Counts | None = None if closed_form is None else Counter()
+    for move in closed_form or ():
+        stated[move.axis, move.collective] += move.words
+    rows = [[f"{kind.replace('_', '-')} along {direction}", words,
+             "-" if stated is None else stated[direction, kind]]
+            for (direction, kind), words in counted.items() if direction]
+    columns = [Column("words of all ranks"), Column("counted"), Column("closed form")]
+    return [Table("Counted in the running code, beside the closed form", columns, rows)] * bool(
+        rows)
+
+
+def _span(words: Iterable[int]) -> str | int:
+    """Return the words of a rank, or the least and the most."""
+    least, most = min(words), max(words)
+    return most if least == most else f"{least} to {most}"

@@ -1,0 +1,209 @@
+"""Tell, step by step, which blocks of A, B and C each rank of a product holds, and which travel.
+
+The product itself runs dry on every rank.  Its events give the steps and their words; the layouts
+of the matrices give the blocks.  Both are compared in each step: what a picture shows to travel is
+what the running code counts, and every term of a sum is added once.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Callable, Mapping
+
+from mm3d.arrays import backend as backends
+from mm3d.grid.layout import Layout, divided_directions
+from mm3d.grid.shape import GridShape
+from mm3d.schemes.closed_form import Move, ProductShape
+from mm3d.schemes.scheme import Scheme
+from mm3d.tracing.block_replay import Held, Recorded, Replay, Step
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.tracing.events import Collective, Event, Gemm, Observer, Overlapped
+from mm3d.tracing.observe import observed
+from mm3d.transport.communicators import DryCommunicator
+
+LAYERS = ("up", "down")    # products of linear layers; the other forms are of plain matrices
+
+
+@dataclass(frozen=True)
+class Story:
+    """Describe a product on all ranks: what they store, and the steps.
+
+    Attributes
+    ----------
+    scheme, form : str
+        Name of the scheme; "ab", "abt" or "atb" for plain matrices, "up" or "down" for the linear
+        layers of a Transformer.
+    grid : GridShape
+        The ranks.
+    shapes, layouts : mapping
+        Global shapes and layouts of "A", "B" and "C".
+    stored : tuple of mapping
+        By rank, the blocks before the first step, by matrix.
+    steps : tuple of Step
+        The steps.
+    closed_form : tuple of Move or None
+        The collectives in closed form, with the words of all ranks; None where there is none.
+    """
+
+    scheme: str
+    form: str
+    grid: GridShape
+    shapes: Mapping[str, tuple[int, int]]
+    layouts: Mapping[str, str]
+    stored: tuple[Held, ...]
+    steps: tuple[Step, ...]
+    closed_form: tuple[Move, ...] | None
+
+
+class Recorder(Observer):
+    """List the events of a rank, with the words that it counts from each to the next.
+
+    Parameters
+    ----------
+    grid : Grid
+        The ranks; its counts of traffic are reset.
+    kinds : tuple of type
+        The events.
+    """
+
+    sizes = False
+
+    def __init__(self, grid: Any, kinds: tuple[type, ...]) -> None:
+        self.grid, self.kinds = grid, (*kinds, Overlapped)
+        self.found: list[Recorded] = []
+
+    def observe(self, work: Callable[[], Any], model: Any) -> None:
+        """Call `work`, and record its events; `model` is as in `observed`."""
+        self.grid.reset_traffic()
+        with observed(self.grid, self, model):
+            work()
+        self._count()
+
+    def enter(self, event: Event, barrier: Any = None) -> None:
+        if isinstance(event, Overlapped):
+            raise ValueError("blocks are under way while ranks multiply, so that steps do not "
+                             "follow each other: a scheme without overlap would do")
+        self._count()
+        self.found.append(Recorded(event, self.operand, 0))
+
+    def _count(self) -> None:
+        """Count the words of the last event: its traffic is complete when the next one begins."""
+        if self.found:
+            words = sum(one.words for one in self.grid.traffic().values())
+            self.found[-1] = replace(self.found[-1], words=words)
+        self.grid.reset_traffic()
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """Describe the product on one rank: of a layer or of plain matrices, behind one interface.
+
+    `layouts` has the layout and the global shape of A, B and C by name; `run` computes the
+    product, or its gradients.
+    """
+
+    grid: Any
+    model: Any
+    layouts: dict[str, tuple[Layout, tuple[int, ...]]]
+    run: Callable[[], Any]
+
+
+def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],
+                  backward: bool = False) -> Story:
+    """Run a product dry on every rank of a grid, and return its steps.
+
+    Parameters
+    ----------
+    scheme : type of Scheme
+        The parallelism, with its default options.
+    grid : GridShape
+        The ranks.
+    form : {"ab", "abt", "atb", "up", "down"}
+        C = A B, A B^T or A^T B of plain matrices; or C = A B of the linear layer that leads up
+        into the inner space of activations, or down from it.
+    shape : tuple of int
+        M, N, K: C is M x K, a sum of N terms.
+    backward : bool
+        Whether the steps are those of the gradients dA and dB, instead of those of C.
+
+    Raises
+    ------
+    ValueError
+        When the scheme has no products of plain matrices, or cannot use the grid.
+    RuntimeError
+        When blocks and events do not agree, which is an error of the program.
+
+    Examples
+    --------
+    >>> cube = mm3d.SCHEMES["3d"]
+    >>> story = product_story(cube, cube.grid_shape((2, 2, 2)), "ab", (8, 8, 8))
+    >>> [(step.kind, step.matrix, step.direction, step.words[0]) for step in story.steps[:2]]
+    [('all_gather', 'A', 'y', 8), ('all_gather', 'B', 'x', 8)]
+    """
+    if form not in LAYERS and scheme.matrix_product is None:
+        raise ValueError(f"scheme {scheme.name!r} has no products of plain matrices: the form "
+                         f"{' or '.join(LAYERS)}, of a layer, would do")
+    scheme.check_grid(grid)
+    make = _layer_product if form in LAYERS else _matrix_product
+    backend = backends.get(DryBackend())
+    subjects = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend), form, shape,
+                     backward) for rank in range(grid.ranks)]
+    layouts = subjects[0].layouts
+    replay = Replay("ab" if form in LAYERS else form, grid, layouts, shape)
+    recorders = [Recorder(one.grid, (Gemm, Collective)) for one in subjects]
+    for recorder, one in zip(recorders, subjects):
+        recorder.observe(one.run, one.model)
+    recorded = [*zip(*(one.found for one in recorders), strict=True)]
+    return Story(scheme.name, form, grid, replay.shapes,
+                 {name: layout.spec for name, (layout, _) in layouts.items()},
+                 replay.stored("ABC" if backward else "AB"),
+                 tuple(replay.steps(recorded, backward)),
+                 _closed_form(scheme, grid, form, shape, backward))
+
+
+def _matrix_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
+                    backward: bool) -> _Subject:
+    product = scheme.matrix_product(scheme.grid, form, shape)
+    layouts = {name: (product.layouts[name], product.shapes[name]) for name in "ABC"}
+    A, B, C = _empty_blocks(scheme.grid, layouts)
+    run = partial(product.backward, C, A, B) if backward else partial(product.forward, A, B)
+    return _Subject(scheme.grid, SimpleNamespace(product=product), layouts, run)
+
+
+def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
+                   backward: bool) -> _Subject:
+    M, N, K = shape
+    # Rows are sequences of one position, or positions of one sequence where these are divided.
+    rows = {dim for one in scheme.layouts(scheme.grid.shape, M, 1)
+            for dim, letters in enumerate(one[0].split(",")) if divided_directions(letters)}
+    if len(rows) > 1:
+        raise ValueError(f"M = {M} rows are divided by batch and position: a multiple of the "
+                         f"{scheme.grid.size} ranks would do")
+    sizes = (1, M) if 1 in rows else (M, 1)
+    source, target = scheme.spaces(*sizes)[::1 if form == "up" else -1]
+    product = scheme.product(source, target, (N, K), (1, 1))
+    layouts = {"A": (source.layout(), (*sizes, N)), "B": (product.weight, (N, K)),
+               "C": (target.layout(), (*sizes, K))}
+    A, B, C = _empty_blocks(scheme.grid, layouts)
+    run = partial(product.forward, A, B)
+    if backward:
+        run = partial(product.backward, C, B, run()[1])
+    # A chain of one layer, as `observed` sees it.
+    layer = SimpleNamespace(product=product)
+    model = SimpleNamespace(layers=SimpleNamespace(layers=[layer]))
+    return _Subject(scheme.grid, model, layouts, run)
+
+
+def _empty_blocks(grid: Any, layouts: Mapping[str, tuple[Layout, tuple[int, ...]]]) -> list:
+    return [grid.backend.empty(layout.local_shape(grid, shape), "float32")
+            for layout, shape in layouts.values()]
+
+
+def _closed_form(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],
+                 backward: bool) -> tuple[Move, ...] | None:
+    """Return the collectives that the scheme states, along directions of several ranks."""
+    if form in LAYERS:
+        moves = scheme.product_moves(grid, ProductShape(form, *shape))[backward]
+    else:
+        moves = None if backward else scheme.matrix_product.forward_moves(grid, form, shape)
+    return None if moves is None else tuple(move for move in moves if grid[move.axis] > 1)

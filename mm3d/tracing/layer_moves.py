@@ -1,0 +1,168 @@
+"""Tell, part by part, where one Transformer layer has its activations, and what travels.
+
+The layer runs dry on every rank; its events give the collectives and their words.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from mm3d.arrays import backend as backends
+from mm3d.grid.activations import Space
+from mm3d.grid.layout import without_faces
+from mm3d.grid.shape import GridShape
+from mm3d.model.cost import moves
+from mm3d.model.transformer import Transformer
+from mm3d.schemes.closed_form import Move
+from mm3d.schemes.scheme import Scheme
+from mm3d.tracing.block_moves import Recorder
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.tracing.events import Collective, Layer
+from mm3d.transport.communicators import DryCommunicator
+
+Rectangle = tuple[int, int, int, int]    # rows and columns: first, last + 1
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Describe a collective: what it moves, and the words of each rank."""
+
+    operand: str
+    kind: str
+    direction: str
+    words: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describe a part of a layer: its output and its collectives.
+
+    Attributes
+    ----------
+    name : str
+        Name in the model, such as "mlp.up".
+    space : str
+        Space of its output (in backward, of the gradient that it is given): "outer" or "inner".
+    layout : str
+        Layout of that, (batch, positions, features).
+    blocks : tuple of tuple of tuple
+        By rank, its rectangles of (all positions, features), in units of the given sizes.
+    moved : tuple of Moved
+        The collectives, in order.
+    """
+
+    name: str
+    space: str
+    layout: str
+    blocks: tuple[tuple[Rectangle, ...], ...]
+    moved: tuple[Moved, ...]
+
+    def words(self, rank: int) -> int:
+        """Return the words of a rank in all collectives of the part."""
+        return sum(one.words[rank] for one in self.moved)
+
+
+@dataclass(frozen=True)
+class LayerStory:
+    """Describe a Transformer layer on all ranks.
+
+    Attributes
+    ----------
+    scheme : str
+        Name of the scheme.
+    grid : GridShape
+        The ranks.
+    sizes : mapping of str to int
+        hidden, heads, batch, seq.
+    parts : tuple of Part
+        In the order in which they are computed.
+    backward : bool
+        Whether they are those of backward.
+    closed_form : tuple of Move
+        The collectives in closed form, with the words of all ranks.
+    """
+
+    scheme: str
+    grid: GridShape
+    sizes: Mapping[str, int]
+    parts: tuple[Part, ...]
+    backward: bool
+    closed_form: tuple[Move, ...]
+
+
+def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
+                backward: bool = False) -> LayerStory:
+    """Run one Transformer layer dry on every rank of a grid, and return its parts.
+
+    Parameters
+    ----------
+    scheme : type of Scheme
+        The parallelism, with its default options.
+    grid : GridShape
+        The ranks.
+    sizes : mapping of str to int
+        hidden, heads, batch, seq.
+    backward : bool
+        Whether the parts are those of backward, the last one first.
+
+    Raises
+    ------
+    ValueError
+        When the scheme cannot use the grid, or sizes do not go together.
+    """
+    backend, found = backends.get(DryBackend()), []
+    for rank in range(grid.ranks):
+        model = Transformer(scheme(DryCommunicator(grid.ranks, rank), grid, backend), layers=1,
+                            **sizes)
+        x, dy = model.random("input"), model.random("output gradient")
+        if backward:
+            _, saved = model.forward(x)
+        recorder = Recorder(model.grid, (Layer, Collective))
+        recorder.observe(lambda: model.backward(dy, saved) if backward else model.forward(x),
+                         model)
+        found.append(recorder.found)
+    spaces = {layer.name: _space_of(layer) for chain in model.layers.layers
+              for layer in chain.layers}
+    parts: list[list] = []
+    for events in zip(*found, strict=True):
+        event = events[0].event
+        if isinstance(event, Layer):
+            parts += [[event, []]] * (event.name in spaces)    # not the residual around them
+        else:
+            parts[-1][1].append(Moved(events[0].operand, event.kind, event.direction,
+                                      tuple(one.words for one in events)))
+    return LayerStory(scheme.name, grid, dict(sizes), tuple(
+        _part(event.part, spaces[event.name], model, moved) for event, moved in parts),
+        backward, tuple(moves(scheme.name, grid, model.sizes)[
+            "backward" if backward else "forward"].values()))
+
+
+def small_sizes(scheme: type[Scheme], grid: GridShape) -> dict[str, int]:
+    """Return sizes of a layer in which every rank of a grid has heads, features and rows.
+
+    The batch is the smallest one, so that positions are divided where the scheme can.
+    """
+    ranks = grid.ranks
+    for batch in range(1, ranks + 1):
+        sequences = (without_faces(rows).partition(",")[0]
+                     for rows, *_ in scheme.layouts(grid, batch, ranks))
+        if all(grid.ranks_along(one) <= batch for one in sequences):
+            break
+    return {"hidden": 4 * ranks, "heads": ranks, "batch": batch, "seq": max(2, ranks)}
+
+
+def _space_of(layer: Any) -> Space:
+    """Return the space of a layer's output."""
+    return layer.space if hasattr(layer, "space") else layer.vector.space
+
+
+def _part(name: str, space: Space, model: Transformer, moved: list[Moved]) -> Part:
+    shape = batch, seq, features = space.batch, space.seq, model.hidden
+    layout = space.layout()
+    blocks = []
+    for coords in space.grid.shape.all_coordinates():
+        sequences, positions, columns = layout.slices(space.grid, shape, coords)
+        blocks.append(tuple((number * seq + positions.start, number * seq + positions.stop,
+                             columns.start, columns.stop)
+                            for number in range(sequences.start, sequences.stop)))
+    return Part(name, "outer" if space is model.outer else "inner", layout.spec, tuple(blocks),
+                tuple(moved))

@@ -1,0 +1,58 @@
+"""Models, parameters and traffic say what they are, on ranks that do not exist."""
+from collections import Counter
+
+import pytest
+
+import mm3d
+from mm3d.arrays import backend as backends
+from mm3d.grid.axis import Traffic, TrafficCounts
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.transport.communicators import DryCommunicator
+
+SIZES = {"layers": 2, "hidden": 48, "heads": 4, "batch": 8, "seq": 16}
+
+
+def model_of(scheme, grid, rank=0, recompute="none", **options):
+    ranks = mm3d.SCHEMES[scheme].grid_shape(grid).ranks
+    backend = backends.get(DryBackend())
+    made = mm3d.scheme(scheme, DryCommunicator(ranks, rank), grid, backend, **options)
+    return mm3d.Transformer(made, recompute=recompute, **SIZES)
+
+
+def test_a_model_lists_its_parameters_equal_layers_once():
+    model = model_of("3d", (2, 2, 2))
+    title, heads, *rows = str(model).splitlines()
+    assert title == ("Transformer on Grid(x=2, y=2, z=2; rank 0 at (0, 0, 0)): 56544 elements, "
+                     "7224 here")
+    assert heads.split() == ["parameter", "shape", "layout", "here"] and len(rows) == 10
+    assert rows[6].split("  ")[0] == "layers.*.mlp.up.weight, 2 times"
+    assert rows[6].split()[-5:] == ["(48,", "192)", '"z,yx"', "(24,", "48)"]
+    assert repr(model.parameters[0]) == ("Parameter('layers.0.ln1.weight', (48,) in layout "
+                                         "'zx@y'; here (12,) of float32)")
+
+
+@pytest.mark.parametrize("scheme, grid, more", [
+    ("3d", (2, 2, 2), {}), ("3d", (2, 1, 2), {"keep": "weight"}), ("1d", (4,), {}),
+    ("2.5d", (2, 2, 2), {"recompute": "full"})])
+def test_traffic_stands_beside_the_closed_form_of_a_step(scheme, grid, more):
+    """Over all ranks the words are the closed form's; the table has both."""
+    counted, ranks = Counter(), mm3d.SCHEMES[scheme].grid_shape(grid).ranks
+    for rank in range(ranks):
+        model = model_of(scheme, grid, rank, **more)
+        y, saved = model.forward(model.random("input"))
+        model.backward(model.random("output gradient"), saved)
+        counted.update({key: one.words for key, one in model.traffic().items()})
+    found = mm3d.cost.step_words(model)
+    assert {key: words * ranks for key, words in found.items()} == counted
+    heads, *rows, last = model.traffic().beside(found).splitlines()
+    assert heads.split() == ["collective", "along", "calls", "words", "closed", "form,", "mean"]
+    assert len(rows) == len(found) and last.split()[-1] == f"{sum(found.values()):g}"
+
+
+def test_traffic_prints_what_only_the_closed_form_has():
+    counts = TrafficCounts({("x", "all_gather"): Traffic(1, 1, 6)})
+    assert counts.beside({("y", "reduce"): 1.5}).splitlines()[1:] == [
+        "all_gather     x          1          6                  0",
+        "reduce         y          0          0                1.5",
+        "all                       1          6                1.5"]
+    assert "closed" not in str(counts)
