@@ -16,7 +16,7 @@ from bench.experiments.dump.places import (FILES, LOSS, NORM, SCALARS, Place, bo
                                            in_order)
 from bench.experiments.dump.tensor_files import number_type, read_tensors
 from mm3d.config import Model
-from mm3d.hugging_face.config_file import read_config
+from mm3d.hugging_face.config_file import model_from_config, read_config
 from mm3d.hugging_face.names import GPT2_PREFIXES, LLAMA_PREFIXES, canonical, tensor_shapes
 from mm3d.pretrained.loading import model_pieces
 from mm3d.training.batches import check_batch
@@ -186,7 +186,7 @@ def _model(folder: Path, shape: tuple[int, ...], about: Mapping[str, Any],
         raise UsageError(f"{folder}: dtype {dtype!r} in dump.json: {', '.join(COMPUTED)} would do")
     number_type(dtype)
     narrow = dtype in ("float16", "bfloat16")
-    return Model.from_config(
+    return model_from_config(
         folder, batch=shape[0], seq=shape[1], dtype=dtype, ignored=about.get("ignored", -100),
         master="float32" if narrow and stored == "float32" else None,
         dropout=float(about.get("dropout", 0.0)))
