@@ -100,7 +100,7 @@ def find_rules(names: str) -> list[Rule]:
         text = path.read_text("utf-8")
         found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         return [_rule(names, *one) for one in found.items()]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise error if isinstance(error, UsageError) else UsageError(
             f"--names {names} is no object of names in TOML or JSON: {error}") from error
 
