@@ -32,7 +32,7 @@ ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure"
          "plan", "predict", "calibrate", "schedule", "cube", "cluster", "doctor",
          # kinds of measure
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
-         "dump", "gpu", "start")
+         "dump", "meshes", "gpu", "start")
 # Former names, with the present ones.
 RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
            "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
