@@ -4,7 +4,8 @@ All names are those of Hugging Face's files: a tensor's own name for weights and
 module's name for its output.
 """
 
-from typing import Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import Iterator
 
 from mm3d.config import Model
 from mm3d.hugging_face.names import GPT2_PREFIXES, LLAMA_PREFIXES
@@ -17,7 +18,8 @@ FILES = {"mask": "masks", "activation": "activations",
 SCALARS, LOSS, NORM = "scalars", "loss", "norm"
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Name a tensor of a step: its kind, a key of `FILES`, "loss" or "norm"; and its name."""
 
     kind: str
