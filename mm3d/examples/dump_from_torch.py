@@ -67,7 +67,8 @@ class Dump:
         self.masks: dict[str, list] = {}
         if self.lead:
             self.folder.mkdir(parents=True)
-            (self.folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            (self.folder / "config.json").write_text(json.dumps(config, indent=2),
+                                                     encoding="utf-8")
         self._save("weights", self._parameters(lambda p: p))
         self._save("batch", {"tokens": self._rows(tokens), "targets": self._rows(targets)})
         self.hooks = [module.register_forward_hook(self._keep(_plain(name), module))
@@ -124,7 +125,8 @@ class Dump:
             self.about["optimizer"] = optimizer
             self._save("weights_after", self._parameters(lambda p: p))
         if self.lead:
-            (self.folder / "dump.json").write_text(json.dumps(self.about, indent=2), encoding="utf-8")
+            (self.folder / "dump.json").write_text(json.dumps(self.about, indent=2),
+                                                   encoding="utf-8")
 
     def _parameters(self, of: Any) -> dict[str, torch.Tensor]:
         """Return something of each parameter, whole; every rank takes part in gathering it."""
