@@ -49,7 +49,7 @@ PACKAGES = {
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
               "mm3d.schemes mm3d.training.mesh mm3d.training.norms "
               "mm3d.training.gpt mm3d.examples bench",
-    "safetensors": "mm3d.pretrained",
+    "safetensors": "mm3d.pretrained mm3d.examples",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
     "scipy": "bench.prediction bench.statistics bench.least_squares",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
