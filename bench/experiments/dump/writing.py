@@ -31,8 +31,8 @@ def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str,
     more = {"dtype": model.dtype, "ignored": model.ignored} | (
         {"dropout": model.dropout} if model.dropout else {})
     for name, content in (("config", config_of(model)), ("dump", more | about)):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n",
-                                            encoding="utf-8")
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
     computed, kept = number_type(model.dtype), number_type(model.master or model.dtype)
     files: dict[str, dict[str, np.ndarray]] = {
         "weights": {name: a.astype(kept) for name, a in start.weights.items()},
