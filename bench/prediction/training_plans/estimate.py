@@ -97,15 +97,15 @@ class Estimator:
         count = sum(cost.flops(sizes).values()) + cost.flops_again(sizes, recompute)
         return count / (training.gpus * machine.gemm_rate[training.dtype] * machine.achieved.gemm)
 
-    def seconds(self, choice: Choice, work: LayerWork) -> float:
-        """Estimate the seconds of a step."""
+    def seconds(self, choice: Choice, work: LayerWork, hops: bool = True) -> float:
+        """Estimate the seconds of a step; without `hops` a bound from below."""
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages)
-        hops = (0.0, 0.0) if stages == 1 else self.hop(
-            choice.scheme, choice.grid, choice.micro,
-            (choice.data // choice.parts, choice.parts, stages), choice.inside)
+        between = self.hop(choice.scheme, choice.grid, choice.micro,
+                           (choice.data // choice.parts, choice.parts, stages),
+                           choice.inside) if hops and stages > 1 else (0.0, 0.0)
         total, busy = self._pipelined(choice, work, self._with_replicas(
-            choice, work, sizes, strides), hops)
+            choice, work, sizes, strides), between)
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)
