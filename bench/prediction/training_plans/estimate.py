@@ -61,7 +61,7 @@ class Estimator:
         micro = self.training.microbatches(choice)
         sizes = self.sizes(choice.scheme, choice.grid, stages)
         first, last, _ = sizes.layers
-        behind = 0.0
+        behind = grown = 0.0
         if chunks > 1:    # in layers of all chunks of a rank
             most = micro * chunks
             flying = [min(2 * far + (chunks - 1) * stages + 1, most) / chunks
@@ -69,8 +69,9 @@ class Estimator:
         else:
             flying = [min(stages, micro), 1]
             if choice.schedule == "zb-h1":
-                behind = min(stages - 1, micro - 1) * filled.operands
-        held = (filled.saved * first * flying[0], last * (filled.saved * flying[1] + behind))
+                behind, grown = min(stages - 1, micro - 1) * filled.operands, filled.grown
+        held = (filled.saved * first * flying[0] + grown * (first - 1),
+                last * (filled.saved * flying[1] + behind) + grown * (last - 1))
         spent = filled.working, filled.ends_working
         if stages == 1:
             spent = (max(spent), max(spent))

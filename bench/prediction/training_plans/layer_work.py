@@ -67,13 +67,15 @@ class LayerBytes(NamedTuple):
     """The bytes of a rank that a layer fills in one micro-batch, beside parameters.
 
     `saved` are kept from forward to backward, `operands` from B to W; `working` are the others
-    during backward, `ends_working` those in the last stage, where logits are.
+    during backward, `ends_working` those in the last stage, where logits are.  `grown` are those
+    that each further layer of a stage adds beside `saved` during B, where W is apart.
     """
 
     saved: float
     operands: float
     working: float
     ends_working: float
+    grown: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -214,24 +216,27 @@ def _logits(training: Training, layer: Layer) -> float:
             * largest_block(training.gpt.vocab, blocks.features))
 
 
-def trace_layer(training: Training, layer: Layer) -> tuple[Trace, Trace]:
-    """Run a layer dry: alone, and as a GPT of one layer."""
+def trace_layer(training: Training, layer: Layer) -> tuple[Trace, ...]:
+    """Run a layer dry: alone, and as a GPT of one layer; where W is apart, two layers as well."""
     block, gpt = training.machine.elementwise_block, training.gpt
     whole = PipelineModel(
         build("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
         training.stack(layer.micro, layer.recompute, 1), vocab=gpt.vocab, tied=gpt.tied)
-    return replace(whole, vocab=0).trace(1, block=block), whole.trace(1, block=block)
+    own = replace(whole, vocab=0)
+    return (own.trace(1, block=block), whole.trace(1, block=block),
+            *[own.trace(2, block=block)] * layer.halves)
 
 
-def traced_work(training: Training, layer: Layer, traces: tuple[Trace, Trace]) -> LayerWork:
+def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> LayerWork:
     """Price a layer by the result of `trace_layer`, which does not depend on strides."""
-    alone, both = traces
+    alone, both, *two = traces
     strides = dict(zip(layer.grid, layer.strides))
     own, all_of_it = (_phase_seconds(training, with_strides(one, strides) if strides else one)
-                      for one in traces)
+                      for one in (alone, both))
     ends = tuple(whole - part for whole, part in zip(all_of_it, own))
     filled = LayerBytes(alone.saved, alone.operands,
-                        *(one.peak - one.parameters - alone.saved for one in (alone, both)))
+                        *(one.peak - one.parameters - alone.saved for one in (alone, both)),
+                        *(one.peak - alone.peak - alone.parameters - alone.saved for one in two))
     return LayerWork(*own, ends[:2], filled)
 
 

@@ -18,7 +18,7 @@ KEPT = 100          # plans of a family that closed forms leave
 REFINED = 24        # that fit by dry runs of a layer, in all
 OF_FAMILY = 4       # the same, of each family
 SLACK = 1.15        # of memory, by closed forms
-TRACED_SLACK = {False: 1.03, True: 1.15}    # by dry runs of a layer, and with W apart
+TRACED_SLACK = 1.03    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
 
 Scored = tuple[float, Choice]    # estimated seconds first
@@ -211,7 +211,7 @@ class Screening:
         needed = self.estimator.memory(choice, self.traced(layer).filled)
         self.counts["layers"] = self.traces.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
-        return needed <= TRACED_SLACK[layer.halves] * self.limit
+        return needed <= TRACED_SLACK * self.limit
 
     def too_large(self) -> str:
         training = self.training
