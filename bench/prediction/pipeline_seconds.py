@@ -138,8 +138,8 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
                    default=np.nan) for wanted in ("node", "network")]
     sums = tuple(sum((steps[chunks[stage]][3] for stage in stages), Fraction(0))
                  for stages in model.schedule.stages)
-    return PredictedPipeline(_timed(model.schedule, times.forward, times.backward, times.weights,
-                                    links), *longest, sums, tuple(spent[chunk] for chunk in chunks))
+    timeline = _timed(model.schedule, times.forward, times.backward, times.weights, links)
+    return PredictedPipeline(timeline, *longest, sums, tuple(spent[chunk] for chunk in chunks))
 
 
 @lru_cache(maxsize=8)
@@ -224,19 +224,25 @@ def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
 
 
 def fullest_stage(model: PipelineModel, optimizer: bool = False,
-                  last: bool = True) -> tuple[int, int]:
+                  ends: str = "both") -> tuple[int, int]:
     """Return the stage that needs the most memory, and the peak bytes of its first rank.
 
     Among stages of the same grid and layers, only the first with the most micro-batches in flight
-    is run; and with `last` the last of a GPT, where logits are.
+    is run; and the last of a GPT, where logits are.  `ends` says which of these may be the fullest
+    where that is known: "first", "last", or "both".
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
         layers = tuple(len(model.parts[part]) for part in model.schedule.stages[stage])
         alike.setdefault((grid, layers), []).append(stage)
     flying = peak_in_flight(model.schedule)
-    found = {max(stages, key=flying.__getitem__) for stages in alike.values()}
-    if model.vocab and last:
+    most = {key: max(stages, key=flying.__getitem__) for key, stages in alike.items()}
+    if not model.halves and model.schedule.chunks == 1:    # the first has the embedding as well
+        grid, layers = next(key for key, stages in alike.items() if 0 in stages)
+        most = {(other, fewer): stage for (other, fewer), stage in most.items() if stage == 0
+                or other != grid or fewer > layers or flying[stage] > flying[0]}
+    found = {*most.values()} if ends != "last" or not model.vocab else set()
+    if model.vocab and ends != "first":
         found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
     peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
     return max(peaks.items(), key=lambda one: one[1])

@@ -189,14 +189,14 @@ def model_flops(model: PipelineModel) -> dict[str, float]:
     return {"model": model.data * useful, "hardware": model.data * (useful + again)}
 
 
-def memory_by_kind(model: PipelineModel, last: bool = True) -> dict[str, float]:
+def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]:
     """Return the peak bytes of a rank by kind, exact in all, by a dry run of a step.
 
     Values, gradients, masters and moments are those of the stage with the most parameters;
-    "activations" is all else at the peak, buffers and intermediate arrays among them.  Without
-    `last` the last stage is taken not to be the fullest.
+    "activations" is all else at the peak, buffers and intermediate arrays among them.  `ends` is
+    as of `fullest_stage`.
     """
-    _, peak = fullest_stage(shortened(model), optimizer=True, last=last)
+    _, peak = fullest_stage(shortened(model), optimizer=True, ends=ends)
     found = state_by_kind(model.stack.dtype, parameters_of_rank(model), model.zero,
                           model.shards or model.data)
     return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}

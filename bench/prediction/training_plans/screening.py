@@ -11,7 +11,8 @@ from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator
 from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screen_layer,
-                                                        screened_bytes, screened_work, trace_layer,
+                                                        screened_bytes, screened_work, trace_alone,
+                                                        trace_layer, traced_bytes,
                                                         traced_work)
 
 KEPT = 100          # plans of a family that closed forms leave
@@ -46,7 +47,8 @@ class Screening:
         self.counted = cache(lambda layer: screen_layer(training, layer))
         self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
             training, layer, self.counted(layer.anywhere._replace(halves=False))))
-        self.traces = cache(lambda layer: trace_layer(training, layer))
+        self.alone = cache(lambda layer: trace_alone(training, layer))
+        self.traces = cache(lambda layer: trace_layer(training, layer, self.alone(layer)))
         self.traced: Callable[[Layer], LayerWork] = cache(
             lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
         self.listed, self.fitting = cache(self._listed), cache(self._fitting)
@@ -208,10 +210,12 @@ class Screening:
     def may_fit(self, choice: Choice) -> bool:
         """Return whether a plan fits by dry runs of a layer, or almost."""
         layer = Layer.of(choice).anywhere
-        needed = self.estimator.memory(choice, self.traced(layer).filled)
-        self.counts["layers"] = self.traces.cache_info().currsize
+        most = TRACED_SLACK * self.limit
+        fits = (self.estimator.memory(choice, traced_bytes(self.alone(layer))) <= most
+                and self.estimator.memory(choice, self.traced(layer).filled) <= most)
+        self.counts["layers"] = self.alone.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
-        return needed <= TRACED_SLACK * self.limit
+        return fits
 
     def too_large(self) -> str:
         training = self.training
