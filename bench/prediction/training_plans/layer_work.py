@@ -106,8 +106,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     sequence, which are computed one after the other.
     """
     machine, size = training.machine, itemsize(training.dtype)
-    blocks = BlockSizes(layer.scheme, layer.grid,
-                        training.stack(layer.micro, layer.recompute, 1).sizes)
+    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
     elements = blocks.elements()
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, machine.attention))
@@ -212,9 +211,14 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
                                         kind.product_moves(layer.grid, shape)))
 
 
+@cache
+def _blocks(scheme: str, grid: GridShape, sizes: ModelSizes) -> BlockSizes:
+    return BlockSizes(scheme, grid, sizes)
+
+
 def _logits(training: Training, layer: Layer) -> float:
     """Return the largest number of logits of a rank."""
-    blocks = BlockSizes(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
+    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
     return (largest_block(layer.micro, blocks.sequences)
             * largest_block(training.seq, blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
