@@ -5,7 +5,7 @@ Its ranks are run dry, one micro-batch or a whole step.
 
 import sys
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,12 @@ from mm3d.tracing.trace import Trace
 from mm3d.training.batches import divide_layers
 from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import Schedule, build
+
+
+@lru_cache(maxsize=32)
+def build_once(name: str, ranks: int, microbatches: int) -> Schedule:
+    """Build a schedule that models share, so that it is checked once."""
+    return build(name, ranks, microbatches)
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class PipelineModel:
     @property
     def of_one_micro_batch(self) -> Schedule:
         """Return a schedule of one micro-batch with the same kinds of actions."""
-        return build("zb-h1" if self.halves else "gpipe", self.schedule.ranks, 1)
+        return build_once("zb-h1" if self.halves else "gpipe", self.schedule.ranks, 1)
 
     def build(self, schedule: Schedule, layers: int, comm: Any, backend: Any,
               master: str | None = None) -> mm3d.Pipeline | mm3d.GPT:

@@ -11,7 +11,7 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Iterable
 
 import numpy as np
@@ -25,11 +25,12 @@ from bench.prediction.seconds import Terms, achieved_seconds, place_trace, trace
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import SUMS, Trace
-from mm3d.training.schedules import Times, clock
+from mm3d.training.schedules import Schedule, Times, clock
 from mm3d.training.schedules.clock import Timeline, pairs
 from mm3d.training.schedules.memory import peak_in_flight
 
 HALVES = ("forward", "backward_input", "backward_weights")
+Steps = tuple[Fraction, ...]    # seconds by stage
 REPLICAS = "rd"    # directions: across copies of the model, and among replicas that divide one
 
 
@@ -90,8 +91,8 @@ class PredictedPipeline:
         times = self.timeline.times
         if not any(times.links.values()):
             return self.seconds
-        return self._with_sums(clock(self.timeline.schedule,
-                                     Times(times.forward, times.backward, times.weights)))
+        return self._with_sums(_timed(self.timeline.schedule, times.forward, times.backward,
+                                      times.weights))
 
     def _with_sums(self, timeline: Timeline) -> Fraction:
         """Return the time from the first begin to the last end of a stage's sums."""
@@ -132,14 +133,20 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
     found = {pair: _hop_seconds(model, machine, *pair, inside)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
     times = Times.by_stage(*zip(*(steps[chunk][:3] for chunk in chunks)))
-    links = {pair: Fraction(seconds) for pair, (seconds, _) in found.items()}
-    times = Times(times.forward, times.backward, times.weights, links=links)
+    links = tuple((pair, Fraction(seconds)) for pair, (seconds, _) in found.items())
     longest = [max((seconds for seconds, level in found.values() if level == wanted),
                    default=np.nan) for wanted in ("node", "network")]
     sums = tuple(sum((steps[chunks[stage]][3] for stage in stages), Fraction(0))
                  for stages in model.schedule.stages)
-    return PredictedPipeline(clock(model.schedule, times), *longest, sums,
-                             tuple(spent[chunk] for chunk in chunks))
+    timeline = _timed(model.schedule, times.forward, times.backward, times.weights, links)
+    return PredictedPipeline(timeline, *longest, sums, tuple(spent[chunk] for chunk in chunks))
+
+
+@lru_cache(maxsize=8)
+def _timed(schedule: Schedule, forward: Steps, backward: Steps, weights: Steps,
+           links: tuple[tuple[tuple[int, int], Fraction], ...] = ()) -> Timeline:
+    """Time a schedule; plans that differ in what replicas divide at the end share it."""
+    return clock(schedule, Times(forward, backward, weights, links=dict(links)))
 
 
 def _end_of(model: PipelineModel, stage: int) -> str:
@@ -217,19 +224,25 @@ def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
 
 
 def fullest_stage(model: PipelineModel, optimizer: bool = False,
-                  last: bool = True) -> tuple[int, int]:
+                  ends: str = "both") -> tuple[int, int]:
     """Return the stage that needs the most memory, and the peak bytes of its first rank.
 
     Among stages of the same grid and layers, only the first with the most micro-batches in flight
-    is run; and with `last` the last of a GPT, where logits are.
+    is run; and the last of a GPT, where logits are.  `ends` says which of these may be the fullest
+    where that is known: "first", "last", or "both".
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
         layers = tuple(len(model.parts[part]) for part in model.schedule.stages[stage])
         alike.setdefault((grid, layers), []).append(stage)
     flying = peak_in_flight(model.schedule)
-    found = {max(stages, key=flying.__getitem__) for stages in alike.values()}
-    if model.vocab and last:
+    most = {key: max(stages, key=flying.__getitem__) for key, stages in alike.items()}
+    if not model.halves and model.schedule.chunks == 1:    # the first has the embedding as well
+        grid, layers = next(key for key, stages in alike.items() if 0 in stages)
+        most = {(other, fewer): stage for (other, fewer), stage in most.items() if stage == 0
+                or other != grid or fewer > layers or flying[stage] > flying[0]}
+    found = {*most.values()} if ends != "last" or not model.vocab else set()
+    if model.vocab and ends != "first":
         found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
     peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
     return max(peaks.items(), key=lambda one: one[1])

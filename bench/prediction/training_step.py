@@ -13,7 +13,7 @@ from bench.cases.variants import itemsize
 from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel, build_once
 from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, Spent,
                                                fullest_stage, predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
@@ -23,7 +23,6 @@ from mm3d.model import cost
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing.events import Collective, PHASES
-from mm3d.training.schedules import build
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step
@@ -190,14 +189,14 @@ def model_flops(model: PipelineModel) -> dict[str, float]:
     return {"model": model.data * useful, "hardware": model.data * (useful + again)}
 
 
-def memory_by_kind(model: PipelineModel, last: bool = True) -> dict[str, float]:
+def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]:
     """Return the peak bytes of a rank by kind, exact in all, by a dry run of a step.
 
     Values, gradients, masters and moments are those of the stage with the most parameters;
-    "activations" is all else at the peak, buffers and intermediate arrays among them.  Without
-    `last` the last stage is taken not to be the fullest.
+    "activations" is all else at the peak, buffers and intermediate arrays among them.  `ends` is
+    as of `fullest_stage`.
     """
-    _, peak = fullest_stage(shortened(model), optimizer=True, last=last)
+    _, peak = fullest_stage(shortened(model), optimizer=True, ends=ends)
     found = state_by_kind(model.stack.dtype, parameters_of_rank(model), model.zero,
                           model.shards or model.data)
     return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
@@ -229,5 +228,5 @@ def shortened(model: PipelineModel) -> PipelineModel:
     fewer = min(schedule.microbatches, most)
     if fewer == schedule.microbatches or not model.named:
         return model
-    return replace(model, schedule=build(model.named, schedule.ranks, fewer),
+    return replace(model, schedule=build_once(model.named, schedule.ranks, fewer),
                    stack=replace(model.stack, batch=model.micro.batch * fewer))

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ import numpy as np
 # multiple of PANEL_ROWS rows.  BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds
 # differently in a last, shorter block.  Panels of whole blocks leave every bit as it is.
 MAX_PANELS, PANEL_ROWS = 8, 96
+_has_16_bits = cache(lambda dtype: str(dtype) in ("float16", "bfloat16"))    # names are slow
 DTYPES = ("float64", "float32", "float16")    # of models, that every library has
 
 Array = Any    # an array of the library that the backend wraps
@@ -331,7 +333,7 @@ def as_rows(a: Array) -> Array:
 
 def accumulation_dtype(a: Array) -> Any:
     """Return the dtype for sums over `a`: its own, but float32 for floating point of 16 bits."""
-    return namespace(a).float32 if str(a.dtype) in ("float16", "bfloat16") else a.dtype
+    return namespace(a).float32 if _has_16_bits(a.dtype) else a.dtype
 
 
 def host_dtype(a: Array) -> np.dtype:

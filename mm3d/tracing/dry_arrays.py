@@ -6,6 +6,7 @@ elementwise operations are counted in a `Trace`, and so is the memory that they 
 
 import ctypes
 import sys
+from operator import attrgetter
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -30,12 +31,12 @@ class DryArray:
     def __init__(self, backend: "DryBackend", shell: np.ndarray) -> None:
         self._backend, self._shell = backend, shell
 
-    shape = property(lambda self: self._shell.shape)
-    dtype = property(lambda self: self._shell.dtype)
-    ndim = property(lambda self: self._shell.ndim)
-    size = property(lambda self: self._shell.size)
-    nbytes = property(lambda self: self._shell.nbytes)
-    flags = property(lambda self: self._shell.flags)
+    shape = property(attrgetter("_shell.shape"))
+    dtype = property(attrgetter("_shell.dtype"))
+    ndim = property(attrgetter("_shell.ndim"))
+    size = property(attrgetter("_shell.size"))
+    nbytes = property(attrgetter("_shell.nbytes"))
+    flags = property(attrgetter("_shell.flags"))
     T = property(lambda self: DryArray(self._backend, self._shell.T))
 
     def __repr__(self) -> str:
@@ -287,13 +288,13 @@ class DryBackend(Backend):
         """Count an operation on arrays and numbers, and return its result after broadcasting."""
         arrays = self._arrays(operands)
         kinds = [a.dtype if self.owns(a) else a for a in operands]
-        return self.result(operation, np.broadcast_shapes(*(a.shape for a in arrays)),
+        return self.result(operation, _broadcast({a.shape for a in arrays}),
                            dtype or np.result_type(*kinds), *arrays)
 
     def write_into(self, operation: str, out: DryArray, *operands: Any) -> DryArray:
         """Count an operation whose result goes to `out`; the operands must fit its shape."""
         for a in self._arrays(operands):
-            if np.broadcast_shapes(a.shape, out.shape) != out.shape:
+            if _broadcast({a.shape, out.shape}) != out.shape:
                 raise ValueError(f"{operation}: an array of {a.shape} does not fit {out.shape}")
         self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(operands)))
         return out
@@ -304,6 +305,11 @@ class DryBackend(Backend):
             if not isinstance(a, (DryArray, int, float, np.number)):
                 raise TypeError(f"{type(a).__name__} and an array without contents")
         return [a for a in operands if self.owns(a)]
+
+
+def _broadcast(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that arrays have after broadcasting; most have the same one."""
+    return next(iter(shapes)) if len(shapes) == 1 else np.broadcast_shapes(*shapes)
 
 
 def _sum_bytes(operands: tuple) -> int:

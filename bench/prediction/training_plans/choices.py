@@ -8,12 +8,11 @@ from typing import Iterable, Iterator, NamedTuple
 from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import GptFile
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel, build_once
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
-from mm3d.training.schedules import build
 
 # Each with the directions of more than one rank: without, a grid is another scheme's.
 SCHEMES = {"1d": "x", "1d-sp": "x", "2d": "xy", "2.5d": "xyz", "3d": ""}
@@ -117,7 +116,7 @@ class Training:
 
     def model(self, choice: Choice) -> PipelineModel:
         """Return the model that a plan is of, for exact predictions."""
-        schedule = build(choice.schedule, choice.stages, self.microbatches(choice))
+        schedule = build_once(choice.schedule, choice.stages, self.microbatches(choice))
         return PipelineModel(
             schedule, choice.scheme, (choice.grid,) * choice.stages,
             self.stack(self.batch // choice.data, choice.recompute), data=choice.data,

@@ -61,7 +61,7 @@ class Estimator:
         micro = self.training.microbatches(choice)
         sizes = self.sizes(choice.scheme, choice.grid, stages)
         first, last, _ = sizes.layers
-        behind = 0.0
+        behind = grown = 0.0
         if chunks > 1:    # in layers of all chunks of a rank
             most = micro * chunks
             flying = [min(2 * far + (chunks - 1) * stages + 1, most) / chunks
@@ -69,8 +69,9 @@ class Estimator:
         else:
             flying = [min(stages, micro), 1]
             if choice.schedule == "zb-h1":
-                behind = min(stages - 1, micro - 1) * filled.operands
-        held = (filled.saved * first * flying[0], last * (filled.saved * flying[1] + behind))
+                behind, grown = min(stages - 1, micro - 1) * filled.operands, filled.grown
+        held = (filled.saved * first * flying[0] + grown * (first - 1),
+                last * (filled.saved * flying[1] + behind) + grown * (last - 1))
         spent = filled.working, filled.ends_working
         if stages == 1:
             spent = (max(spent), max(spent))
@@ -97,15 +98,15 @@ class Estimator:
         count = sum(cost.flops(sizes).values()) + cost.flops_again(sizes, recompute)
         return count / (training.gpus * machine.gemm_rate[training.dtype] * machine.achieved.gemm)
 
-    def seconds(self, choice: Choice, work: LayerWork) -> float:
-        """Estimate the seconds of a step."""
+    def seconds(self, choice: Choice, work: LayerWork, hops: bool = True) -> float:
+        """Estimate the seconds of a step; without `hops` a bound from below."""
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages)
-        hops = (0.0, 0.0) if stages == 1 else self.hop(
-            choice.scheme, choice.grid, choice.micro,
-            (choice.data // choice.parts, choice.parts, stages), choice.inside)
+        between = self.hop(choice.scheme, choice.grid, choice.micro,
+                           (choice.data // choice.parts, choice.parts, stages),
+                           choice.inside) if hops and stages > 1 else (0.0, 0.0)
         total, busy = self._pipelined(choice, work, self._with_replicas(
-            choice, work, sizes, strides), hops)
+            choice, work, sizes, strides), between)
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)

@@ -6,7 +6,7 @@ of milliseconds, those of the best.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from bench.prediction.closed_form_plan import (BlockSizes, PhaseWork, collective
                                                elementwise_coefficients, grid_work,
                                                line_elements)
 from bench.prediction.kernels import with_kernels
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_model import PipelineModel, build_once
 from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
@@ -23,12 +23,12 @@ from bench.prediction.training_plans.choices import Choice, Training
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES
 from mm3d.tracing.trace import Trace
-from mm3d.training.schedules import build
 
 # Bytes that the ends of a GPT read and write, in arrays of logits: forward and backward.
 LOGIT_ARRAYS = 2    # that are held at once
@@ -67,13 +67,15 @@ class LayerBytes(NamedTuple):
     """The bytes of a rank that a layer fills in one micro-batch, beside parameters.
 
     `saved` are kept from forward to backward, `operands` from B to W; `working` are the others
-    during backward, `ends_working` those in the last stage, where logits are.
+    during backward, `ends_working` those in the last stage, where logits are.  `grown` are those
+    that each further layer of a stage adds beside `saved` during B, where W is apart.
     """
 
     saved: float
     operands: float
     working: float
     ends_working: float
+    grown: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,37 +106,40 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     sequence, which are computed one after the other.
     """
     machine, size = training.machine, itemsize(training.dtype)
-    blocks = BlockSizes(layer.scheme, layer.grid,
-                        training.stack(layer.micro, layer.recompute, 1).sizes)
+    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
     elements = blocks.elements()
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, machine.attention))
     elements[-1] /= largest_block(layer.micro, blocks.sequences)
-    saved, working = (size * float(words @ elements) for words in words_of(
+    saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype))
     logits = _logits(training, layer)
-    return (LayerBytes(saved, saved / 2, working, max(working, size * LOGIT_ARRAYS * logits)),
+    return (LayerBytes(saved, operands, working, max(working, size * LOGIT_ARRAYS * logits),
+                       grown),
             achieved_seconds(machine, {"memory": size * float(moved)
                                        / machine.memory_bandwidth}))
 
 
 @cache
-def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, ...]:
     """Return the words that a layer saves, and those of its further arrays in backward.
 
-    They are per word of `BlockSizes.elements`, but of the scores of a sequence alone.
+    After these are those of `LayerBytes.operands` and `LayerBytes.grown`.  All are per word of
+    `BlockSizes.elements`, but of the scores of a sequence alone.
     """
-    rows, saved, working = [], [], []
+    rows, found, size = [], [], itemsize(dtype)
     for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (3, 2, 128), (1, 8, 128), (1, 2, 256)):
-        trace = dry_run.trace_step("1d", ranks, layers=1, hidden=64, heads=4, batch=batch,
-                                   seq=seq, causal=True, dtype=dtype, recompute=recompute)
+        stack = Stack(layers=1, hidden=64, heads=4, batch=batch, seq=seq, causal=True, dtype=dtype,
+                      recompute=recompute)
+        whole, apart = (traced_bytes([PipelineModel(
+            build_once(name, 1, 1), "1d", (GridShape("x", (ranks,)),), stack).trace(layers)
+            for layers in range(1, most + 1)]) for name, most in (("gpipe", 1), ("zb-h1", 2)))
         rows.append(line_elements(ranks, ModelSizes(1, 64, 4, batch, seq)))
         rows[-1][-1] /= batch
-        saved.append(trace.saved / itemsize(dtype))
-        working.append((trace.peak - trace.parameters - trace.saved) / itemsize(dtype))
-    found = [np.linalg.lstsq(np.array(rows), np.array(words), rcond=None)[0]
-             for words in (saved, working)]
-    return tuple(np.maximum(one, 0) for one in found)
+        found.append((whole.saved / size, whole.working / size, apart.operands / size,
+                      apart.grown / size))
+    return tuple(np.maximum(words, 0) for words in np.linalg.lstsq(
+        np.array(rows), np.array(found), rcond=None)[0].T)
 
 
 @cache
@@ -206,33 +211,56 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
                                         kind.product_moves(layer.grid, shape)))
 
 
+@cache
+def _blocks(scheme: str, grid: GridShape, sizes: ModelSizes) -> BlockSizes:
+    return BlockSizes(scheme, grid, sizes)
+
+
 def _logits(training: Training, layer: Layer) -> float:
     """Return the largest number of logits of a rank."""
-    blocks = BlockSizes(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
+    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
     return (largest_block(layer.micro, blocks.sequences)
             * largest_block(training.seq, blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
 
 
-def trace_layer(training: Training, layer: Layer) -> tuple[Trace, Trace]:
-    """Run a layer dry: alone, and as a GPT of one layer."""
-    block, gpt = training.machine.elementwise_block, training.gpt
-    whole = PipelineModel(
-        build("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
-        training.stack(layer.micro, layer.recompute, 1), vocab=gpt.vocab, tied=gpt.tied)
-    return replace(whole, vocab=0).trace(1, block=block), whole.trace(1, block=block)
+def trace_alone(training: Training, layer: Layer) -> tuple[Trace, ...]:
+    """Run a layer dry; where W is apart, two layers as well."""
+    alone = replace(_of_one_layer(training, layer), vocab=0)
+    return tuple(alone.trace(layers, block=training.machine.elementwise_block)
+                 for layers in range(1, 2 + layer.halves))
 
 
-def traced_work(training: Training, layer: Layer, traces: tuple[Trace, Trace]) -> LayerWork:
+def trace_layer(training: Training, layer: Layer,
+                alone: tuple[Trace, ...] = ()) -> tuple[Trace, ...]:
+    """Run a GPT of one layer dry; return also the result of `trace_alone`, before it."""
+    return (*(alone or trace_alone(training, layer)), _of_one_layer(training, layer).trace(
+        1, block=training.machine.elementwise_block))
+
+
+def _of_one_layer(training: Training, layer: Layer) -> PipelineModel:
+    return PipelineModel(
+        build_once("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
+        training.stack(layer.micro, layer.recompute, 1), vocab=training.gpt.vocab,
+        tied=training.gpt.tied)
+
+
+def traced_bytes(alone: Sequence[Trace], whole: Trace | None = None) -> LayerBytes:
+    """Return the bytes of a layer by `trace_alone`, and those of its ends by the GPT `whole`."""
+    one, *two = alone
+    working = [found.peak - found.parameters - one.saved for found in (one, whole or one)]
+    return LayerBytes(one.saved, one.operands, *working, *(
+        found.peak - one.peak - one.parameters - one.saved for found in two))
+
+
+def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> LayerWork:
     """Price a layer by the result of `trace_layer`, which does not depend on strides."""
-    alone, both = traces
+    alone, both = traces[0], traces[-1]
     strides = dict(zip(layer.grid, layer.strides))
     own, all_of_it = (_phase_seconds(training, with_strides(one, strides) if strides else one)
-                      for one in traces)
+                      for one in (alone, both))
     ends = tuple(whole - part for whole, part in zip(all_of_it, own))
-    filled = LayerBytes(alone.saved, alone.operands,
-                        *(one.peak - one.parameters - alone.saved for one in (alone, both)))
-    return LayerWork(*own, ends[:2], filled)
+    return LayerWork(*own, ends[:2], traced_bytes(traces[:-1], both))
 
 
 def _phase_seconds(training: Training, trace: Trace) -> tuple[float, float, float]:

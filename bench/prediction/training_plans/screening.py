@@ -1,6 +1,7 @@
 """Estimate all plans of a training, and keep the fastest of each family that may fit."""
 
 import heapq
+from bisect import bisect_right
 from dataclasses import replace
 from functools import cache
 from typing import Callable, Iterable, Iterator
@@ -10,18 +11,20 @@ from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator
 from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screen_layer,
-                                                        screened_bytes, screened_work, trace_layer,
+                                                        screened_bytes, screened_work, trace_alone,
+                                                        trace_layer, traced_bytes,
                                                         traced_work)
 
 KEPT = 100          # plans of a family that closed forms leave
 REFINED = 24        # that fit by dry runs of a layer, in all
 OF_FAMILY = 4       # the same, of each family
 SLACK = 1.15        # of memory, by closed forms
-TRACED_SLACK = {False: 1.03, True: 1.15}    # by dry runs of a layer, and with W apart
+TRACED_SLACK = 1.03    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
 
 Scored = tuple[float, Choice]    # estimated seconds first
-Bounded = tuple[float, list[Choice]]    # a bound of them from below, and what replicas may divide
+States = tuple[Choice, ...]    # what replicas divide
+Bounded = tuple[float, Choice, States]    # a bound of them from below, the work, and what fits
 
 
 class Screening:
@@ -44,9 +47,11 @@ class Screening:
         self.counted = cache(lambda layer: screen_layer(training, layer))
         self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
             training, layer, self.counted(layer.anywhere._replace(halves=False))))
-        self.traces = cache(lambda layer: trace_layer(training, layer))
+        self.alone = cache(lambda layer: trace_alone(training, layer))
+        self.traces = cache(lambda layer: trace_layer(training, layer, self.alone(layer)))
         self.traced: Callable[[Layer], LayerWork] = cache(
             lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
+        self.listed, self.fitting = cache(self._listed), cache(self._fitting)
         self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
         self.least = float("inf")    # bytes of the smallest candidate
 
@@ -75,27 +80,48 @@ class Screening:
             When there are none.
         """
         bounded: dict[str, list[Bounded]] = {}
-        states = cache(lambda data: [*self.states(data)])
+        limit, counts = SLACK * self.limit, self.counts
         for work in self.works():
             filled, passes = self.filled(Layer.of(work, whole=True))
-            held, fitting = self.estimator.held(work, filled), {}
-            for one in states(work.data):
-                self.counts["candidates"] += 1
-                state = self.estimator.state(one.zero, one.parts)
-                needed = max(state * parameters + more for parameters, more in held)
-                if needed <= SLACK * self.limit:
-                    choice = work._replace(zero=one.zero, shards=one.shards)
-                    fitting.setdefault(choice.family, []).append(choice)
-                else:
-                    self.least = min(self.least, needed)
-                    self.counts["too large"] += 1
-            for family, plans in fitting.items():
-                bounded.setdefault(family, []).append((self.estimator.least(work, passes), plans))
+            held = self.estimator.held(work, filled)
+            listed, ascending = self.listed(work.data)
+            most = min((limit - more) / parameters for parameters, more in held)
+            fitting = bisect_right(ascending, most)
+            counts["candidates"] += len(listed)
+            counts["too large"] += len(listed) - fitting
+            if fitting < len(listed):
+                self.least = min(self.least, max(ascending[fitting] * parameters + more
+                                                 for parameters, more in held))
+            if fitting:
+                bound = self.estimator.least(work, passes)
+                states = self.fitting(work.data, fitting)
+                for family, some in self._families(work, states).items():
+                    bounded.setdefault(family, []).append((bound, work, some))
         if not self.counts["candidates"]:
             raise UsageError(self._no_mesh())
         if not bounded:
             raise UsageError(self.too_large())
         return {family: self._fastest(ordered(plans)) for family, plans in bounded.items()}
+
+    def _listed(self, data: int) -> tuple[States, list[float]]:
+        """List what so many replicas divide, and the bytes per parameter, ascending."""
+        states = tuple(self.states(data))
+        return states, sorted(self.estimator.state(one.zero, one.parts) for one in states)
+
+    def _families(self, work: Choice, states: States) -> dict[str, States]:
+        """Return by family what replicas may divide."""
+        if work.places * work.stages > 1:    # else the stage of ZeRO decides
+            return {work.family: states}
+        found: dict[str, list[Choice]] = {}
+        for one in states:
+            found.setdefault(work._replace(zero=one.zero).family, []).append(one)
+        return {family: tuple(some) for family, some in found.items()}
+
+    def _fitting(self, data: int, count: int) -> States:
+        """Return of what so many replicas divide that with the fewest bytes per parameter."""
+        states, ascending = self.listed(data)
+        return tuple(one for one in states
+                     if self.estimator.state(one.zero, one.parts) <= ascending[count - 1])
 
     def _fastest(self, plans: list[Bounded]) -> list[Scored]:
         """Return the fastest of some plans, for each division of work and stage of ZeRO one.
@@ -103,19 +129,22 @@ class Screening:
         They are ordered by a bound from below.
         """
         heap: list = []    # the slowest first
-        for number, (bound, states) in enumerate(plans):
+        for number, (bound, work, states) in enumerate(plans):
             worst = -heap[0][0] if len(heap) == KEPT else float("inf")
             if bound > worst:
                 break
             if not number % 1000:
-                self.progress(f"{states[0].family}: {number} of {len(plans)} ways to divide the "
-                              f"work estimated")
-            if worst < float("inf") and self._alone(states[0]) > worst:
+                self.progress(f"{work._replace(zero=states[0].zero).family}: {number} of "
+                              f"{len(plans)} ways to divide the work estimated")
+            if worst < float("inf") and self._alone(work) > worst:
                 continue
             best: dict[int, Scored] = {}
-            for choice in states:
-                scored = self._placed(choice, self.screened)
-                best[choice.zero] = min(best.get(choice.zero, scored), scored, key=_seconds)
+            for one in states:
+                known = best.get(one.zero)
+                scored = self._placed(work._replace(zero=one.zero, shards=one.shards),
+                                      self.screened, known[0] if known else worst)
+                if scored and not (known and known[0] <= scored[0]):
+                    best[one.zero] = scored
             for zero, (seconds, choice) in best.items():
                 (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(
                     heap, (-seconds, -number, zero, choice))
@@ -133,11 +162,24 @@ class Screening:
                 work, backward=work.backward + again)))
         return min(found)
 
-    def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork]) -> Scored:
-        """Return the fastest place of a plan on the nodes."""
-        places = [choice._replace(inside=one) for one in self.training.insides(choice)]
-        return min(((self.estimator.seconds(one, priced(Layer.of(one))), one) for one in places),
-                   key=_seconds)
+    def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork],
+                most: float = float("inf")) -> Scored | None:
+        """Return the fastest place of a plan on the nodes; None if all take more than `most`.
+
+        Hops, which take the longest to price, are priced only where a place may be the fastest.
+        """
+        places = []
+        for inside in self.training.insides(choice):
+            one = choice._replace(inside=inside) if inside else choice
+            work = priced(Layer.of(one))
+            places.append((self.estimator.seconds(one, work, hops=False), len(places), one, work))
+        best: tuple[float, int, Choice] | None = None
+        for bound, number, one, work in sorted(places, key=_seconds):
+            if bound > (most if best is None else best[0]):
+                break
+            found = self.estimator.seconds(one, work), number, one
+            best = found if best is None else min(best, found)
+        return (best[0], best[2]) if best else None
 
     def refine(self, families: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
         """Return the best plans that fit, by dry runs of a layer, of all and of each family."""
@@ -168,10 +210,12 @@ class Screening:
     def may_fit(self, choice: Choice) -> bool:
         """Return whether a plan fits by dry runs of a layer, or almost."""
         layer = Layer.of(choice).anywhere
-        needed = self.estimator.memory(choice, self.traced(layer).filled)
-        self.counts["layers"] = self.traces.cache_info().currsize
+        most = TRACED_SLACK * self.limit
+        fits = (self.estimator.memory(choice, traced_bytes(self.alone(layer))) <= most
+                and self.estimator.memory(choice, self.traced(layer).filled) <= most)
+        self.counts["layers"] = self.alone.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
-        return needed <= TRACED_SLACK[layer.halves] * self.limit
+        return fits
 
     def too_large(self) -> str:
         training = self.training

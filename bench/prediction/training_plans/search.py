@@ -22,7 +22,7 @@ from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
-NEAR = 0.9          # of the first stage's memory by it, below which the last needs no dry run
+NEAR = 0.9          # of the memory of one end of a pipeline, by which the other needs no dry run
 ROUNDED = 1.01      # of memory, above which that of a plan of the same work leaves no doubt
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
 
@@ -37,24 +37,24 @@ class TrainingPlan:
         The plan.
     step : TrainingStep
         Its predicted seconds.
-    last : bool
-        Whether the last stage may be the fullest, by the dry run of a layer.
+    ends : str
+        Which stages may be the fullest, by the dry run of a layer: "first", "last", or "both".
     """
 
     choice: Choice
     model: PipelineModel
     step: TrainingStep
-    last: bool = True
+    ends: str = "both"
 
     @cached_property
     def memory(self) -> dict[str, float]:
         """Return the peak bytes of a rank by kind, by a dry run of a step, some seconds."""
-        return memory_by_kind(self.model, self.last)
+        return memory_by_kind(self.model, self.ends)
 
     @property
     def fullest(self) -> int:
         """Return the stage of the rank that `memory` is of."""
-        return fullest_stage(shortened(self.model), optimizer=True, last=self.last)[0]
+        return fullest_stage(shortened(self.model), optimizer=True, ends=self.ends)[0]
 
     @property
     def seconds(self) -> float:
@@ -195,7 +195,9 @@ class Search(Screening):
             filled = self.traced(Layer.of(choice).anywhere).filled
             first, last = (state * parameters + more for parameters, more
                            in self.estimator.held(choice, filled))
-            return TrainingPlan(choice, model, step, last > NEAR * first)
+            ends = ("first" if last <= NEAR * first else "last" if first <= NEAR * last
+                    else "both")
+            return TrainingPlan(choice, model, step, ends)
         except ValueError as error:
             self.refused[describe(choice)] = str(error)
             return None

@@ -1,6 +1,7 @@
 """Check that a schedule is right: complete, in an order that can be kept, and free of deadlock."""
 
 from collections import Counter
+from functools import lru_cache
 from typing import Callable
 
 from mm3d.training.schedules.messages import Progress
@@ -34,10 +35,16 @@ def check(schedule: Schedule, pending: int | None = None) -> None:
         - "pending": nor do they with at most `pending` messages from one rank to another sent and
           not yet received.
     """
-    for rule in RULES:
-        rule(schedule)
+    _check_rules(schedule)
     if pending is not None:
         _check_messages(schedule, "pending", pending)
+
+
+@lru_cache(maxsize=16)
+def _check_rules(schedule: Schedule) -> None:
+    """Check the rules for any messages, once where many models share a schedule."""
+    for rule in RULES:
+        rule(schedule)
 
 
 def check_stages(schedule: Schedule) -> None:

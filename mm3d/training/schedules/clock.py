@@ -121,9 +121,11 @@ def clock(schedule: Schedule, times: Times) -> Timeline:
                          f"{schedule.stage_count}")
     run = _Run(schedule, times)
     run.to_the_end()
+    known = {when: Fraction(when, run.scale) for table in (run.starts, run.ends)
+             for when in set().union(*table)}    # many actions begin at once, or as others end
     return Timeline(schedule, times, *(tuple(map(tuple, table)) for table in (
-        [[Fraction(start, run.scale) for start in starts] for starts in run.starts],
-        [[Fraction(end, run.scale) for end in ends] for ends in run.ends], run.causes)))
+        [[known[start] for start in starts] for starts in run.starts],
+        [[known[end] for end in ends] for ends in run.ends], run.causes)))
 
 
 def pairs(schedule: Schedule) -> set[tuple[int, int]]:

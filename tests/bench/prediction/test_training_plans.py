@@ -68,9 +68,7 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         assert plan.choice.family in found.families
         filled, _ = asked.filled(Layer.of(choice, whole=True))
         assert asked.estimator.memory(choice, filled) <= screening.SLACK * limit
-        filled = asked.traced(Layer.of(choice)).filled
-        assert asked.estimator.memory(choice, filled) <= limit * screening.TRACED_SLACK[
-            choice.schedule == "zb-h1"]
+        assert asked.may_fit(choice)
 
 
 UNEVEN = msgspec.structs.replace(SMALL, name="uneven", hidden=180, heads=6, vocab=509)
