@@ -5,7 +5,9 @@ The defaults are the Transformer of the paper.  Llama (Touvron et al., arXiv 230
 
 >>> llama = mm3d.Architecture(norm="rms", positions="rotary", kv_heads=8, perceptron="swiglu",
 ...                           inner=14336, biases="none")
->>> mm3d.GPT(mesh, layers=32, hidden=4096, heads=32, vocab=128256, architecture=llama, ...)
+>>> mm3d.Model(layers=32, hidden=4096, heads=32, batch=1, seq=8192, vocab=128256,
+...            architecture=llama).architecture.given()["kv_heads"]
+8
 """
 
 import math

@@ -58,8 +58,10 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
 
     Examples
     --------
-    >>> mesh = mm3d.Mesh(comm, stages=2, grid=(2, 1, 1))    # on 4 ranks
-    >>> gpt = mm3d.load_pretrained("gpt2", mesh, batch=8, seq=128, dtype="bfloat16")
+    On 4 ranks, from a folder "gpt2"::
+
+        mesh = mm3d.Mesh(comm, stages=2, grid=(2, 1, 1))
+        gpt = mm3d.load_pretrained("gpt2", mesh, batch=8, seq=128, dtype="bfloat16")
     """
     folder = Path(folder)
     refuse_of_mesh(fields)

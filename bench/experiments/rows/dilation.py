@@ -75,7 +75,7 @@ class Dilated:
     def groups(self) -> dict[str, Group]:
         """The groups ``software`` and ``predicted`` of a run."""
         seconds = np.array([self.predicted[phase] for phase in PHASES])
-        return {"software": Group({"phase": PHASES, "repetition": range(STEPS)}, {
+        return {"software": Group({"phase": PHASES, "repetition": range(self.samples.shape[1])}, {
                     "samples": Variable(self.samples, "s", ("phase", "repetition"))}),
                 "predicted": Group({"phase": PHASES, "kind": KINDS}, {
                     "seconds": Variable(seconds, "s", ("phase", "kind"))})}

@@ -10,7 +10,6 @@ from bench.prediction.training_plans.search import TrainingPlan
 from bench.prediction.training_step import SHARES
 from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
 
-NO_CHOICE = 8    # cells of `choice_cells`
 
 
 def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]) -> list[Part]:
@@ -55,7 +54,7 @@ def _plan_table(found: Sequence[Sequence[Tested]]) -> Table:
 def _choice(one: Tested) -> list[Cell]:
     """Return the cells of a choice and its micro-batches, empty where there is no plan."""
     if one.plan is None:
-        return [""] * (NO_CHOICE + 1)
+        return [""] * (len(choice_columns()) + 1)
     return [*choice_cells(one.plan.choice), one.training.microbatches(one.plan.choice)]
 
 

@@ -170,7 +170,8 @@ def test_the_verbs_print_what_they_found(capsys):
         ["plan", "--ranks", "1000000", "--hidden", "64"], ["predict"],
         ["dry", "--ranks", "1000000", "--hidden", "64"])),
     (["dry", "--ranks", "8", "--hidden", "64", "--memory", f"{'9' * 400} GB"], "no size of"),
-    (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "choose one of cpu, dgx"),
+    (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"],
+     "choose one of a100-opa, cpu, dgx"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "no.toml"], "machine file no.toml")])
 def test_wrong_arguments_are_named(command, message, capsys):
     assert status_of(main, command) == 2

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "mesh", "scheme", "schedule", "microbatches", "recompute", "master", "batch", "seq", "seed",
     "around", "synchronous", "asleep", "zero", "in_flight", "expert_parallel",
     "stack", "fields", "parameter", "initial_values", "expert_ranks", "self", "experts",
-    "make_layers", "architecture"}
+    "make_layers", "architecture", "context_way"}
 # A GPT that is saved, what another one has in place of it, and whether that is another function.
 OTHERS = [
     (dict(heads=4), dict(heads=8), FUNCTION), (dict(heads=4), dict(heads=2), FUNCTION),
