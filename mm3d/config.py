@@ -96,8 +96,10 @@ class Division:
 
     Attributes
     ----------
-    data, shards, stages, scheme, grid, backend
+    data, context, shards, stages, scheme, grid, backend
         As for `mm3d.Mesh`.
+    context_way : {"gather", "ring"}
+        See `mm3d.model.attention.ring`.
     zero : {0, 1, 2, 3}
         What replicas divide, see `mm3d.training.data_parallel`.
     schedule, microbatches : str or Schedule, int
@@ -110,6 +112,9 @@ class Division:
     """
 
     data: int = said("replicas, among which the batch is divided", 1, least=1)
+    context: int = said("ranks that divide the positions of the same sequences", 1, least=1)
+    context_way: str = said("how they meet each other's keys and values", "gather",
+                            choices=("gather", "ring"))
     shards: int | None = said("replicas that divide one copy of the model by zero, the others "
                               "having copies of their own", None, least=1, nothing="all")
     zero: int = said("divide among the replicas: 1, moments and masters; 2, gradients too; 3, "
@@ -139,6 +144,7 @@ class Division:
     def __str__(self) -> str:
         grid = "x".join(map(str, self.grid or ()))
         parts = [f"data {self.data}" * (self.data > 1),
+                 f"context {self.context} {self.context_way}" * (self.context > 1),
                  f"shards {self.shards}" * (self.shards is not None),
                  f"ZeRO {self.zero}" * (self.zero > 0),
                  f"experts on {self.expert_parallel}" * (self.expert_parallel > 1),
@@ -149,7 +155,8 @@ class Division:
         return ", ".join(filter(None, parts))
 
 
-OF_MESH = ("data", "shards", "stages", "scheme", "grid", "backend")    # fields of a Division
+# fields of a Division
+OF_MESH = ("data", "context", "shards", "stages", "scheme", "grid", "backend")
 
 
 def refuse_of_mesh(given: Mapping[str, Any]) -> None:

@@ -36,6 +36,17 @@ class Case:
     verified: ModelSizes
     overridden: tuple[str, ...] = ()
     variant: Variant = Variant()
+    verb = ("run", "--rows")    # of bench, which takes selectors
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.row.gpus
+
+    @property
+    def selector(self) -> str:
+        """Its name in the command line of a job, such as ``weak:3d:1d``."""
+        return ":".join(filter(None, (self.row.table, self.row.scheme, self.row.like)))
 
     @property
     def name(self) -> str:

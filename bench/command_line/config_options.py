@@ -9,8 +9,8 @@ from bench.command_line.number_types import number, whole
 from mm3d.config import Division
 from mm3d.training.schedules import registry
 
-MESH = ("data", "shards", "zero", "stages", "schedule", "microbatches", "scheme", "grid",
-        "recompute", "backend")
+MESH = ("data", "context", "context_way", "shards", "zero", "stages", "schedule", "microbatches",
+        "scheme", "grid", "recompute", "backend")
 # Types of options read from text, and texts that a help adds.
 TYPES: dict[str, Callable[[str], Any]] = {
     "grid": options.grid_sizes, "recompute": options.recompute, "schedule": options.schedule,

@@ -3,7 +3,7 @@
 import argparse
 from typing import Callable, Iterable
 
-from bench.command_line.number_types import MOST, MOST_RANKS, refused, whole
+from bench.command_line.number_types import MOST, refused, whole
 from bench.errors import in_options
 from mm3d.model.recomputation import parse_policy
 from mm3d.names import find_name
@@ -62,15 +62,6 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
                              "longhorn)")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the number of ranks and the sizes of the model that is predicted."""
-    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True, metavar="N",
-                        help="ranks of the job, of all replicas")
-    add_sizes(parser, hidden="", layers=24, batch=384, seq=512,
-              heads="those of the paper's row of this --hidden, or heads of 128 features")
-    add_dtype(parser, "float16", "bfloat16", "float32", "float64")
-
-
 def add_untied(parser: argparse.ArgumentParser) -> None:
     """Add ``--untied``, for a GPT whose head has a matrix of its own."""
     parser.add_argument("--untied", action="store_true", help=(
@@ -95,6 +86,12 @@ def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--torch``, the interpreter that has PyTorch; `what` is its purpose."""
     parser.add_argument("--torch", metavar="PYTHON", help=(
         f"an interpreter that has PyTorch, by which {what} (default: nothing is)"))
+
+
+def add_keep(parser: argparse.ArgumentParser) -> None:
+    """Add ``--keep``, the gathered operands that 3-D layers keep for backward."""
+    parser.add_argument("--keep", choices=("none", "weight", "both"), help=(
+        "gathered operands that 3d keeps from forward for backward (default none)"))
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:

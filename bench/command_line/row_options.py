@@ -56,7 +56,8 @@ def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
                         for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
                         help=f"rows of these tables: {', '.join(HEADINGS)}, several "
-                             f"separated by commas, or all (default)")
+                             f"separated by commas, or all (default); combined, of reproduce: "
+                             f"training steps on meshes of all dimensions")
     parser.add_argument("--scheme", default="paper", metavar="NAMES",
                         help=f"rows of these schemes: {', '.join(TITLES)}, several "
                              f"separated by commas, all that divide the work, or those of the "
@@ -78,23 +79,29 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=options.whole(0), metavar="N",
                         help="steps before the first that is timed, the verified one included "
                              f"({_preset_values('warmup')})")
+    add_limits(parser)
+    parser.add_argument("--traced", type=options.whole(0), metavar="N",
+                        help="trace this number of steps after the timed ones, to show where the "
+                             f"time goes; 0 for none ({_preset_values('traced')})")
+
+
+def add_limits(parser: argparse.ArgumentParser,
+               values: Callable[[str], str] = _preset_values) -> None:
+    """Add the options that limit the repetitions of rows, whose defaults are `values`."""
     parser.add_argument("--repetitions", type=options.whole(1), metavar="N",
                         help="time at least this number of steps "
-                             f"({_preset_values('repetitions')})")
+                             f"({values('repetitions')})")
     parser.add_argument("--max-repetitions", type=options.whole(1), metavar="N",
                         help="time at most this number of steps "
-                             f"({_preset_values('max_repetitions')})")
+                             f"({values('max_repetitions')})")
     parser.add_argument("--max-seconds", metavar="SECONDS",
                         type=number(above=True, most=MOST_SECONDS),
                         help="begin no step beyond --repetitions after this time "
-                             f"({_preset_values('max_seconds')})")
+                             f"({values('max_seconds')})")
     parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
                         help="time steps until the 95 %% confidence intervals of both medians are "
                              "no wider than this fraction of them, or --max-seconds are over "
                              "(default 0.05)")
-    parser.add_argument("--traced", type=options.whole(0), metavar="N",
-                        help="trace this number of steps after the timed ones, to show where the "
-                             f"time goes; 0 for none ({_preset_values('traced')})")
     parser.add_argument("--order", type=options.whole(0, SEEDS), metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")
@@ -137,6 +144,11 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "with --work wait: multiply the machine's seconds by this factor (default: with the "
         "presets of emulated clusters, how many times slower their links are than the machine's, "
         "else 1)"))
+    add_software_share(parser)
+
+
+def add_software_share(parser: argparse.ArgumentParser) -> None:
+    """Add ``--software-share``."""
     parser.add_argument("--software-share", type=software_share, metavar="FRACTION", help=(
         "in an emulated cluster with --work wait: slow the links and the waits of each row by a "
         "factor from which on software, on cores that ranks share, takes this fraction of a step "

@@ -11,13 +11,13 @@ they share.
 import math
 import time
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array, Progress, host_dtype
-from mm3d.grid.grid import Grid
+from mm3d.grid.grid import GridAxes
 from mm3d.tracing.dry_arrays import DryArray, DryBackend, DryNamespace
 from mm3d.tracing.events import Gemm, Pass
 from mm3d.transport.mpi import MpiTransport
@@ -172,6 +172,10 @@ class WaitingBackend(DryBackend):
             self.trace.settle_in_parts(progress)
         return out
 
+    def mpi_buffer(self, a: DryArray) -> np.ndarray:
+        """Allocate memory for the bytes of a message; MPI's request keeps it."""
+        return np.empty(a.nbytes, np.uint8)
+
     def synchronize(self) -> None:
         """Wait until all work so far is done."""
         self.trace.settle()
@@ -204,7 +208,8 @@ class WaitedRequest:
     def Wait(self) -> None:
         """Wait for the work, then for the collective."""
         self._clock.settle()
-        self._pending.take()
+        with np.errstate(all="ignore"):    # sums of undefined numbers
+            self._pending.take()
 
 
 class WaitingTransport(SilentTransport):
@@ -312,30 +317,33 @@ class WaitingTransport(SilentTransport):
 
 
 @contextmanager
-def waited_work(grid: Grid, seconds: Seconds, block: int) -> Iterator[WaitingBackend]:
-    """Let models built on `grid` within the block wait for their work instead of computing it.
+def waited_work(grids: Sequence[GridAxes], seconds: Seconds,
+                block: int) -> Iterator[WaitingBackend]:
+    """Let models built on `grids` within the block wait for their work instead of computing it.
 
     Parameters
     ----------
-    grid : Grid
-        A grid of arrays in host memory; its transports move the bytes.
+    grids : sequence of GridAxes
+        Grids of arrays in host memory; their transports move the bytes.
     seconds, block
         See `WaitingBackend`.
 
     Yields
     ------
     WaitingBackend
-        The backend of the grid within the block.
+        The backend of the grids within the block.
     """
-    own, backend = grid.backend, backends.get(WaitingBackend(seconds, block))
-    carriers = {name: axis.transport for name, axis in grid.axes.items()}
+    own, backend = grids[0].backend, backends.get(WaitingBackend(seconds, block))
+    axes = [axis for grid in grids for axis in grid.axes.values()]
+    carriers = [axis.transport for axis in axes]
 
-    def use(library: Any, transports: dict[str, MpiTransport]) -> None:
-        grid.backend = library
-        for name, axis in grid.axes.items():
-            axis.backend, axis.transport = library, transports[name]
-    use(backend, {name: WaitingTransport(carrier, backend) if grid[name].size > 1 else carrier
-                  for name, carrier in carriers.items()})
+    def use(library: Any, transports: Sequence[MpiTransport]) -> None:
+        for grid in grids:
+            grid.backend = library
+        for axis, transport in zip(axes, transports):
+            axis.backend, axis.transport = library, transport
+    use(backend, [WaitingTransport(carrier, backend) if axis.size > 1 else carrier
+                  for axis, carrier in zip(axes, carriers)])
     try:
         yield backend
     finally:

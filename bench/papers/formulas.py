@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any, Callable, Sequence
 
-from bench.papers import pipelines
+from bench.papers import models, pipelines
 from bench.prediction.memory_fit import state_bytes
 from mm3d.model import cost
 from mm3d.model.sizes import ModelSizes
@@ -102,4 +102,4 @@ def tensor_bytes(scheme: str, ranks: int, layers: int, hidden: int, sequence: in
 
 FORMULAS: dict[str, Callable[..., Any]] = {one.__name__: one for one in (
     ratio, total, percent_more, gpt_parameters, t5_parameters, step_flops, replica_bytes,
-    activation_bytes, tensor_bytes, *pipelines.FORMULAS)}
+    activation_bytes, tensor_bytes, *models.FORMULAS, *pipelines.FORMULAS)}

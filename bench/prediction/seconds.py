@@ -27,6 +27,7 @@ Terms = dict[str, float]    # seconds by term
 SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
 PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
 ROOTED = ("broadcast", "reduce")
+REPLICAS = ("r", "d")    # directions of `mm3d.training.data_grid.DataGrid` that sum gradients
 MOST_UNEVEN = 1 << 10    # ranks counted one by one: up to where lines and nodes align again
 
 
@@ -88,8 +89,12 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     (`chain_delay`); in shared memory a gather moves nothing.  A line that leaves a node crosses
     the link of the node once for all of its ranks there, and all lines through the node share the
     link.  In an all-to-all each rank sends equal blocks to all, those for other nodes through the
-    link of its own node.
+    link of its own node.  With the transport "ordered" replicas exchange the terms of a sum like
+    this, and arrays that are gathered too, as MPI doubles distances from rank to rank.
     """
+    if event.direction in REPLICAS and "ordered" in machine.transport.split():
+        twice = 1 + (event.kind == "all_reduce")
+        event = event._replace(kind="all_to_all", bytes=twice * event.bytes)
     measured = {line.key: line.curve for line in machine.collectives}
     for pieces in (event.pieces, False):    # columns that were not measured count as rows
         curve = measured.get((event.kind, event.size, event.stride, pieces))

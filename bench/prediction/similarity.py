@@ -95,7 +95,7 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
         gemm_seconds=shrunk.gemm_seconds * scale, launch_seconds=shrunk.launch_seconds * scale,
         passes={name: Curve(curve.bytes, [scale * seconds for seconds in curve.seconds])
                 for name, curve in shrunk.passes.items()},
-        collectives=[], waiting={}, node_waiting={}, transport="shared hierarchical chain",
+        collectives=[], waiting={}, node_waiting={}, transport="shared hierarchical chain ordered",
         achieved=Achieved(achieved.gemm, achieved.memory, 1.0, 1.0))
 
 

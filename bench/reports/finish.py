@@ -9,7 +9,7 @@ from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
                                   share_cores)
 from bench.records.model_run import Run
-from bench.reports import formats, paper_tables, speed_ups
+from bench.reports import formats, micro_tables, paper_tables, speed_ups
 from bench.document import Notes, Part, Table
 from bench.reports.emulated import describe_clusters
 from bench.reports.emulation import tables as emulation_tables
@@ -73,6 +73,8 @@ def summary_parts(found: FolderContents) -> list[Part]:
     """
     parts: list[Part] = []
     shown = [results for results in found.results if results.shown_runs()]
+    if not shown:
+        parts += micro_tables.make_parts(found.measurements)
     if shown:
         results = max(shown, key=lambda one: max(run.created for run in one.shown_runs()))
         groups: list[list[Emulated]] = []

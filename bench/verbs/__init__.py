@@ -32,10 +32,11 @@ ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure"
          "plan", "predict", "calibrate", "schedule", "cube", "cluster", "doctor",
          # kinds of measure
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
-         "gpu", "start")
+         "dump", "meshes", "gpu", "start")
 # Former names, with the present ones.
 RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
            "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
+           "judge": "measure dump",
            **{name: f"measure {name}" for name in ORDER[16:] if name != "matmul"},
            "matmul": "measure matmul"}
 

@@ -14,7 +14,8 @@ from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
-from bench.command_line import expert_options, grids, options, pipeline_options
+from bench.command_line import (expert_options, grids, model_options, options,
+                                pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.scheme_options import add_scheme
 from mm3d import ModelSizes
@@ -36,7 +37,7 @@ ON_ALL_RANKS = False
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``dry``."""
-    options.add_model(parser)
+    model_options.add_model(parser)
     add_scheme(parser)
     parser.add_argument("--grid", metavar="XxYxZ",
                         help="sizes of the grid's directions, or auto for the planner's choice; "
@@ -45,9 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=options.whole(0), default=0, metavar="N",
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
-    parser.add_argument("--keep", choices=("none", "weight", "both"),
-                        help="gathered operands that 3d keeps from forward for backward (default "
-                             "none)")
+    options.add_keep(parser)
     options.add_overlap(parser, (
         f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
         f"tables count the collectives in flight, and the memory of their buffers"))
@@ -84,10 +83,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
+    gpt = model_options.read_model(arguments)
     grids.divide_among_replicas(arguments)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
+    if gpt is not None:
+        sizes, experts = replace(sizes, architecture=gpt.architecture), gpt.experts
+        arguments.causal, arguments.experts = True, experts and experts.count
     _refuse_without_effect(arguments, experts)
     stack = Stack(**sizes, dtype=arguments.dtype, causal=arguments.causal or bool(arguments.vocab),
                   recompute=arguments.recompute, experts=experts)
@@ -235,7 +238,8 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
     of = f"{several} replicas of " * (several > 1)
     return (f"scheme {arguments.scheme}, {of}grid {grid}, rank {arguments.rank} of "
             f"{several * arguments.ranks}; "
-            + ", ".join(f"{name} {value}" for name, value in sizes.items())
+            + f"{arguments.model}, " * bool(arguments.model)
+            + ", ".join(f"{name} {sizes[name]}" for name in SIZES)
             + f", {arguments.dtype}, recompute {arguments.recompute}"
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
             + ", backward in halves" * arguments.halves

@@ -11,17 +11,19 @@ from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.costs.layer_costs import list_layer_costs
 from bench.prediction.costs.printed_costs import list_costs
-from bench.prediction.model_file import GptFile, load_model
+from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
-from bench.reports import predicted_pipelines, training_plans
+from bench.reports import predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import FORMATS, render
-from bench.reports.plan_tables import plan_remarks, plan_table
+from bench.reports.plans import training_plans
+from bench.reports.plans.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
 from bench.reports.figures import style
-from bench.command_line import expert_options, grids, options, pipeline_options
+from bench.command_line import (expert_options, grids, model_options, options,
+                                pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.progress import StatusLine
 from mm3d import ModelSizes
@@ -48,10 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
         "ZeRO, schedules, micro-batches and recomputation that fit the memory, in float16 unless "
         "--dtype says more"))
-    parser.add_argument("--model", metavar="NAME", help=(
-        "with --gpus or --map: a GPT of the sizes of a published model, such as llama-3-70b, or a "
-        ".toml file of such sizes; --seq changes the length of its sequences; help, as of "
-        "--machine and --rules, prints the format of such a file"))
+    model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
     pipeline_options.add_hide_sums(parser)
@@ -156,6 +155,9 @@ def _trainings(arguments: argparse.Namespace) -> int:
     _refuse(arguments, OF_LAYERS,
             "with --gpus the plan says it, or the model; leave it, or --gpus and --model, out")
     gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
+    if gpt.experts is not None:
+        raise UsageError(f"--model {arguments.model} has experts, which plans of whole trainings "
+                         f"do not know: a model without would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
                         machine, arguments.hide_sums, arguments.machine)
@@ -170,7 +172,7 @@ def _formats(arguments: argparse.Namespace) -> int:
     """Print the format of the files of machines, models or rules; return 0."""
     from bench.reports.file_formats import describe_format
     from bench.prediction.meshes.rules_of_thumb import Rules
-    formats = {"machine": (machine_model.Machine, "dgx-a100"), "model": (GptFile, "gpt-3-175b"),
+    formats = {"machine": (machine_model.Machine, "dgx-a100"), "model": (ModelFile, "gpt-3-175b"),
                "rules": (Rules, "overview")}
     for name, (kind, example) in formats.items():
         if getattr(arguments, name) == "help":
@@ -181,7 +183,7 @@ def _formats(arguments: argparse.Namespace) -> int:
 def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
-    from bench.reports.rule_tables import rule_parts
+    from bench.reports.plans.rule_tables import rule_parts
     _refuse(arguments, ("gpus", "model", "all", "batch", "seq", *OF_LAYERS),
             f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
@@ -195,7 +197,7 @@ def _rules(arguments: argparse.Namespace) -> int:
 def _map(arguments: argparse.Namespace) -> int:
     """Print, and draw, where X x Y x Z is faster than 1 x t x 1; return 0."""
     from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
-    from bench.reports.kind_map import map_parts
+    from bench.reports.plans.kind_map import map_parts
     _require(arguments, "model", "batch")
     _refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
             "with --map the plans say it; leave it, or --map, out")

@@ -140,7 +140,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
 def _steps(arguments: argparse.Namespace) -> int:
     """Print predictions of the steps in a file; return 0, or 1 when no row could be predicted."""
     from bench.prediction.published_steps import fit_machine, predict_rows, read_rows
-    from bench.reports.step_tables import step_parts
+    from bench.reports.plans.step_tables import step_parts
     _refuse(arguments, [name for name in ("results", "table", "stages", "pictures")
                         if getattr(arguments, name) is not None],
             f"leave it out: --steps {arguments.steps} says all of its rows")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping
 
+from bench.cases import combined
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
@@ -25,7 +26,7 @@ from bench.records.journal import Journal, Reproduction
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
 from bench.reports.formats import render
-from bench.command_line import options, row_options
+from bench.command_line import combined_rows, options, row_options
 from bench.command_line.best_preset import choose_preset
 from bench.command_line.progress import RowProgress
 from mm3d import launcher
@@ -87,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
+    if arguments.table == combined.TABLE:
+        return combined_rows.reproduce(arguments, write_tables_and_figures)
     if arguments.preset is None:
         choose(arguments)
     preset = load_tables().presets[arguments.preset]

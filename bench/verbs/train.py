@@ -177,15 +177,18 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 def refuse_without_effect(plan: Plan, division: Division) -> None:
     """Refuse options that the others leave without an effect: UsageError names the first."""
+    replicas = division.data * division.context
     for nothing, option, value, remedy in (
-            (division.data == 1, "zero", division.zero, "--data 2 or more"),
-            (division.data == 1, "in-flight", division.in_flight, "--data 2 or more"),
+            (replicas == 1, "zero", division.zero, "--data 2 or more"),
+            (replicas == 1, "in-flight", division.in_flight, "--data 2 or more"),
+            (division.context == 1, "context-way", "context_way" in division.given() and
+             division.context_way, "--context 2 or more"),
             (plan.experts is None, "expert-parallel", division.expert_parallel - 1 and
              division.expert_parallel, "--experts 8"),
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
             (plan.optimizer == "sgd", "lr-warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
-            raise UsageError(f"--{option} {value:g} would do nothing here: {remedy} would do, or "
+            raise UsageError(f"--{option} {value} would do nothing here: {remedy} would do, or "
                              f"leave it out")
 
 

@@ -2,7 +2,7 @@
 
 Activations have two *spaces*: the *outer* space of the residual stream, and the *inner* space
 between the two linear layers of a block.  A product *up* leads from the outer space into the inner
-one, a product *down* back.
+one, a product *down* back.  Ranks that have a grid each may divide positions: a `Context`.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,44 @@ from functools import partial
 from typing import Any, Callable, Mapping
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_bounds
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
+
+
+def chunks_of(seq: int, ranks: int, rank: int) -> list[range]:
+    """Return the positions of a rank's two chunks, in the order in which it holds them."""
+    bounds = (block_bounds(seq, 2 * ranks, part) for part in (rank, 2 * ranks - 1 - rank))
+    return [range(start, start + length) for start, length in bounds]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Divide sequences among n ranks: 2 n chunks, as even as can be, and two of them for each.
+
+    Rank r holds chunk r and then chunk 2 n - 1 - r.  So all have as many pairs of a query and an
+    earlier key, 2 n l^2 of chunks of l positions: the work of causal attention is balanced.
+
+    Attributes
+    ----------
+    axis : Axis
+        The ranks, direction c.
+    seq : int
+        Global number of positions of a sequence, at least one for each rank.
+    way : {"gather", "ring"}
+        How attention meets the keys and values of other ranks: gathered, or passed on.
+    """
+
+    axis: Axis
+    seq: int
+    way: str
+
+    def chunks(self, rank: int | None = None) -> list[range]:
+        """Return the positions of a rank's two chunks, by default of this one's."""
+        return chunks_of(self.seq, self.axis.size, self.axis.rank if rank is None else rank)
 
 
 @dataclass(frozen=True)
@@ -26,7 +59,7 @@ class Space:
     grid : Grid or GridShape
         The grid; its shape is enough for layouts and the shapes of blocks.
     batch, seq : int
-        Global number of sequences, and of positions in each.
+        Number of sequences, and of positions in each, that the grid divides.
     rows : str
         Layout of the first two dimensions, as in ``"xy,"`` or ``"x,y"``.
     features : str
@@ -35,6 +68,8 @@ class Space:
         Layout of a vector along the features (a bias), as in ``"zx@y"`` (`mm3d.grid.layout`).
     gathered_along : str
         Direction along which products gather these activations; empty if they do not.
+    context : Context, optional
+        The ranks that have other positions of the same sequences; without it the grid has all.
     """
 
     grid: Grid | GridShape
@@ -44,6 +79,7 @@ class Space:
     features: str
     vector: str
     gathered_along: str = ""
+    context: Context | None = None
 
     def layout(self, middle: int = 0, unit: int = 1) -> Layout:
         """Return the layout of an activation with `middle` whole dimensions before the features.
@@ -85,9 +121,22 @@ class Space:
         return self.grid[letter] if letter and self.grid[letter].size > 1 else None
 
     @property
-    def first_position(self) -> int:
-        """Return the position of this rank's first token in its sequence."""
-        return Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1].start
+    def length(self) -> int:
+        """Return the global number of positions of a sequence."""
+        return self.seq if self.context is None else self.context.seq
+
+    def runs(self, held: slice | None = None) -> list[range]:
+        """Return the global positions of this rank's tokens, as runs of neighbours.
+
+        `held` are other ones of the grid's `seq` positions.
+        """
+        if held is None:
+            held = Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1]
+        found, before = [], 0
+        for chunk in self.context.chunks() if self.context else [range(self.seq)]:
+            found.append(chunk[max(0, held.start - before):max(0, held.stop - before)])
+            before += len(chunk)
+        return [run for run in found if run] or found[:1]
 
     def sum_features(self, a: Array) -> Array:
         """Sum `a` over the ranks that share this rank's rows."""

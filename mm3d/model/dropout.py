@@ -7,6 +7,8 @@ exist for a moment, and again in backward.
 
 from typing import Any
 
+import numpy as np
+
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
 from mm3d.model.chains import Chain, Residual
@@ -66,10 +68,12 @@ class Dropout:
     def _draw_factors(self) -> Any:
         """Draw this rank's block of the mask; return it times the scale, in NumPy."""
         step, first = self.key.place
-        rows, *rest = self.space.layout().slices(self.space.grid, self.shape)
-        place = (slice(first + rows.start, first + rows.stop), *rest)
-        kept = draw_kept(self.key.seed, step, self.name, self.space.seq, place, self.dropped)
-        return kept * self.scale
+        rows, held, features = self.space.layout().slices(self.space.grid, self.shape)
+        rows = slice(first + rows.start, first + rows.stop)
+        kept = [draw_kept(self.key.seed, step, self.name, self.space.length,
+                          (rows, slice(run.start, run.stop), features), self.dropped)
+                for run in self.space.runs(held)]
+        return np.concatenate(kept, axis=1) * self.scale
 
 
 class DropoutResidual(Residual):

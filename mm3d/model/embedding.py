@@ -1,6 +1,7 @@
 """Look up tokens and positions in tables whose rows are divided over the grid."""
 
 import re
+from typing import Iterator
 
 import numpy as np
 
@@ -62,21 +63,23 @@ class Embedding:
         flat = as_rows(term)
         look_up_rows(table, tokens[self._place].ravel(), self._tables[0].first, flat)
         for rows in positions:
-            here, there = self._shared_positions()
-            term[:, here, :] += rows[there, :]
+            for here, there in self._shared_positions():
+                term[:, here, :] += rows[there, :]
         for split in self._rows:
             term = split.reduce_scatter(term)
         for axis in self._sums:
             term = axis.all_reduce(term)
         return term, None
 
-    def _shared_positions(self) -> tuple[slice, slice]:
-        """Return the positions shared by this rank's tokens and its block of P, within each."""
-        rows, table = self._place[1], self._tables[1]
-        start = max(rows.start, table.first)
-        stop = max(start, min(rows.stop, table.first + table.count))
-        return (slice(start - rows.start, stop - rows.start),
-                slice(start - table.first, stop - table.first))
+    def _shared_positions(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the positions shared by this rank's tokens and its block of P, within each."""
+        table, before = self._tables[1], 0
+        for run in self.outer.runs(self._place[1]):
+            start = max(run.start, table.first)
+            stop = max(start, min(run.stop, table.first + table.count))
+            yield (slice(before + start - run.start, before + stop - run.start),
+                   slice(start - table.first, stop - table.first))
+            before += len(run)
 
     def backward(self, dx: Array, tokens: np.ndarray, overlap: None = None) -> None:
         """Add the gradients of both tables, from this rank's block of dx and the global tokens."""
@@ -87,10 +90,10 @@ class Embedding:
         add_rows_by_id(as_rows(dx), tokens[self._place].ravel(), E.first, gradient)
         E.finish_gradient(gradient, self._copies)
         for P in positions:
-            here, there = self._shared_positions()
-            total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))
             gradient = P.begin_gradient()
-            gradient[there, :] = xp.astype(total, gradient.dtype, copy=False)
+            for here, there in self._shared_positions():
+                total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))
+                gradient[there, :] = xp.astype(total, gradient.dtype, copy=False)
             P.finish_gradient(gradient, self._copies)
 
 

@@ -295,8 +295,12 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
 
 
 def attend_backward(do: Array, qkv: tuple[Array, Array, Array], lse: Array, mask: Array | None,
-                    gradients: tuple[Array, Array, Array]) -> None:
-    """Compute the gradients of `attend`."""
+                    gradients: tuple[Array, Array, Array], sums: Array | None = None) -> None:
+    """Compute the gradients of `attend`.
+
+    Where these keys are a part of those that `lse` is of, `sums` are the sums of P dP over all of
+    them, (batch, heads, queries).
+    """
     (q, k, v), (dq, dk, dv) = qkv, gradients
     library, xp = backend_of(q), namespace(q)
     scale = 1 / math.sqrt(q.shape[-1])
@@ -307,7 +311,8 @@ def attend_backward(do: Array, qkv: tuple[Array, Array, Array], lse: Array, mask
         P = xp.exp(P)
         dP = xp.matmul(dO, xp.matrix_transpose(V))
         _store_heads(dv, b, some, xp.matmul(xp.matrix_transpose(P), dO))
-        dP -= xp.sum(P * dP, axis=-1, keepdims=True)
+        dP -= (xp.sum(P * dP, axis=-1, keepdims=True) if sums is None else
+               sums[b, some, :][:, :, None])
         dP *= P
         dP *= scale
         _store_heads(dq, b, some, xp.matmul(dP, K))

@@ -16,13 +16,12 @@ Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..
 global one divided as the space says, and the dtype of the model.
 """
 
-import math
 from typing import Any, Protocol
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.split import Gathered
-from mm3d.model import functional, windows
+from mm3d.model import functional
 from mm3d.model.architecture import PLAIN
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
@@ -226,91 +225,4 @@ class Gelu:
             return functional.gelu_backward(dy, x, out=self.empty(dy.dtype))
         dx, db = gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
         accumulate_terms(self.bias, self.vector, db, overlap)
-        return dx
-
-
-class Attention:
-    """Compute multi-head attention from Q, K and V, (batch, seq, group + 2, features).
-
-    Each head of K and V serves a group of heads of Q: number n of the group is Q[:, :, n], then
-    come K and V.  So a group's heads are neighbours, in the output and in published weights, and
-    stay on the rank of their key.  Heads are divided like the features.
-
-    Where the positions of a sequence are divided, each rank uses its own queries, gathers keys and
-    values along the sequence, and reduce-scatters their gradients.  The paper leaves this
-    communication out.
-
-    Parameters
-    ----------
-    space : Space
-        Space of the input and the output.
-    features : int
-        Global number of features of all heads of Q together.
-    head : int
-        Number of features of a head.
-    causal : bool
-        Whether a position attends only to itself and those before it.
-    group : int
-        Number of heads of Q that share one of K and V.
-    window : int, optional
-        To how many positions a causal position attends at most.
-    """
-
-    parameters: list[Parameter] = []
-
-    def __init__(self, space: Space, features: int, head: int, causal: bool, group: int = 1,
-                 window: int | None = None) -> None:
-        self.space, self.head, self.causal, self.group = space, head, causal, group
-        self.limit: int = causal
-        self.pair = functional.attention_forward, functional.attention_backward
-        if window is not None and window < space.seq:
-            self.limit = window
-            self.pair = windows.window_attention_forward, windows.window_attention_backward
-        self.empty = space.allocator(features, unit=group * head)
-        self.empty_qkv = space.allocator(group + 2, features // group, unit=head)
-        axis = space.sequence_axis
-        self.split = None if axis is None else space.rows_split(axis.name)
-
-    def _split_heads(self, a: Array, *members: int) -> Array:
-        """View the features of `a` as (..., heads, `members` of a group, features of a head)."""
-        heads = a.shape[-1] // (self.head * math.prod(members))
-        return namespace(a).reshape(a, (*a.shape[:-1], heads, *members, self.head))
-
-    def _gather_qkv(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Return Q of this rank's positions, with all members, and K and V of all positions."""
-        by_head = self._split_heads(qkv)
-        kv = by_head[:, :, self.group:, ...]
-        if self.split is not None:
-            kv = self.split.all_gather(kv)
-        return by_head, kv[:, :, 0, ...], kv[:, :, 1, ...]
-
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute the output, (batch, seq, features); save Q, K, V and the log-sum-exps."""
-        q, k, v = self._gather_qkv(x)
-        y = self.empty(x.dtype)
-        by_member = self._split_heads(y, self.group)
-        lse = [self.pair[0](q[:, :, n, ...], k, v, self.space.first_position, self.limit,
-                            out=by_member[:, :, :, n, :])[1] for n in range(self.group)]
-        return y, (x, lse)
-
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute the gradients of Q, K and V, (batch, seq, group + 2, features)."""
-        x, lse = saved
-        q, k, v = self._gather_qkv(x)
-        dx = self.empty_qkv(x.dtype)
-        dq, do = self._split_heads(dx), self._split_heads(dy, self.group)
-        dkv, term = dq[:, :, self.group:, ...], None
-        if self.split is not None:
-            dkv = self.split.term((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
-        for n in range(self.group):
-            if n == 1:    # the members of a group add to the same gradients
-                term = self.space.grid.backend.empty(dkv.shape, x.dtype)
-            into = dkv if term is None else term
-            self.pair[1](
-                do[:, :, :, n, :], q[:, :, n, ...], k, v, lse[n], self.space.first_position,
-                self.limit, dq[:, :, n, ...], into[:, :, 0, ...], into[:, :, 1, ...])
-            if term is not None:
-                dkv += term
-        if self.split is not None:
-            dq[:, :, self.group:, ...] = self.split.reduce_scatter(dkv)
         return dx

@@ -7,7 +7,6 @@ import numpy as np
 from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.grid.activations import Space
-from mm3d.grid.layout import Layout
 from mm3d.model.architecture import Architecture
 from mm3d.model.functional import upcast
 from mm3d.model.parameters import Parameter
@@ -65,11 +64,11 @@ class Turns:
     """
 
     def __init__(self, space: Space, head: int, dtype: str, architecture: Architecture) -> None:
-        place = Layout(space.rows).slices(space.grid, (space.batch, space.seq))[1]
-        shape = (place.stop - place.start, head // 2)
+        runs = space.runs()
+        shape = (sum(map(len, runs)), head // 2)
 
         def angles() -> np.ndarray:
-            return np.outer(np.arange(place.start, place.stop), frequencies(architecture, head))
+            return np.outer([n for run in runs for n in run], frequencies(architecture, head))
         kind = "float64" if dtype == "float64" else "float32"
         self.head = head
         self.cos, self.sin = (space.grid.backend.from_host(

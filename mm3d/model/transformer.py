@@ -8,6 +8,7 @@ import numpy as np
 
 from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.host_arrays import check_real, check_unmasked
+from mm3d.grid.activations import Context
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import Grid
@@ -55,6 +56,8 @@ class Transformer(Trained):
         those above.
     expert_ranks : ExpertRanks, optional
         Ranks with other sequences of the same batch, and the ranks that divide the experts.
+    context : Context, optional
+        Ranks with other positions of the same sequences.
     **fields
         Those of `mm3d.model.stack.Stack`: layers, hidden, heads, batch, seq, seed, dtype, causal,
         master, recompute, dropout, experts, architecture; or fields of `mm3d.Architecture`.
@@ -95,7 +98,8 @@ class Transformer(Trained):
                  make_layers: Callable[[Builder, Stack], list] = transformer_layers,
                  parameter: Callable[..., Parameter] = Parameter,
                  initial_values: InitialValues = varied_values,
-                 expert_ranks: ExpertRanks | None = None, **fields: Any) -> None:
+                 expert_ranks: ExpertRanks | None = None, context: Context | None = None,
+                 **fields: Any) -> None:
         if stack is not None and not isinstance(stack, Stack):
             raise TypeError(f"Transformer: {stack!r} is no Stack: sizes have names, such as "
                             f"layers=2, hidden=48, heads=4, batch=8, seq=16")
@@ -118,8 +122,10 @@ class Transformer(Trained):
         self.scheme, self.grid, self.seed = scheme, scheme.grid, stack.seed
         self.dtype, self.master, self.hidden = str(stack.dtype), stack.master, stack.hidden
         self.recompute, self.dropout = stack.recompute, stack.dropout
-        self.shape = (stack.batch, stack.seq, stack.hidden)
-        self.outer, self.inner = scheme.spaces(stack.batch, stack.seq)
+        own = sum(map(len, context.chunks())) if context else stack.seq
+        self.outer, self.inner = (replace(one, context=context)
+                                  for one in scheme.spaces(stack.batch, own))
+        self.shape = (stack.batch, self.outer.seq, stack.hidden)
         self.mask_key = MaskKey(stack.seed)
         types = [name and getattr(self.grid.backend.xp, name, name)
                  for name in (self.dtype, self.master)]    # the array library's own types

@@ -2,12 +2,14 @@
 
 from typing import Sequence
 
+from mm3d.model.attention.layer import Attention
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Recomputed, Residual
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.layers import Attention, Gelu, Layer, Linear
+from mm3d.model.layers import Gelu, Layer, Linear
 from mm3d.model.recomputation import parse_policy
+from mm3d.model.attention.ring import RingAttention
 from mm3d.model.rms_norm import make_norm
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.sizes import ModelSizes
@@ -77,12 +79,14 @@ def _layer(build: Builder, stack: Stack, selective: bool,
 
     rotary = [] if turns is None else [build.named(
         Rotary(build.inner, sizes.group + 1, keys, turns), "attention.rotary", "rotary")]
+    context = build.inner.context
+    kind = RingAttention if context and context.way == "ring" else Attention
     attention = residual("attention", [
         make_norm(build, "ln1", h, how),
         Linear(build, "attention.qkv", "up", (h, sizes.group + 2, keys), sizes.head,
                has_bias=how.biases != "none"), *rotary,
-        build.named(Attention(build.inner, features, sizes.head, stack.causal, sizes.group,
-                              how.window), "attention.attention", "attention"),
+        build.named(kind(build.inner, features, sizes.head, stack.causal, sizes.group,
+                         how.window), "attention.attention", "attention"),
         Linear(build, "attention.proj", "down", (features, h), sizes.group * sizes.head,
                has_bias=every)])
     norm = make_norm(build, "ln2", h, how)

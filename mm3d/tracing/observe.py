@@ -22,7 +22,7 @@ from mm3d.tracing.observed_calls import (LAYER_CALLS, NamedOperand, ObservedLibr
 PRODUCTS = ("gemm", "gemms")
 
 # Operand of each attribute of a layer that calls collectives; a product names its own operands.
-OPERANDS = {"vector": "b", "split": "KV", "space": "row sums"}
+OPERANDS = {"vector": "b", "split": "KV", "chunks": "KV", "space": "row sums"}
 
 Wrap = Callable[[Any, Observers], Any]
 Point = tuple[Any, str, Wrap]    # owner, attribute, and the function that makes its wrapper

@@ -74,6 +74,30 @@ class DataGrid(GridAxes):
                         self.stages)
 
 
+class ContextGrid(GridAxes):
+    """Extend the grid of a tensor parallelism by direction c: neighbouring replicas of a context.
+
+    They have the same sequences, and each other positions of them.
+
+    Parameters
+    ----------
+    comm, grid, stages
+        As for `DataGrid`.
+    size : int
+        Size of direction c, a divisor of the number of replicas.
+    """
+
+    def __init__(self, comm: Any, grid: Grid, size: int, stages: int = 1) -> None:
+        sizes = {"d": comm.size // grid.size // size, "c": size} | dict(grid.shape)
+        self.comm, self.backend, self.stages = comm, grid.backend, stages
+        self.shape = GridShape.from_sizes(sizes)
+        self.coords = self.shape.coordinates(comm.rank)
+        self.axes = self._create_axes("c")
+
+    def stride(self, name: str) -> int:
+        return self.shape.stride(name) * self.stages
+
+
 def expert_shards(shards: int, parts: int) -> int:
     """Return among how many copies ZeRO divides experts that `parts` replicas divide already.
 

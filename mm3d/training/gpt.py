@@ -100,7 +100,7 @@ class GPT(PlainNumbers, Trained):
         self.pipeline = Pipeline(
             mesh, how.schedule, rows, around=around, asleep=asleep, initial_values=values,
             synchronous=how.synchronous, zero=how.zero, in_flight=how.in_flight,
-            expert_parallel=how.expert_parallel, **config.stack())
+            expert_parallel=how.expert_parallel, context_way=how.context_way, **config.stack())
         self.experts = model.experts
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
@@ -190,8 +190,12 @@ class GPT(PlainNumbers, Trained):
         return self._mean(losses, count)
 
     def _part(self, a: np.ndarray, micro: int) -> np.ndarray:
-        """Return the sequences of a micro-batch of this replica."""
-        return a[self.pipeline.rows[micro]]
+        """Return the sequences of a micro-batch of this replica, with its positions."""
+        part, context = a[self.pipeline.rows[micro]], self.pipeline.context
+        if context is None:
+            return part
+        return np.concatenate([part[:, chunk.start:chunk.stop]
+                               for chunk in context.chunks()], axis=1)
 
     def _finish_routing(self) -> float:
         """Sum up the routings of a step; return the routers' losses."""
@@ -345,7 +349,7 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
                         f"GPT(config, comm) would do")
     how = where.division
     return Mesh(comm, how.stages, how.scheme, how.grid, how.backend, data=how.data,
-                shards=how.shards), where
+                shards=how.shards, context=how.context), where
 
 
 def _place_in_model(name: str) -> tuple[int, int]:

@@ -117,12 +117,12 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
     **options
         Options of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
     """
-    stages, (_, seq, hidden) = schedule.stages[stage], chunks[0].shape
+    stages, stack = schedule.stages[stage], chunks[0].stack
     build, found, table = chunks[0].builder, {}, None
-    architecture = chunks[0].stack.architecture
+    architecture, hidden = stack.architecture, stack.hidden
     if 0 in stages:
         embedding = found["embedding"] = Embedding(
-            build, vocab, seq if architecture.positions == "learned" else None, hidden)
+            build, vocab, stack.seq if architecture.positions == "learned" else None, hidden)
         first, table = chunks[stages.index(0)], embedding.weight    # with the key of its masks
         if first.dropout:
             drop = Dropout(first.outer, hidden, first.dropout, "dropout", first.mask_key)

@@ -14,7 +14,7 @@ from mm3d.grid.grid import join_ranks
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
-from mm3d.training.data_grid import DataGrid
+from mm3d.training.data_grid import ContextGrid, DataGrid
 from mm3d.transport.choice import choose_device
 
 Sizes = tuple[int, ...] | GridShape
@@ -23,7 +23,8 @@ Sizes = tuple[int, ...] | GridShape
 class Mesh:
     """Arrange ranks as replicas of a pipeline, whose stages have a scheme on a grid of their own.
 
-    Each replica takes a part of the sequences of a batch.  A stage is what a pipeline schedule
+    Each replica takes a part of the sequences of a batch; with `context` neighbouring replicas
+    share sequences, and divide their positions.  A stage is what a pipeline schedule
     calls a rank: it takes one or more parts of the layers.  Ranks are numbered replica by replica,
     and stage by stage in each.
 
@@ -41,23 +42,29 @@ class Mesh:
     backend : str or Backend, optional
         The array library, see `mm3d.arrays.backend.get`.
     data : int
-        Number of replicas, among which the ranks are divided equally.
+        Number of replicas, or with `context` of groups of them, which divide the sequences; the
+        ranks are divided equally among all.
     shards : int, optional
         Number of neighbouring replicas among which ZeRO divides one copy of the model (hybrid
         sharding); the other replicas hold further copies.  By default all replicas divide one.
+    context : int
+        Number of replicas that divide the positions of the same sequences, see
+        `mm3d.grid.activations.Context`.
     **options
         Options of the scheme.
 
     Attributes
     ----------
     shape : GridShape
-        Number of replicas (direction d), of stages (s), and of ranks in each stage (t).
+        Number of all replicas (direction d), of stages (s), and of ranks in each stage (t).
     grids : tuple of GridShape
         The grid of each stage, in every replica.
     replica, stage, place : int
         The replica of this rank, its stage there, and its number in the stage.
     data_grid : DataGrid or None
         The ranks of this stage in all replicas; None where there is one replica.
+    context_grid : ContextGrid or None
+        Those with the same sequences; None where no positions are divided.
     scheme : Scheme
         The tensor parallelism on the ranks of this stage.
     options : dict
@@ -74,23 +81,25 @@ class Mesh:
     --------
     >>> mesh = mm3d.Mesh(comm, stages=4, scheme="3d", grid=(2, 1, 1))    # on 8 ranks, as
     >>> mesh = mm3d.Mesh(comm, stages=2, grid=[(4, 1, 1), (2, 2, 1)])
+    >>> mesh = mm3d.Mesh(comm, data=2, context=2, grid=(2, 1, 1))
     >>> mesh = mm3d.Mesh(comm, data=2, stages=2, grid=(2, 1, 1))         # these
     """
 
     def __init__(self, comm: MPI.Intracomm, stages: int = 1, scheme: str = "3d",
                  grid: Sizes | Sequence[Sizes] | None = None,
                  backend: str | Backend | None = None, *, data: int = 1,
-                 shards: int | None = None, **options: Any) -> None:
+                 shards: int | None = None, context: int = 1, **options: Any) -> None:
         with same_arguments(comm, "Mesh") as given:
-            given |= {"scheme": scheme, "data": data, "stages": stages}
+            given |= {"scheme": scheme, "data": data, "stages": stages, "context": context}
             kind = find_scheme(scheme)
             self.options = kind.complete_options(options)
             given |= self.options
-            given["shards"] = shards = check_data(comm.size, data, shards)
+            given["shards"] = shards = check_data(comm.size, data, shards, context)
+            data = int(data) * int(context)    # they may be NumPy's
             given["grids"] = self.grids = stage_grids(kind, comm.size // data, stages, grid)
             backend = backends.get(backend)
             given["backend"] = backend.name
-        data, stages = int(data), int(stages)    # they may be NumPy's
+        stages = int(stages)
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.comm = comm
         self.shape = GridShape("dst", (data, stages, comm.size // data // stages))
@@ -104,6 +113,9 @@ class Mesh:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.
             self._line = join_ranks(comm, self.shape, "dt")
             self.data_grid = DataGrid(self._line, self.scheme.grid, shards, stages=stages)
+        self.context_grid = None
+        if context > 1:
+            self.context_grid = ContextGrid(self._line, self.scheme.grid, int(context), stages)
 
     def __repr__(self) -> str:
         replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""
@@ -119,6 +131,11 @@ class Mesh:
         """
         return self.data_grid and self.data_grid["d"]
 
+    @property
+    def context(self) -> Axis | None:
+        """Return the ranks that have other positions of the same sequences; None if none do."""
+        return self.context_grid and self.context_grid.axes["c"]
+
     def rank(self, stage: int, place: int) -> int:
         """Return the number in `comm` of the rank that is `place` in `stage` of this replica."""
         return self.shape.rank({"d": self.replica, "s": stage, "t": place})
@@ -128,6 +145,8 @@ class Mesh:
 
         Models on the mesh have communicators of their own, and are freed before.
         """
+        if self.context_grid is not None:
+            self.context_grid.free()
         if self.data_grid is not None:
             self.data_grid.free()
             self._line.Free()
@@ -135,16 +154,22 @@ class Mesh:
         self._group.Free()
 
 
-def check_data(ranks: int, data: int, shards: int | None) -> int:
+def check_data(ranks: int, data: int, shards: int | None, context: int = 1) -> int:
     """Check the numbers of replicas and shards as in `Mesh`; return the number of shards."""
+    if not is_count(context) or ranks % context:
+        raise ValueError(f"context={context!r} does not divide {ranks} ranks into equal parts: "
+                         f"{divisors(ranks)} would do")
+    ranks //= context
     if not is_count(data) or ranks % data:
         raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
                          f"{divisors(ranks)} would do")
+    replicas = int(data) * int(context)
     if shards is None:
-        return int(data)
-    if not is_count(shards) or data % shards:
-        raise ValueError(f"shards={shards!r} does not divide data={data} replicas into equal "
-                         f"groups: {divisors(data)} would do")
+        return replicas
+    if not is_count(shards) or replicas % shards:
+        of = f"data={data}" + f" x context={context}" * (context > 1)
+        raise ValueError(f"shards={shards!r} does not divide {of} replicas into equal groups: "
+                         f"{divisors(replicas)} would do")
     return int(shards)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.config import Division, refuse_of_mesh
+from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, same_arguments
-from mm3d.grid.axis import Traffic, TrafficCounts
+from mm3d.grid.axis import Axis, Traffic, TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained, check_state
@@ -57,7 +58,7 @@ class Pipeline(Trained):
         then divide each micro-batch instead of the batch, so that the routing does not depend on
         their number.
 
-        And of `mm3d.config.Division`: zero, in_flight, expert_parallel, synchronous.
+        And of `mm3d.config.Division`: zero, in_flight, expert_parallel, synchronous, context_way.
 
     Attributes
     ----------
@@ -67,8 +68,10 @@ class Pipeline(Trained):
         The sequences of the batch that are this replica's micro-batches.
     data : DataParallel or None
         Makes the parameters and sums their gradients over replicas; None with one replica.
-    data_grids : list of DataGrid
-        The grid of the replicas; and the grid of experts that replicas divide.
+    data_grids : list of GridAxes
+        The grid of the replicas; and of a context, or of experts that replicas divide.
+    context : Context or None
+        How the positions of sequences are divided.
     chunks : list of Transformer
         The layers of each chunk of this rank's stage.
     parameters, trained : list of Parameter
@@ -99,7 +102,7 @@ class Pipeline(Trained):
             given |= stack.fields() | {
                 "microbatches": microbatches, "zero": how.zero, "in_flight": how.in_flight,
                 "expert_parallel": how.expert_parallel, "synchronous": how.synchronous,
-                "schedule": schedule}
+                "schedule": schedule, "context_way": how.context_way}
             check_zero(how.zero)
             check_in_flight(how.in_flight)
             if isinstance(schedule, str):
@@ -108,19 +111,23 @@ class Pipeline(Trained):
                                      f"their number")
                 schedule = build(schedule, mesh.shape["s"], microbatches)
         self.mesh, self.schedule = mesh, schedule
-        experts, replicas = stack.experts, mesh.shape["d"]
+        experts, share = stack.experts, mesh.context.size if mesh.context else 1
+        replicas = mesh.shape["d"] // share    # with other sequences
         self.parts = divide_layers(schedule, mesh.shape["s"], stack.sizes, microbatches,
                                    replicas, experts is not None)
         together = stack.batch // schedule.microbatches    # sequences, of all replicas
         check_experts(experts, how.expert_parallel, replicas, together * stack.seq)
         self.rows = divide_rows(stack.batch, replicas, schedule.microbatches,
-                                experts is not None)[mesh.replica]
+                                experts is not None)[mesh.replica // share]
+        self.context = make_context(mesh.context, stack, how.context_way)
         self.data, self.data_grids = None, []
-        made: dict[str, Any] = {"initial_values": initial_values}
+        made: dict[str, Any] = {"initial_values": initial_values, "context": self.context}
         if mesh.data_grid is not None:
             self.data = DataParallel(mesh.data_grid, how.zero, how.in_flight)
             self.data_grids.append(mesh.data_grid)
             made["parameter"] = self.data.create_parameter
+        if mesh.context_grid is not None:
+            self.data_grids.append(mesh.context_grid)
         if how.expert_parallel > 1:
             self.data_grids.append(mesh.data_grid.with_experts(how.expert_parallel))
         if experts is not None:
@@ -281,6 +288,29 @@ class Pipeline(Trained):
     def free(self) -> None:
         """Free the communicators of messages and experts; every rank must call it."""
         self.hops.messages.free()
-        for grid in self.data_grids[1:]:
+        own = (self.mesh.data_grid, self.mesh.context_grid)
+        for grid in [one for one in self.data_grids if one not in own]:
             grid.free()
-        del self.data_grids[1:]
+            self.data_grids.remove(grid)
+
+
+def make_context(axis: Axis | None, stack: Stack, way: str) -> Context | None:
+    """Return how the ranks of `axis` divide positions; None if they do not.
+
+    Raises
+    ------
+    ValueError
+        When there is no such way, not a position for each rank, or the model has experts.
+    """
+    ways = Division.__dataclass_fields__["context_way"].metadata["choices"]
+    if way not in ways:
+        raise ValueError(f"context_way={way!r} is unknown: choose one of {', '.join(ways)}")
+    if axis is None:
+        return None
+    if stack.seq < axis.size:
+        raise ValueError(f"seq={stack.seq} positions cannot be divided by context={axis.size}: "
+                         f"at least {axis.size} positions would do")
+    if stack.experts is not None:
+        raise ValueError(f"context={axis.size} divides sequences, which experts route whole: "
+                         f"context=1, or no experts, would do")
+    return Context(axis, stack.seq, way)

@@ -1,9 +1,10 @@
-"""Measure one Transformer layer, forward and backward, beside one process' PyTorch.
+"""Measure one Transformer layer, forward and backward, beside another library's.
 
 In every repetition the distributed layer, its linear layers' local matrix products alone, and
-PyTorch with all cores are measured one after another, in random order, while the other side
-sleeps; ratios are medians over the repetitions.  With overlap the layer is measured a second time
-in each, with communication that goes on while ranks multiply.
+the other side are measured one after another, in random order, while the others sleep; ratios are
+medians over the repetitions.  The other side is PyTorch in one process, with all cores, or
+ColossalAI, with as many processes as there are ranks.  With overlap the layer is measured a second
+time in each, with communication that goes on while ranks multiply.
 """
 
 from contextlib import closing, nullcontext
@@ -32,7 +33,8 @@ from bench.records.measurements import Check, Measurements, Variable, grid_setti
 from mm3d import ModelSizes
 from mm3d.tracing import dry_run
 
-KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
+PYTORCH, COLOSSAL = "PyTorch", "ColossalAI"
+KINDS = ("layer", "local products", PYTORCH, "layer with overlap")    # or COLOSSAL
 LIMITS = Limits(7, 30, 60.0)    # by default
 
 
@@ -42,6 +44,35 @@ def check_overlap(scheme: str) -> None:
     if scheme not in able:
         raise UsageError(f"--overlap --scheme {scheme}: only products of {', '.join(able)} can "
                          f"overlap")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The library that a layer is verified with and measured beside.
+
+    Attributes
+    ----------
+    name : {"PyTorch", "ColossalAI"}
+        The library.
+    python : str
+        An interpreter that has it.
+    """
+
+    name: str
+    python: str
+
+
+def check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
+    """Raise UsageError for what ColossalAI's 3-D layers cannot do: they pad nothing."""
+    grid, q = scheme.grid.shape.sizes, scheme.grid.shape.sizes[0]
+    if (scheme.name not in schemes_with_option("keep") or len(grid) < 3 or set(grid) != {q}
+            or q == 1):
+        raise UsageError(f"--colossal --scheme {scheme.name} --grid {scheme.grid.shape.compact}: "
+                         f"ColossalAI has the 3-D layers on a cube of 8, 27, 64 ... ranks")
+    for name, divisor in (("batch", q * q), ("heads", q), ("hidden", q * q)):
+        if sizes[name] % divisor:
+            raise UsageError(f"--colossal, {name} {sizes[name]} on {q}x{q}x{q} ranks: ColossalAI "
+                             f"needs a multiple of {divisor}")
 
 
 class MeasuredLayer:
@@ -68,10 +99,19 @@ class MeasuredLayer:
         y, saved = self.model.forward(self.x)
         return y, self.model.backward(self.dy, saved)
 
+    def count(self) -> list[float]:
+        """Return the collective calls and the words of this rank in a step."""
+        self.scheme.grid.reset_traffic()
+        self.step()
+        self.model.zero_gradients()
+        found = self.scheme.grid.traffic().values()
+        return [sum(one.calls for one in found), sum(one.words for one in found)]
+
     def check_step(self, results: tuple[Any, Any],
                    reference: TorchProcesses | None) -> list[Check]:
-        """Compare a step's results and the parameters' gradients with PyTorch or serial."""
-        expected = reference and (lambda: reference.ask("check"))
+        """Compare a step's results and parameters' gradients with the other side, or serial."""
+        answer = reference.take_turn("check") if reference else None
+        expected = reference and (lambda: answer)
         return against_serial.compare(self.model, *results, self.dtype, expected)
 
 
@@ -97,9 +137,9 @@ class Times:
     checks: list[Check]
 
 
-def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int = 0,
+def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap: int = 0,
                   limits: Limits = LIMITS) -> Measurements | None:
-    """Measure one layer beside one process' PyTorch, or alone.
+    """Measure one layer beside another library's, or alone.
 
     The results are verified before the first repetition, and those of the last one again.
 
@@ -107,9 +147,9 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
     ----------
     subject : MeasuredLayer
         The layer; every rank of its grid calls this.
-    torch : str, optional
-        An interpreter that has PyTorch: the layer is verified with it and measured beside it.
-        Without one the layer is verified with the serial scheme and measured alone.
+    beside : Beside, optional
+        What the layer is verified with and measured beside.  Without it the layer is verified
+        with the serial scheme and measured alone.
     overlap : int
         Measure the layer also with communication that overlaps with products, in this many panels
         of rows; 0 for no overlap.
@@ -120,53 +160,101 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int
     -------
     Measurements or None
         A record of kind "layer", by repetition, kind and rank: seconds, ratios, operations,
-        memory and its closed form; on rank 0, None on the others.
+        memory and its closed form, and calls and words of both sides; on rank 0, None on the
+        others.
 
     Raises
     ------
     UsageError
-        On all ranks, when the scheme's products cannot overlap, or the interpreter cannot
-        compute the layer.
+        On all ranks, when the scheme's products cannot overlap, or the other side cannot compute
+        the layer.
     WrongResult
         On all ranks, when a result or a gradient is wrong.
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
     if overlap:
         check_overlap(scheme.name)
+    if beside and beside.name == COLOSSAL:
+        check_colossal(scheme, subject.sizes)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
     kernels = None
-    with closing(start_torch(subject, torch)) if torch else nullcontext() as reference:
+    with closing(start_beside(subject, beside)) if beside else nullcontext() as reference:
         checks = subject.check_step(results, reference)
-        reject(failure_message(checks, torch))
+        reject(failure_message(checks, beside))
         del results
+        counted = count_sides(subject, beside, reference)
         if reference:
             kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
                                       scheme.grid.backend, reference, subject.seed)
         found = time_layer(subject, overlap, limits, reference)
-        reject(failure_message(found.checks, torch), "after the last repetition, ")
+        reject(failure_message(found.checks, beside), "after the last repetition, ")
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
-                **subject.sizes, "seed": subject.seed,
+                **subject.sizes, "seed": subject.seed, **scheme_options(scheme),
                 "reference": reference.about if reference else "none", "ended_by": found.ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
     record = layer_record(subject, found, np.array(memory).T, settings, environs, checks)
+    add_counted(record, counted, beside)
     return add_kernels(record, kernels, record.variables["flops"].values)
 
 
-def failure_message(checks: list[Check], torch: str | None) -> str | None:
-    """Describe failed checks as `against_serial.failure_message`, naming the reference."""
-    return against_serial.failure_message(checks, "PyTorch" if torch else "the serial scheme")
+def scheme_options(scheme: mm3d.Scheme) -> dict[str, str]:
+    """Return the options of a scheme that a record has."""
+    return {"keep": scheme.keep} if hasattr(scheme, "keep") else {}
 
 
-def start_torch(subject: MeasuredLayer, python: str) -> TorchProcesses:
-    """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
+def failure_message(checks: list[Check], beside: Beside | None) -> str | None:
+    """Describe failed checks as `against_serial.failure_message`, naming the other side."""
+    return against_serial.failure_message(checks, beside.name if beside else "the serial scheme")
+
+
+def start_beside(subject: MeasuredLayer, beside: Beside) -> TorchProcesses:
+    """Start the other side beside the ranks; UsageError on all ranks when it does not start."""
     case, comm = {"heads": subject.sizes.heads, "dtype": subject.dtype}, subject.scheme.grid.comm
     arrays = None if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
-    return TorchProcesses(python, "Layer", case, arrays, comm, "do the layer")
+    name, ranks = (("ColossalLayer", comm.size) if beside.name == COLOSSAL else ("Layer", 1))
+    return TorchProcesses(beside.python, name, case, arrays, comm, "do the layer", ranks)
+
+
+def count_sides(subject: MeasuredLayer, beside: Beside | None,
+                reference: TorchProcesses | None) -> np.ndarray | None:
+    """Count calls and words in a step of each side, (counts, sides, ranks), on rank 0.
+
+    Without ColossalAI, which alone has ranks that send, there is no second side.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when both keep gathered operands, as ColossalAI does, and move other words.
+    """
+    rows = [subject.count()]
+    if beside and beside.name == COLOSSAL:
+        found = reference.take_turn("count")
+        rows.append([found["calls"], found["words"]])
+    comm = subject.scheme.grid.comm
+    everyone, problem = comm.gather(rows), None
+    if everyone is not None:
+        everyone = np.array(everyone, float).transpose(2, 1, 0)
+        means = everyone[1].mean(axis=1)
+        keep = scheme_options(subject.scheme).get("keep")
+        if len(means) > 1 and keep == "both" and np.ptp(means) > 0.5:
+            problem = (f"a rank moves {means[0]:.1f} words in the mean, and {means[1]:.1f} with "
+                       f"{COLOSSAL}: with --keep both they should be equal")
+    reject(comm.bcast(problem))
+    return everyone
+
+
+def add_counted(record: Measurements, counted: np.ndarray, beside: Beside | None) -> None:
+    """Add what `count_sides` has counted to a record."""
+    record.scales["side"] = ("mm3d", COLOSSAL)[:counted.shape[1]]
+    for name, values in zip(("calls", "words"), counted):
+        record.raw[name] = Variable(values, "1", ("side", "rank"))
+    if beside:
+        record.scales["kind"] = tuple(beside.name if kind == PYTORCH else kind for kind in KINDS)
 
 
 def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:

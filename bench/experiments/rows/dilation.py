@@ -16,6 +16,7 @@ import numpy as np
 from bench.cases.case import Case
 from bench.errors import Failed
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.waited_work import WorkClock
 from bench.records.measurements import Group, Variable
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
@@ -104,25 +105,53 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
     Failed
         On every rank, when the rate of links cannot be changed.
     """
-    comm, waits = model.grid.comm, model.grid.backend.trace
-    run_free(model, dilation)
-    clock = Clock(comm)
-    samples = np.array([time_phases(model, x, dy, clock) for _ in range(1 + STEPS)])[1:].T
+    comm, clock = model.grid.comm, Clock(model.grid.comm)
     predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
                  if comm.rank == 0 else {})
-    factor = comm.bcast(
-        dilation_factor(float(np.median(samples.sum(axis=0))),
-                        sum(map(sum, predicted.values())), dilation.share, dilation.link)
-        if comm.rank == 0 else None)
-    waits.pace = factor
-    set_links(dilation.link and dilation.link / factor, comm, dilation.change)
+    factor, samples = slow_down(
+        comm, model.grid.backend.trace, dilation, partial(time_phases, model, x, dy, clock),
+        sum(map(sum, predicted.values())))
     return Dilated(factor, samples, predicted)
 
 
-def run_free(model: Any, dilation: Dilation) -> None:
-    """Let the following steps of a model wait for nothing, and its links have no limit."""
-    set_links(None, model.grid.comm, dilation.change)
-    model.grid.backend.trace.pace = 0.0
+def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
+              sample: Callable[[], list[float]], predicted: float) -> tuple[float, np.ndarray]:
+    """Time steps without links and waits, and slow both by the `dilation_factor` for them.
+
+    Every rank calls this.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    waits : WorkClock
+        The waits of this rank.
+    dilation : Dilation
+        How rows are dilated.
+    sample : callable
+        Times a step; returns the makespans of its phases, the same on every rank.
+    predicted : float
+        Seconds of a step for links and waits alone; read on rank 0.
+
+    Returns
+    -------
+    float, ndarray
+        The factor, and the seconds of the steps, (phases, repetitions).
+    """
+    run_free(comm, waits, dilation)
+    samples = np.array([sample() for _ in range(1 + STEPS)])[1:].T
+    factor = comm.bcast(
+        dilation_factor(float(np.median(samples.sum(axis=0))), predicted, dilation.share,
+                        dilation.link) if comm.rank == 0 else None)
+    waits.pace = factor
+    set_links(dilation.link and dilation.link / factor, comm, dilation.change)
+    return factor, samples
+
+
+def run_free(comm: Any, waits: WorkClock, dilation: Dilation) -> None:
+    """Let the following steps wait for nothing, and links have no limit."""
+    set_links(None, comm, dilation.change)
+    waits.pace = 0.0
 
 
 def dilation_factor(software: float, predicted: float, share: float,

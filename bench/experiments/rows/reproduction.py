@@ -8,11 +8,13 @@ import threading
 from typing import Any, Callable, Iterable, Iterator, Protocol
 
 from bench.cases.case import Case
+from bench.cases.combined import TrainingCase
 from bench.errors import UsageError
 from mm3d import launcher, shared_room
 from mm3d.child_process import end_child, start_child
 from mm3d.console import complain
 
+Row = Case | TrainingCase
 OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
 GRACE = 15    # seconds that a job has to end after a SIGTERM
 WATCHDOG = "watchdog: "    # begins the line by which `mm3d.tracing.watchdog` ends a job
@@ -38,12 +40,12 @@ class Progress(Protocol):
         """Show a line that ends a row; it begins with one of `OUTCOMES`."""
 
 
-def measure_cases(cases: list[Case], options: list[str], progress: Progress) -> None:
+def measure_cases(cases: list[Row], options: list[str], progress: Progress) -> None:
     """Measure `cases`, a job for each rank count.
 
     Parameters
     ----------
-    cases : list of Case
+    cases : list of Case, or of TrainingCase
         The cases, in the order in which they are measured.
     options : list of str
         Options of ``bench run``.
@@ -59,15 +61,15 @@ def measure_cases(cases: list[Case], options: list[str], progress: Progress) -> 
         raise Stopped(number)
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for ranks in dict.fromkeys(one.row.gpus for one in cases):
+        for ranks in dict.fromkeys(one.ranks for one in cases):
             progress.say(f"starting {ranks} ranks")
-            measure_in_jobs([one for one in cases if one.row.gpus == ranks], options, progress)
+            measure_in_jobs([one for one in cases if one.ranks == ranks], options, progress)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def job_command(job: Iterable[Case], options: list[str]) -> list[str]:
+def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
     """Return the mpirun command line that measures the cases of `job`.
 
     Raises
@@ -76,16 +78,15 @@ def job_command(job: Iterable[Case], options: list[str]) -> list[str]:
         When there is no mpirun.
     """
     job = list(job)
-    names = ",".join(":".join(filter(None, (one.row.table, one.row.scheme, one.row.like)))
-                     for one in job)
+    names = ",".join(one.selector for one in job)
     try:
         return launcher.mpirun_command(
-            job[0].row.gpus, sys.executable, "-m", "bench", "run", f"--rows={names}", *options)
+            job[0].ranks, sys.executable, "-m", "bench", *job[0].verb, names, *options)
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
 
 
-def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress,
+def measure_in_jobs(cases: list[Row], options: list[str], progress: Progress,
                     make_command: Callable[..., list[str]] = job_command) -> None:
     """Measure `cases`, all of one rank count, in one job if it survives.
 
@@ -104,8 +105,8 @@ def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress,
             jobs = [[one] for one in left[1:]] + jobs
 
 
-def run_job(job: list[Case], command: list[str], progress: Progress,
-            pending: list[Case]) -> str:
+def run_job(job: list[Row], command: list[str], progress: Progress,
+            pending: list[Row]) -> str:
     """Measure the cases of `job` by `command`; return how it ended.
 
     Cases are removed from `pending` as the job reports them.
@@ -122,7 +123,7 @@ def run_job(job: list[Case], command: list[str], progress: Progress,
             pending.remove(reported[0])
             progress.row(line.rstrip())
         status = child.wait()
-        room = shared_room.hint(job[0].row.gpus) if status and len(pending) == before else ""
+        room = shared_room.hint(job[0].ranks) if status and len(pending) == before else ""
         return "; ".join(filter(None, [f"{errors.finish()}mpirun ended with status {status}",
                                        room]))
 

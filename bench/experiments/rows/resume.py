@@ -14,6 +14,7 @@ from bench.errors import StoreError, Unreadable
 from bench.instruments import host
 from bench.records import atomic, journal, model_run, run_file
 from bench.records.journal import Journal, Reproduction
+from bench.records.measurements import Measurements
 
 
 WAITED = ("waited_machine", "waited_scale")    # settings of rows whose ranks wait for their work
@@ -136,7 +137,7 @@ def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
         except StoreError:
             continue    # it is measured again; tables report the problem of the file
         else:
-            if isinstance(run, model_run.Run) and _belongs_to(reproduction, run):
+            if _belongs_to(reproduction, run):
                 return True
     if unread:
         raise Unreadable(f"{unread}, so nobody can tell whether {name} is measured: make it "
@@ -144,8 +145,11 @@ def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
     return False
 
 
-def _belongs_to(reproduction: Reproduction, run: model_run.Run) -> bool:
+def _belongs_to(reproduction: Reproduction, run: Measurements) -> bool:
     recorded, wanted = run.configuration, reproduction.settings
+    if not isinstance(run, model_run.Run):    # a training of --table combined
+        return (run.created >= reproduction.begun and run.kind == wanted.get("table")
+                and recorded.get("order") == reproduction.order)
     variant = asdict(variants.recorded_variant(recorded))
     return (run.created >= reproduction.begun and recorded.get("order") == reproduction.order
             and not recorded["overridden"]

@@ -128,7 +128,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
         groups["waits"] = timed.waits
         step, times, spans, groups["parts"] = time_and_trace(timed, settings)
         if settings.dilation:    # bytes are counted, not timed
-            run_free(timed.model, settings.dilation)
+            run_free(comm, timed.model.grid.backend.trace, settings.dilation)
         groups["wire"] = wire_of_step(step, timed.model, settings)
     everyone = comm.gather(traffic)
     nodes = placement.placement_outcome(comm, scheme.grid.shape, order)

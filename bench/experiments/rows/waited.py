@@ -70,7 +70,7 @@ def waiting_model(one: Case, scheme, settings: Settings,
     """
     work, comm = settings.waits(one), scheme.grid.comm
     trace = trace_rank(one, scheme, settings, work)
-    with waited_work(scheme.grid, work.seconds, work.block) as backend:
+    with waited_work([scheme.grid], work.seconds, work.block) as backend:
         model = mm3d.Transformer(
             scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed))
         x, dy = model.random("input"), model.random("output gradient")

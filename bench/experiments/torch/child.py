@@ -31,7 +31,8 @@ class TorchProcesses:
     python : str
         An interpreter that has PyTorch.
     subject : str
-        The computation: "Layer", "ExpertsLayer", "Training", "ParallelTraining" or "Stages".
+        The computation: "Layer", "ExpertsLayer", "Training", "ParallelTraining", "Stages" or
+        "ColossalLayer".
     case : dict
         Settings for all processes, with the "dtype"; needed on rank 0.
     arrays : mapping of str to ndarray, or None
@@ -70,7 +71,8 @@ class TorchProcesses:
         if arrays is not None:
             np.savez(self._folder / f"arrays-{comm.rank}.npz", **arrays)
         comm.Barrier()
-        problem = self._start(python, threads) if comm.rank < ranks else None
+        library = "colossal" if subject == "ColossalLayer" else "torch"
+        problem = self._start(python, threads, library) if comm.rank < ranks else None
         wait_patiently(comm)
         try:
             agree(problem, comm)
@@ -78,19 +80,20 @@ class TorchProcesses:
             self.close()
             raise
 
-    def _start(self, python: str, threads: int) -> str | None:
+    def _start(self, python: str, threads: int, library: str) -> str | None:
         """Start this rank's process; return why it cannot do its work, None if it can."""
+        needed = {"torch": "torch and numpy", "colossal": "colossalai, torch and numpy"}
         command = [python, serve.__file__, self._folder, self.comm.rank, self.ranks, threads]
         try:
             self._process = subprocess.Popen(
                 [str(word) for word in command], env=torch_environment(), encoding=CHILDREN_PRINT,
                 errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
-            return f"--torch {python}: {error.strerror}"
+            return f"--{library} {python}: {error.strerror}"
         line = self._process.stdout.readline()
         if not line:
-            return (f"--torch {python} could not {self.what}, as it says above: an interpreter "
-                    f"with torch and numpy would do")
+            return (f"--{library} {python} could not {self.what}, as it says above: an "
+                    f"interpreter with {needed[library]} would do")
         self.about = describe(json.loads(line), self.ranks)
         return None
 
@@ -165,8 +168,9 @@ def torch_environment() -> dict[str, str]:
 
 def describe(about: Mapping[str, Any], ranks: int) -> str:
     """Describe PyTorch: version, threads, products and settings."""
-    words = [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),
-             f"{about['threads']} threads{' a rank' * (ranks > 1)}"]
+    words = [f"ColossalAI {about['colossal']}"] if "colossal" in about else []
+    words += [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),
+              f"{about['threads']} threads{' a rank' * (ranks > 1)}"]
     if about["blas"]:
         words.append(f"products by {about['blas'].upper()} "
                      f"({about['instructions'] or 'it does not say by which instructions'})")

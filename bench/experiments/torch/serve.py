@@ -65,6 +65,9 @@ def subject_class(name: str) -> type:
     if name == "Stages":
         import pipeline
         return pipeline.Stages
+    if name == "ColossalLayer":
+        import colossal
+        return colossal.ColossalLayer
     import parallel
     return parallel.ParallelTraining
 
@@ -172,7 +175,7 @@ def main(folder: str, rank: str, ranks: str, threads: str) -> None:
         print(json.dumps(found), file=answers, flush=True)
 
     with together:
-        say({**about(torch), "settings": settings})
+        say({**about(torch), **getattr(subject, "about", {}), "settings": settings})
         for line in sys.stdin:
             say(server.answer(line))
 

@@ -65,7 +65,9 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
     scaling = training.optimizer.loss_scaling
     return {**training.settings(), "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
             "stage_grids": "; ".join(map(str, mesh.grids)),
-            "data": division.data, "shards": division.shards or division.data,
+            "data": division.data, "shards": division.shards or mesh.shape["d"],
+            **({"context": division.context, "context_way": division.context_way}
+               if division.context > 1 else {}),
             "stages": division.stages, "zero": division.zero,
             "schedule": division.schedule, "microbatches": division.microbatches,
             "recompute": division.recompute, "rate_falls_to": "last step",

@@ -1,5 +1,6 @@
-"""A layer beside its local products and one process' PyTorch."""
+"""A layer beside its local products, and PyTorch's or ColossalAI's."""
 
+import math
 from typing import Callable, Sequence
 
 import numpy as np
@@ -22,8 +23,10 @@ SCHEMAS = {
         "variables": {
             "expected_memory": "", "hidden": "", "memory": "account rank",
             "times": "repetition kind rank edge"},
+        "optional": {"calls": "side rank", "words": "side rank"},
         "derived": {"flops": "", "ratio": "kind bound", "seconds": "kind bound"},
-        "labels": {"kind": [["layer", "local products", "PyTorch", "layer with overlap"]]}}}
+        "labels": {"kind": [["layer", "local products", beside, "layer with overlap"]
+                            for beside in ("PyTorch", "ColossalAI")]}}}
 
 
 def derive(record: Measurements) -> dict[str, Variable]:
@@ -39,8 +42,8 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
     """Make one table of all records, a row for each layer."""
     rows = [at for record in sorted(records, key=lambda record: record.configuration["hidden"])
             for at in list_places(record)]
-    return [make_table("One Transformer layer, forward and backward, beside one process", COLUMNS,
-                       rows), Notes("About these layers:", _notes(records))]
+    return [make_table("One Transformer layer, forward and backward, beside another library",
+                       COLUMNS, rows), Notes("About these layers:", _notes(records))]
 
 
 def _took(kind: int) -> Callable[[Place], float]:
@@ -53,15 +56,40 @@ def _peak(account: int) -> Callable[[Place], float]:
     return lambda at: at("memory")[account].max() / 1e6
 
 
+def _counted(name: str, side: int) -> Callable[[Place], float]:
+    """Return a function that reads the mean over the ranks of what a side counted, if it did."""
+    def read(at: Place) -> float:
+        found = at.record.raw.get(name)
+        return found.values[side].mean() if found and len(found.values) > side else math.nan
+    return read
+
+
+def _beside(at: Place) -> str:
+    """Return the name of the other side, "-" without one."""
+    return str(at.record.scales["kind"][2]) if at["reference"] != "none" else "-"
+
+
+def _keep(at: Place) -> str:
+    """Return which gathered operands the layer keeps."""
+    return str(at.record.configuration.get("keep", "-"))
+
+
+COUNTED = "calls and words of a rank, mean"
 OVERLAP, PEAK = "with overlap", "peak memory of a rank"
 COLUMNS = [
     Column("hidden", of=lambda at: int(at["hidden"])),
     Column("", "scheme, grid", of=lambda at: f"{at['scheme']} {at['grid']}"),
+    Column("keep", of=_keep),
     Column("layer", "(s)", of=_took(0), form=".3f"),
     Column("rate", "(GFLOP/s)", of=lambda at: at("flops") / _took(0)(at) / 1e9, form=".1f"),
     Column("products", "alone (s)", of=_took(1), form=".3f"),
-    Column("PyTorch", "(s)", of=_took(2), form=".3f"),
-    *spread(lambda at: at("ratio")[2], ".3f", "PyTorch / layer", units=("", "95 %", "95 %")),
+    Column("beside", of=_beside),
+    Column("it", "(s)", of=_took(2), form=".3f"),
+    *spread(lambda at: at("ratio")[2], ".3f", "it / layer", units=("", "95 %", "95 %")),
+    Column("calls", "", COUNTED, of=_counted("calls", 0), form=".1f"),
+    Column("of it", "", COUNTED, of=_counted("calls", 1), form=".1f"),
+    Column("words", "", COUNTED, of=_counted("words", 0), form=".0f"),
+    Column("of it", "", COUNTED, of=_counted("words", 1), form=".0f"),
     Column("time", "(s)", OVERLAP, of=_took(3), form=".3f"),
     Column("ratio", "", OVERLAP, of=lambda at: at("ratio")[3, 0], form=".3f"),
     Column("hidden", "share", OVERLAP, of=lambda at: at("hidden"), form=".2f"),
@@ -86,7 +114,8 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
             f"{env['blas']} {env['blas_architecture']}; verified, "
             f"{largest_error(record.checks)}.")
         seconds = record.values("seconds")[:, 0]
-        found += equal_rate_notes(record, {"PyTorch": (seconds[2], seconds[0])})
+        found += equal_rate_notes(record, {
+            str(record.scales["kind"][2]): (seconds[2], seconds[0])})
     return found + [
         "Times are makespans.  Products alone: the local matrix products of the linear layers, "
         "without communication, attention's own and everything else.",

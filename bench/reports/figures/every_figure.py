@@ -68,6 +68,7 @@ def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
+                           _by_name("combined.make_combined_drawings")(found.measurements),
                            link_sweep.make_sweep_drawings([*found.measurements, *joined]))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.prediction.meshes.kind_map import Asked, BOX, LINE, Place
 from bench.reports.figures import style
-from bench.reports.kind_map import GB, heading
+from bench.reports.plans.kind_map import GB, heading
 
 LEAST = 2.0    # per cent of the darkest shade, so that small differences look small
 

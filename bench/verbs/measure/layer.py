@@ -1,4 +1,4 @@
-"""Measure one Transformer layer beside one process' PyTorch, under mpirun."""
+"""Measure one Transformer layer beside PyTorch or ColossalAI, under mpirun."""
 
 import argparse
 import gc
@@ -9,7 +9,8 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.command_line.scheme_options import add_scheme
 from bench.errors import UsageError
-from bench.experiments.layer.layer import MeasuredLayer, check_overlap, measure_layer
+from bench.experiments.layer.layer import (Beside, COLOSSAL, MeasuredLayer, PYTORCH,
+                                           check_overlap, measure_layer)
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import format_record
 from mm3d import ModelSizes
@@ -31,6 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_grid(parser)
     options.add_torch(parser, "the layer is verified, instead of by the serial scheme, and "
                               "PyTorch measured beside it")
+    parser.add_argument("--colossal", metavar="PYTHON", help=(
+        "an interpreter that has ColossalAI, whose 3-D layers of as many processes the layer is "
+        "verified with and measured beside, in place of --torch; with --keep both they move "
+        "equal words"))
+    options.add_keep(parser)
     options.add_overlap(
         parser, "measure the layer also with communication that goes on while ranks multiply")
 
@@ -41,6 +47,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     check_head(arguments.hidden, arguments.head_size)
     if arguments.overlap:
         check_overlap(arguments.scheme)
+    beside = library_of(arguments)
+    chosen = {"keep": arguments.keep} if arguments.keep else {}
     measuring.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
                                  arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
@@ -50,17 +58,28 @@ def run(arguments: argparse.Namespace, comm) -> int:
         sizes = ModelSizes(1, hidden, hidden // arguments.head_size, arguments.batch,
                            arguments.seq)
         try:
-            scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend)
+            scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend,
+                                 **chosen)
             layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)
         except ValueError as error:
             raise UsageError(str(error)) from error
         status = max(status, measure(
-            f"layer-{arguments.scheme}-h{hidden}-{arguments.dtype}",
-            partial(measure_layer, layer, arguments.torch, arguments.overlap, limits), out, comm,
+            "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
+                      f"h{hidden}", arguments.dtype]),
+            partial(measure_layer, layer, beside, arguments.overlap, limits), out, comm,
             format_record))
         scheme.grid.free()
         del layer
     return status
+
+
+def library_of(arguments: argparse.Namespace) -> Beside | None:
+    """Return what the layer is measured beside; UsageError for two libraries."""
+    if arguments.torch and arguments.colossal:
+        raise UsageError(f"--torch {arguments.torch} --colossal {arguments.colossal}: a layer is "
+                         f"measured beside one of them")
+    given = {PYTORCH: arguments.torch, COLOSSAL: arguments.colossal}
+    return next((Beside(name, python) for name, python in given.items() if python), None)
 
 
 def check_head(hidden_sizes: list[int], head: int) -> None:

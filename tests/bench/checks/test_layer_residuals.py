@@ -15,7 +15,8 @@ from bench.records import run_file
 from bench.records.measurements import Check
 from bench.validation import rules
 from bench.validation.files import check_file
-from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
+from mm3d.model.attention.layer import Attention
+from mm3d.model.layers import Gelu, LayerNorm, Linear
 from support import run_ranks
 
 GRIDS = [(1, "serial", None), (4, "2d", None), (4, "1d", None), (8, "3d", (2, 2, 2)),

@@ -7,7 +7,7 @@ from bench.__main__ import parser
 from bench.cases.selection import select_rows
 from bench.cluster.spec import Cluster
 from bench.command_line import row_options
-from bench.experiments.rows.dilation import dilation_factor
+from bench.experiments.rows.dilation import STEPS, dilation_factor
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.emulation.at_rates import join_rates
@@ -50,7 +50,7 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
     assert check_file(path)[0] == []
     predicted = run.groups["predicted"].variables["seconds"].values
     software = run.groups["software"].variables["samples"].values
-    assert predicted.shape == (2, 2) and (predicted > 0).all() and software.shape == (2, 3)
+    assert predicted.shape == (2, 2) and (predicted > 0).all() and software.shape == (2, STEPS)
     wanted = np.median(software.sum(axis=0)) / (0.1 * predicted.sum())
     assert run.dilation == dilation_factor(wanted, 1.0, 1.0, 5e7) > 1
     if comm.rank == 0:    # without a limit but where steps are timed; then as they were

@@ -68,7 +68,7 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert found["product_samples"].shape[0] == 2 and found["product_flops"] < found["flops"]
     assert found["torch_flops"] == found["flops"] and (found["product_samples"] > 0).all()
     text = " ".join(done.stdout.split())
-    assert "PyTorch / layer" in text and "one thread multiplies at" in text
+    assert "it / layer" in text and "one thread multiplies at" in text
     # What a user sets for PyTorch, without folders, which may name a person.
     settings = "LD_PRELOAD=fake.so MALLOC_ARENA_MAX=3"
     assert run.configuration["reference"].startswith("PyTorch made up, ")
@@ -116,4 +116,59 @@ def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
     (("--scheme", "4d"), "scheme '4d' is unknown")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
     said = refused(comm, "measure", "layer", *QUICK, *options, "--out", str(shared_tmp_path))
+    assert said.count(message) == 1 and not list(shared_tmp_path.glob("*.h5")), said
+
+
+# In the place of ColossalAI: the serial scheme on rank 0, and made-up counts.
+COLOSSAL = f"""{SUBJECT}
+    about = {{"colossal": "0.0"}}
+
+    def count(self):
+        return {{"calls": 36, "words": WORDS + self.case["rank"]}}
+"""
+
+
+def beside_colossal(folder, ranks, *options):
+    done = run_ranks(ranks, "-m", "bench", "measure", "layer", "--hidden", "32", "--head-size",
+                     "8", "--seq", "8", "--repetitions", "2", "--max-repetitions", "2", "--dtype",
+                     "float64", *options, "--out", str(folder / "out"))
+    files = list((folder / "out").glob("*.h5"))
+    return done, run_file.read_run(files[0]) if files else None
+
+
+def test_calls_and_words_stand_beside_those_of_colossalai(tmp_path):
+    """A block, 32 features, 8 sequences of 16: what was counted of ColossalAI 0.5.0, too."""
+    done, run = beside_colossal(
+        tmp_path, 8, "--batch", "8", "--seq", "16", "--keep", "both", "--colossal",
+        make_up(tmp_path, f"FACTOR, WORDS = 1, 20024 - 3.5\n{COLOSSAL}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.configuration["reference"].startswith("ColossalAI 0.0, PyTorch made up, gloo")
+    assert run.configuration["keep"] == "both" and run.scales["kind"][2] == "ColossalAI"
+    words, calls = run.raw["words"].values, run.raw["calls"].values
+    assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
+    assert (calls[1] == 36).all()
+    text = " ".join(done.stdout.split())
+    assert "it / layer" in text and "(ColossalAI)" in text
+    (row,) = tables([run])[0].rows
+    assert {"ColossalAI", "both", "62.0", "36.0", "20024"} <= set(map(str, row))
+
+
+def test_other_words_than_those_of_colossalai_are_refused(tmp_path):
+    done, run = beside_colossal(
+        tmp_path, 8, "--batch", "8", "--keep", "both", "--colossal",
+        make_up(tmp_path, f"FACTOR, WORDS = 1, 20024\n{COLOSSAL}"))
+    assert done.returncode == 1 and run is None
+    assert "with ColossalAI: with --keep both they should be equal" in done.stdout
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("options, message", [
+    (("--scheme", "1d"), "--scheme 1d --grid 8: ColossalAI has the 3-D layers on a cube"),
+    (("--grid", "4x2x1"), "--grid 4x2x1: ColossalAI has the 3-D layers on a cube"),
+    (("--batch", "6"), "batch 6 on 2x2x2 ranks: ColossalAI needs a multiple of 4"),
+    (("--torch", "python"), "a layer is measured beside one of them")])
+def test_what_colossalai_cannot_do_is_refused(comm, shared_tmp_path, options, message):
+    said = refused(comm, "measure", "layer", "--hidden=32", "--head-size=8", "--batch=4",
+                   "--seq=8", "--colossal=/nowhere/python", *options, "--out",
+                   str(shared_tmp_path))
     assert said.count(message) == 1 and not list(shared_tmp_path.glob("*.h5")), said

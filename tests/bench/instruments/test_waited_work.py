@@ -31,7 +31,7 @@ def test_words_and_seconds_are_those_of_the_dry_run(comm, monkeypatch, transport
         scheme = mm3d.scheme(name, comm, **options)
         grid, own = scheme.grid, scheme.grid.backend
         trace = dry_run.trace_step(name, comm.size, rank=comm.rank, options=options, **SIZES)
-        with waited_work(grid, seconds, sys.maxsize) as backend:
+        with waited_work([grid], seconds, sys.maxsize) as backend:
             model = mm3d.Transformer(scheme, **SIZES)
             x, dy = model.random("input"), model.random("output gradient")
             for phase, step in (("forward", lambda: model.forward(x)),

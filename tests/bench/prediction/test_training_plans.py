@@ -20,7 +20,7 @@ from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
                                                         trace_layer, traced_work)
 from bench.prediction.training_step import layer_parameters
-from bench.reports.training_plans import command_lines, remarks
+from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
 from jobs.own_options import list_verb_problems
 from mm3d.config import Config, Division
@@ -286,21 +286,3 @@ def test_options_of_dry_that_do_nothing_alone(options, message, capsys):
 def test_train_has_no_direction_that_its_mesh_has_not():
     with pytest.raises(UsageError, match="--inside y: the mesh has the directions r, d, s, x"):
         train.place_ranks(MPI.COMM_SELF, Division(scheme="1d"), "y")
-
-
-@pytest.mark.parametrize("line, message", [
-    ("heads = 3", "3 heads do not divide 64"), ("layers = 0", "layers = 0"),
-    ("width = 3", "width"), ("vocab = 'all'", "vocab")])
-def test_a_file_that_is_no_model(line, message, tmp_path):
-    sizes = {"name": "'mine'", "layers": 2, "hidden": 64, "heads": 4, "vocab": 32, "seq": 8}
-    name, _, value = line.partition(" = ")
-    path = tmp_path / "mine.toml"
-    path.write_text("\n".join(f"{key} = {one}" for key, one in (sizes | {name: value}).items()))
-    with pytest.raises(UsageError, match=message):
-        load_model(str(path))
-
-
-def test_published_parameters_are_near_those_of_the_same_sizes():
-    for name in ("gpt-3-175b", "megatron-530b", "megatron-1t"):
-        found = load_model(name)
-        assert found.own_parameters == pytest.approx(found.parameters, rel=.01)

@@ -9,9 +9,10 @@ from mm3d.arrays import backend, numpy_kernels
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
+from mm3d.model.attention.layer import Attention
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Residual
-from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
+from mm3d.model.layers import Gelu, LayerNorm, Linear
 from mm3d.model.rms_norm import RMSNorm
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.swiglu import SwiGLU

@@ -16,18 +16,39 @@ def window_attention_forward(q: Array, k: Array, v: Array, first: int, window: i
     Source: Beltagy, Peters and Cohan, arXiv 2004.05150.  Other parameters and results as in
     `mm3d.model.functional.attention_forward`.
     """
-    return attend(q, k, v, _window_mask(q, k, first, window), out)
+    return attend(q, k, v, window_mask(q, k, first, window), out)
 
 
 def window_attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                               window: int, dq: Array, dk: Array, dv: Array) -> None:
     """Compute dq, dk and dv of `window_attention_forward` in the arrays of these names."""
-    attend_backward(do, (q, k, v), lse, _window_mask(q, k, first, window), (dq, dk, dv))
+    attend_backward(do, (q, k, v), lse, window_mask(q, k, first, window), (dq, dk, dv))
 
 
-def _window_mask(q: Array, k: Array, first: int, window: int) -> Array:
+def window_mask(q: Array, k: Array, first: int, window: int) -> Array:
     """Return the mask (queries, positions): 0 in the window of each query, -inf elsewhere."""
     library, mask = backend_of(q), causal_mask(q, k, first)
     own = library.arange(first, first + q.shape[1])[:, None]
     near = library.arange(0, k.shape[1])[None, :] + window > own
     return library.xp.where(near, mask, mask - math.inf)
+
+
+def visible(own: range, keys: range, causal: bool, window: int | None) -> tuple[range, range]:
+    """Return the queries and the keys among given positions between which a mask hides least.
+
+    Each query that is returned sees some of the keys.
+
+    Parameters
+    ----------
+    own, keys : range
+        Positions of queries and of keys.
+    causal : bool
+        Whether a position attends only to itself and those before it.
+    window : int or None
+        To how many positions a causal position attends at most.
+    """
+    if not causal or not own:
+        return own, keys
+    reach = window or own.stop    # all before
+    keys = range(max(keys.start, own.start - reach + 1), min(keys.stop, own.stop))
+    return range(max(own.start, keys.start), min(own.stop, keys.stop + reach - 1)), keys

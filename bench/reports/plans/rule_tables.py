@@ -8,7 +8,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.meshes.rules_of_thumb import PLAIN, Rules, Tested
 from bench.prediction.training_plans.search import TrainingPlan
 from bench.prediction.training_step import SHARES
-from bench.reports.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
+from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
 
 NO_CHOICE = 8    # cells of `choice_cells`
 

@@ -1,0 +1,92 @@
+"""Measure the training steps of ``--table combined``, one mpirun for each rank count."""
+
+import argparse
+from pathlib import Path
+from typing import Callable
+
+from bench.cases.combined import TABLE, list_cases, load
+from bench.cases.selection import shuffle_cases
+from bench.cluster.run import run_verb_inside
+from bench.cluster.spec import Cluster
+from bench.command_line.progress import RowProgress
+from bench.errors import UsageError
+from bench.experiments.rows import resume
+from bench.experiments.rows.reproduction import Stopped, measure_cases
+from bench.instruments.timing import Limits
+from bench.records import run_file
+from bench.records.journal import Journal
+from mm3d.console import say
+
+LIMITS = ("repetitions", "max_repetitions", "max_seconds")
+PASSED_ON = (*LIMITS, "width", "software_share", "stall")    # options of ``measure meshes``
+REFUSED = {"scheme": "paper", "preset": None, "equal_tokens": False, "work": None,
+           "machine": None, "work_scale": None, "dtype": "float32", "keep": "none", "overlap": 0,
+           "causal": False, "recompute": "none", "backend": None, "seed": 0, "warmup": None,
+           "traced": None, "node_memory": None, "precise": False}
+
+
+def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -> int:
+    """Measure the rows that an earlier command has not finished, and report a folder's.
+
+    Returns
+    -------
+    int
+        0 when all rows were measured, 1 when one was not, 128 plus the number of a signal.
+
+    Raises
+    ------
+    UsageError
+        For options that these rows do not have, or numbers of ranks without any.
+    StoreError
+        When the results folder cannot be written, or is in use.
+    """
+    for name, default in REFUSED.items():
+        if getattr(arguments, name, default) != default:
+            raise UsageError(f"--table {TABLE} --{name.replace('_', '-')}: its file "
+                             f"bench/cases/combined.toml says how its rows are measured; leave "
+                             f"one of them out")
+    known = sorted({one.ranks for one in list_cases()})
+    cases = [one for one in list_cases() if one.ranks in (arguments.ranks or known)]
+    if not cases:
+        raise UsageError(f"--table {TABLE} has no row of these --ranks: "
+                         f"{', '.join(map(str, known))} would do")
+    if Cluster.from_environment() is None:
+        return run_verb_inside(Cluster.parse(load().cluster), arguments.words, False)
+    log = Journal(run_file.check_folder(arguments.out))
+    log.claim()
+    resume.remove_leftovers(log.folder)
+    wanted = {"table": TABLE, **vars(limits_of(arguments)), "software_share": share_of(arguments),
+              **resume.describe_machine("numpy")}
+    begun, finished = resume.begin_or_resume(log, [one.name for one in cases], wanted,
+                                             arguments.order, arguments.fresh, say)
+    progress, stopped = RowProgress(len(cases), len(finished)), None
+    progress.say(f"{progress.total} rows, {progress.done} of them there; results in {log.folder}")
+    options = [f"--out={log.folder}", f"--order={begun.order}"] + [
+        f"--{name.replace('_', '-')}={getattr(arguments, name) or 'none'}" for name in PASSED_ON
+        if getattr(arguments, name) is not None]
+    try:
+        measure_cases([one for one in shuffle_cases(cases, begun.order)
+                       if one.name not in finished], options, progress)
+    except Stopped as error:
+        stopped = error
+    finally:
+        progress.close()
+    complete = progress.measured == progress.total
+    log.write("end", outcome="stopped" if stopped else "complete" if complete else "incomplete",
+              measured=progress.measured, of=progress.total)
+    if progress.measured:
+        report(log.folder)
+    return stopped.status if stopped else int(not complete)
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """Return the limits of repetitions: those given, or else the file's."""
+    chosen = {name: getattr(arguments, name) or getattr(load(), name) for name in LIMITS}
+    chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
+    return Limits(**chosen, width=arguments.width)
+
+
+def share_of(arguments: argparse.Namespace) -> float:
+    """Return the share of a step that software may take."""
+    given = arguments.software_share
+    return load().software_share if given is None else given

@@ -1,0 +1,300 @@
+"""Name what usually causes the first tensor outside the envelope.
+
+What a fault does to a tensor is tried, kind by kind: a factor, another tensor in its place, a part
+of a sum, another setting.  The first that explains the tensor is named.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, Callable, Iterator
+
+import numpy as np
+
+from bench.experiments.dump import patterns
+from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.losses import loss_causes, norm_causes
+from bench.experiments.dump.places import LOSS, NORM, tensor_names
+from bench.experiments.dump.terms import gradient_terms
+from bench.experiments.dump.verdicts import Judged, Verdict, start_of
+from mm3d.model.layers import Gelu, Linear
+
+EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
+
+
+def explain(dump: Dump, verdict: Verdict, comm: Any) -> str:
+    """Return what explains the first tensor outside the envelope.
+
+    Parameters
+    ----------
+    dump, verdict : Dump, Verdict
+        The dump, and what was found.
+    comm : mpi4py.MPI.Intracomm
+        One rank.
+    """
+    one = verdict.first
+    assert one is not None
+    if one.place.kind == "mask":
+        return ("replicas drop the same elements: their generators had the same seed"
+                if one.error.whole else "another share of the elements stays than dump.json says")
+    a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
+    if not np.isfinite(a).all():
+        return "it has elements that are infinite or not a number"
+    find: dict[str, Callable[..., Iterator[str]]] = {
+        LOSS: loss_causes, NORM: norm_causes, "gradient": _gradient, "activation": _activation,
+        "activation gradient": _passed_back, "weight after": _update}
+    causes = find[one.place.kind](dump, verdict, one, comm)
+    return next(causes, None) or _where(a, exact, one) or "no pattern that is known here"
+
+
+def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
+    """Return where a tensor is wrong, if not everywhere."""
+    region = patterns.wrong_region(a, exact, one.envelope)
+    return None if region is None else f"wrong only in {region}"
+
+
+def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield what explains a gradient."""
+    a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
+    if not a.any():
+        yield "all zeros: it was lost, or never computed"
+    alike = [other for other in verdict.judged if other.place.kind == "gradient"]
+    c = patterns.factor_of(a, exact, one.envelope)
+    if c is not None:
+        same = [other for other in alike if _factor(dump, verdict, other) and np.isclose(
+            _factor(dump, verdict, other), c, rtol=0.02)]
+        where = f"in {len(same)} of {len(alike)} gradients" if len(same) > 1 else (
+            "in this gradient alone")
+        yield f"{patterns.say_number(c)} times the right one, {where}: {_said_of(dump, c)}"
+    if dump.model.tied and one.place.name.endswith(("wte.weight", "embed_tokens.weight")):
+        yield from _tied(dump, one, comm)
+    region = patterns.wrong_shard(a, exact, one.envelope)
+    if region is not None:
+        part, right = region.of(a), region.of(exact)
+        c = 0.0 if not part.any() else patterns.factor_of(part, right, one.envelope)
+        if c is not None:
+            yield (f"{patterns.say_number(c)} times the right one, only in {region}: "
+                   f"{_said_of(dump, c)}, for one shard")
+    if dump.model.dtype in ("float32", "float64") and (narrow := patterns.narrower(a)):
+        yield f"all of its numbers are those of {narrow}: it was summed or sent in that type"
+    for dim, what in enumerate(("sequences", "positions")):
+        yield from _parts(dump, one, comm, dim, what)
+    yield from _missing_input_sum(dump, one, comm)
+
+
+def _factor(dump: Dump, verdict: Verdict, one: Judged) -> float | None:
+    """Return the factor of another gradient, if it has one."""
+    return patterns.factor_of(np.float64(dump.tensors[one.place]), verdict.exact[one.place],
+                              one.envelope)
+
+
+def _said_of(dump: Dump, c: float) -> str:
+    """Return what usually makes a factor."""
+    counted = int((dump.targets != dump.model.ignored).sum())
+    if counted < dump.targets.size and np.isclose(c, counted / dump.targets.size, rtol=2e-3):
+        return "a mean over all targets, with the ignored ones"
+    if c == 0:
+        return "lost"
+    if c > 1.5:
+        return f"a sum over {patterns.say_number(c)} ranks that should be a mean, or added twice"
+    if 0 < c < 0.7:
+        return (f"divided by {patterns.say_number(1 / c)} once too often, or a sum over ranks "
+                f"that is missing")
+    return "scaled, by a factor of clipping or by another count"
+
+
+def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield how the two gradients of a tied table are in the dump's."""
+    found: dict[str, np.ndarray] = {}
+    gpts: list[Any] = []
+    exact = compute_step(start_of(dump), Way("float64"), comm, gpts.append)[one.place]
+    head = gpts[0].chains[-1].output.head.weight.grad
+    found["head"] = np.float64(head)
+    found["embedding"] = exact - found["head"]
+    a = np.float64(dump.tensors[one.place])
+    both = [found["embedding"], found["head"]]
+    c = patterns.fit(both, a)
+    if c is not None and patterns.explained(a, c[0] * both[0] + c[1] * both[1], one.envelope,
+                                            max(abs(c))):
+        c = np.where(np.abs(c) < 1e-3, 0, c)
+        embedding, output = map(patterns.say_number, c)
+        kind = ("lost" if not c.all() else "doubled" if max(c) > 1.5 else "scaled")
+        yield (f"the tied table has {embedding} times the embedding's gradient and {output} times "
+               f"the head's: one of them is {kind}")
+
+
+def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[str]:
+    """Yield which parts of the sum over sequences or positions are in a gradient, how often."""
+    a = np.float64(dump.tensors[one.place])
+    said = dump.ranks.get("data" if dim == 0 else "sequence") or dump.ranks.get("tensor")
+    terms = gradient_terms(start_of(dump), one.place.name, dim, comm)
+    for n in patterns.divisions(len(terms), said):
+        sums = [part.sum(0) for part in np.array_split(terms, n)]
+        c = patterns.fit(sums, a)
+        if c is None or not patterns.explained(a, np.tensordot(c, sums, 1), one.envelope,
+                                               np.abs(c).max()):
+            continue
+        c = np.where(np.abs(c) < 1e-3, 0, c)
+        told = ", ".join(map(patterns.say_number, c))
+        counts = [(part != dump.model.ignored).sum() for part in np.array_split(dump.targets, n)]
+        means = sum(counts) / (n * np.maximum(counts, 1))
+        if dim == 0 and np.allclose(c, means, rtol=1e-2):
+            yield (f"a mean over {n} ranks of their means, with other numbers of targets: parts "
+                   f"of the {what} count {told} times")
+        if (c == 0).any():
+            yield (f"parts of the {what}, divided among {n} ranks, count {told} times: a sum over "
+                   f"ranks is missing")
+        yield f"parts of the {what}, divided among {n} ranks, count {told} times"
+
+
+def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield whether a norm's gradient has a part of the product after it alone."""
+    a, found = np.float64(dump.tensors[one.place]), []
+    for n in (2, 4, 8):
+        for shard in range(n):
+            def look(gpt: Any, n: int = n, shard: int = shard) -> None:
+                for block in gpt.chunks[0].layers.layers:
+                    norm, linear = block.layers[:2]
+                    names = {*to_names(dump, [p.name for p in norm.parameters])}
+                    if one.place.name in names and isinstance(linear, Linear):
+                        found.append(norm)
+                        linear.backward = _shard_alone(linear, n, shard)
+            tensors = compute_step(start_of(dump), Way("float64"), comm, look)
+            if not found:
+                return
+            if patterns.explained(a, tensors[one.place], one.envelope):
+                yield (f"it has the gradient of shard {shard} of {n} of the product after it "
+                       f"alone: the sum over ranks of a column-parallel layer's input gradient is "
+                       f"missing")
+
+
+def to_names(dump: Dump, parameters: list[str]) -> list[str]:
+    """Return the names of the tensors of some parameters."""
+    names = tensor_names(dump.family, dump.model)
+    return [tensor for name in parameters for tensor in names[name]]
+
+
+def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
+    """Return the backward pass whose input gradient is that of a shard of the features."""
+    back = linear.backward
+
+    def backward(dy: Any, saved: Any, *rest: Any) -> Any:
+        own = np.zeros_like(dy)
+        part = np.array_split(np.arange(dy.shape[-1]), n)[shard]
+        own[..., part] = dy[..., part]
+        return back(own, saved, *rest)
+    return backward
+
+
+ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
+
+
+def _row_parallel(dump: Dump, a: np.ndarray, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield what of a row-parallel layer explains an activation: its bias, or its sum."""
+    start = start_of(dump)
+
+    def same(name: str, other: np.ndarray) -> bool:
+        weights = {**dump.weights, name: other}
+        found = compute_step(replace(start, weights=weights), Way("float64"), comm)
+        return patterns.explained(a, found[one.place], one.envelope)
+    for part in ROW_PARALLEL:
+        name = f"{one.place.name}.{part}"
+        bias = dump.weights.get(f"{name}.bias")
+        for n in (0, 2, 4, 8) if bias is not None else ():
+            if same(f"{name}.bias", n * np.float64(bias)):
+                yield f"{name}.bias is added {n} times: once on each rank of a row-parallel layer"
+        weight = dump.weights.get(f"{name}.weight")
+        for n in (2, 4) if weight is not None else ():
+            for shard in range(n):
+                part_of, dim = np.zeros(weight.shape), 0 if dump.family == "gpt2" else 1
+                rows = np.array_split(np.arange(weight.shape[dim]), n)[shard]
+                box = (slice(None),) * dim + (rows,)
+                part_of[box] = np.float64(weight)[box]
+                if same(f"{name}.weight", part_of):
+                    yield (f"{name} has the product of shard {shard} of {n} alone: a sum over "
+                           f"the ranks of a row-parallel layer is missing")
+
+
+def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield which other setting, or which place, explains an activation."""
+    a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
+    c = patterns.factor_of(a, exact, one.envelope)
+    if c is not None:
+        yield (f"{patterns.say_number(c)} times the right one: a sum over ranks that is missing "
+               f"or done twice")
+    region = patterns.wrong_shard(a, exact, one.envelope)
+    if region is not None:
+        what = ("sequences", "positions", "features")[region.dim]
+        more = {"positions": ": positions or the mask of a shard of the sequence are wrong",
+                "sequences": ": what one replica was given",
+                "features": ": one shard's weights or bias are stale, doubled or missing"}[what]
+        c = patterns.factor_of(region.of(a), region.of(exact), one.envelope)
+        yield f"wrong only in {what} {region}" + (
+            more if c is None else f", {patterns.say_number(c)} times the right one{more}")
+    start = start_of(dump)
+    for epsilon in EPSILONS:
+        how = dump.model.architecture
+        if epsilon != how.epsilon:
+            other = replace(start, model=replace(dump.model, architecture=replace(
+                how, epsilon=epsilon)))
+            if patterns.explained(a, compute_step(other, Way("float64"), comm)[one.place],
+                                  one.envelope):
+                yield f"epsilon is {epsilon:g} in the norms, not {how.epsilon:g}"
+    if patterns.explained(a, compute_step(start, Way("float64"), comm, exact_gelu)[one.place],
+                          one.envelope):
+        yield "GELU by the error function, and not by tanh"
+    yield from _row_parallel(dump, a, one, comm)
+
+
+def exact_gelu(gpt: Any) -> None:
+    """Let perceptrons compute GELU by the error function, forward alone."""
+    for block in gpt.chunks[0].layers.layers:
+        for layer in block.layers:
+            if isinstance(layer, Gelu):
+                layer.forward = _erf_forward(layer, layer.forward)
+
+
+def _erf_forward(layer: Any, forward: Callable) -> Callable:
+    """Return the forward pass of GELU by the error function."""
+    erf = np.vectorize(math.erf, otypes=[float])
+
+    def compute(x: Any, *rest: Any) -> Any:
+        z = x + (0 if layer.bias is None else layer.bias.value.ravel())
+        y, saved = forward(x, *rest)
+        y[...] = z * (1 + erf(z / np.sqrt(2))) / 2
+        return y, saved
+    return compute
+
+
+def _passed_back(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield what explains the gradient of a module's output."""
+    a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
+    c = patterns.factor_of(a, exact, one.envelope)
+    if c is not None:
+        yield f"{patterns.say_number(c)} times the right one: {_said_of(dump, c)}"
+
+
+def _update(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+    """Yield what explains a weight after the step."""
+    name = one.place.name
+    before, right = np.float64(dump.weights[name]), verdict.exact[one.place]
+    a, change = np.float64(dump.tensors[one.place]), verdict.exact[one.place] - np.float64(
+        dump.weights[name])
+    every = [other for other in verdict.judged if other.place.kind == "weight after"]
+    if np.array_equal(a, before):
+        yield "it did not change: stale, the step did not reach it or its copy"
+    region = patterns.wrong_shard(a, right, one.envelope)
+    if region is not None and np.array_equal(region.of(a), region.of(before)):
+        yield f"it did not change in {region}: one shard is stale"
+    c = patterns.factor_of(a - before, change, one.envelope)
+    if c is not None:
+        wrong = sum(other.outside for other in every)
+        yield (f"its change is {patterns.say_number(c)} times the right one, {wrong} of "
+               f"{len(every)} weights are outside: another norm in clipping, such as of a part of "
+               f"the model, or another rate")
+    c = patterns.fit([before], a - right)
+    if c is not None and patterns.explained(a, right + c[0] * before, one.envelope):
+        optimizer = dump.optimizer or {}
+        said = optimizer.get("lr", 0) * optimizer.get("weight_decay", 0)
+        yield (f"it decays by {said - c[0]:.3g} of its size, and not by lr times weight_decay = "
+               f"{said:.3g}")

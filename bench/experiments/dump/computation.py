@@ -1,0 +1,287 @@
+"""Compute a step of training from a dump's weights and batch, and keep its tensors."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Mapping
+
+import numpy as np
+
+from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names)
+from bench.experiments.dump.reordering import Reordering
+from mm3d.arrays.backend import backend_of, host_dtype
+from mm3d.config import Config, Division, Model
+from mm3d.pretrained.loading import model_pieces
+from mm3d.pretrained.shapes import parameter_shapes
+from mm3d.training.gpt import GPT
+from mm3d.training.optimizers import SGD, AdamW, decays
+
+Tensors = dict[Place, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Hold what a step begins with.
+
+    Attributes
+    ----------
+    family : str
+        The family of names.
+    model : Model
+        The model.
+    weights : mapping of str to ndarray
+        By the names of Hugging Face.
+    tokens, targets : ndarray
+        The batch.
+    masks : mapping of str to ndarray
+        Masks of dropout by module, where something is dropped.
+    """
+
+    family: str
+    model: Model
+    weights: Mapping[str, np.ndarray]
+    tokens: np.ndarray
+    targets: np.ndarray
+    masks: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Way:
+    """State how a step is computed: the type of arrays, and the order of sums.
+
+    Attributes
+    ----------
+    dtype : str
+        The type.
+    master : str or None
+        The type of parameters and gradients, if another.
+    microbatches, seed : int
+        Micro-batches, and the seed of the order of features and sequences, 0 for their own.
+    scheme, grid : str, tuple of int or None
+        How the ranks divide it.
+    """
+
+    dtype: str
+    master: str | None = None
+    microbatches: int = 1
+    seed: int = 0
+    scheme: str = "serial"
+    grid: tuple[int, ...] | None = None
+
+
+def compute_step(start: Start, way: Way, comm: Any,
+                 look: Callable[[GPT], None] | None = None) -> Tensors:
+    """Compute forward and backward; every rank of `comm` must call it.
+
+    Parameters
+    ----------
+    start, way
+        What is computed, and how.
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    look : callable, optional
+        Is given the model before the step, which it may change.
+
+    Returns
+    -------
+    dict of Place to ndarray
+        All tensors up to the gradients' norm, global, in float64 and in the dump's order.
+    """
+    order = Reordering.draw(start.model, way.seed)
+    gpt = _build(start, way, comm, order)
+    try:
+        found = _Found(gpt, start, order.back())
+        _fix_masks(gpt, start.masks, order)
+        if look is not None:
+            look(gpt)
+        loss = gpt.step(order.sequences(start.tokens), order.sequences(start.targets))
+        found.tensors[Place(LOSS)] = np.float64(loss)
+        back = order.back()
+        gradients = {p.name: back.parameter(p.name, p.gather(wide(p.grad)))
+                     for p in gpt.trained}
+    finally:
+        gpt.free()
+    named = to_tensors(start.family, gpt.config.model, gradients)
+    found.tensors |= {Place("gradient", name): a for name, a in named.items()}
+    found.tensors[Place(NORM)] = np.sqrt(sum((a * a).sum() for a in named.values()))
+    return found.tensors
+
+
+def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
+    """Return the model with its weights, on the ranks."""
+    model = replace(start.model, dtype=way.dtype, master=way.master)
+    gpt = GPT(Config(model, Division(scheme=way.scheme, grid=way.grid,
+                                     microbatches=way.microbatches)), comm)
+    state = to_parameters(start.family, model, start.weights)
+    gpt.load({name: order.parameter(name, a) for name, a in state.items()})
+    return gpt
+
+
+class _Found:
+    """Keep the outputs of modules and their gradients as a model computes them."""
+
+    def __init__(self, gpt: GPT, start: Start, back: Reordering) -> None:
+        self.tensors: Tensors = {}
+        (chunk,), ends = gpt.chunks, gpt.chains[-1]
+        self._parts: dict[Place, list[np.ndarray]] = {}
+        self._micros, self._back = gpt.schedule.microbatches, back
+        first, *layers, norm, head = border_names(start.family, start.model.layers)
+        steps = len(chunk.layers.layers) // len(layers)
+
+        def whole(a: Any) -> np.ndarray:
+            return chunk.unshard(wide(a))
+
+        def logits(a: Any) -> np.ndarray:
+            space = ends.output.loss.space
+            shape = (*chunk.shape[:2], start.model.vocab)
+            return space.layout().unshard(wide(a), chunk.grid, shape)
+        blocks = chunk.layers.layers
+        # The input of the first block is what the embedding, and dropout, put out.
+        self._watch(blocks[0], "", first, whole)
+        for number, name in enumerate(layers, 1):
+            self._watch(blocks[number * steps - 1], name, "", whole)
+        for number, name in enumerate(layers[:-1], 1):
+            self._watch(blocks[number * steps], "", name, whole, forward=False)
+        self._watch(ends.output.norm, norm, layers[-1], whole, outputs_only=True)
+        self._watch(ends.output.head, head, norm, logits, inputs=whole, outputs_only=True)
+        self._watch_loss(ends.output.loss, head, logits)
+
+    def _watch(self, layer: Any, output: str, given: str, whole: Callable, *,
+               forward: bool = True, outputs_only: bool = False,
+               inputs: Callable | None = None) -> None:
+        """Keep the output of a layer, and the gradient of its input, which `given` put out."""
+        once, back = layer.forward, layer.backward
+
+        def keep_output(x: Any, *rest: Any) -> Any:
+            if given and forward and not outputs_only:
+                self._keep(Place("activation", given), whole(x))
+            y, saved = once(x, *rest)
+            if output:
+                self._keep(Place("activation", output), whole(y))
+            return y, saved
+
+        def keep_gradient(dy: Any, *rest: Any) -> Any:
+            dx = back(dy, *rest)
+            if given:
+                self._keep(Place("activation gradient", given), (inputs or whole)(dx))
+            return dx
+        layer.forward, layer.backward = keep_output, keep_gradient
+
+    def _watch_loss(self, loss: Any, head: str, whole: Callable) -> None:
+        """Keep the gradient of the logits."""
+        back = loss.backward
+
+        def keep_gradient(*given: Any) -> Any:
+            dlogits = back(*given)
+            self._keep(Place("activation gradient", head), whole(dlogits))
+            return dlogits
+        loss.backward = keep_gradient
+
+    def _keep(self, place: Place, a: np.ndarray) -> None:
+        """Keep the part of a micro-batch; all of it when the last one is there."""
+        parts = self._parts.setdefault(place, [])
+        parts.append(np.array(a, np.float64))
+        if len(parts) == self._micros:
+            self.tensors[place] = self._back.output(place, np.concatenate(parts))
+
+
+def _fix_masks(gpt: GPT, masks: Mapping[str, np.ndarray], order: Reordering) -> None:
+    """Let dropout use given masks instead of drawn ones."""
+    if not gpt.config.model.dropout:
+        return
+    drops = [gpt.chains[-1].dropout, *(block.dropout for block in gpt.chunks[0].layers.layers)]
+    names = mask_names(gpt.config.model.layers)
+    for drop in drops:
+        mask = order.output(Place("mask"), np.asarray(masks[names[drop.name]]))
+        drop.scale = 1 / (1 - gpt.config.model.dropout)
+
+        def factors(drop: Any = drop, mask: np.ndarray = mask) -> np.ndarray:
+            rows, *rest = drop.space.layout().slices(drop.space.grid, drop.shape)
+            first = drop.key.place[1]
+            return mask[(slice(first + rows.start, first + rows.stop), *rest)] * drop.scale
+        drop._draw_factors = factors
+
+
+def target_losses(logits: np.ndarray, targets: np.ndarray, ignored: int) -> np.ndarray:
+    """Return the loss of each target, (batch, seq) in float64; 0 for ignored ones."""
+    top = logits.max(-1, keepdims=True)
+    sums = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    out = targets == ignored
+    goals = np.take_along_axis(logits, np.where(out, 0, targets)[..., None], -1)[..., 0]
+    return np.where(out, 0.0, sums - goals)
+
+
+def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, Any],
+                   gradients: Mapping[str, np.ndarray]) -> Tensors:
+    """Compute the weights after a first step of an optimizer by given gradients."""
+    gpt = _build(start, way, comm, Reordering.draw(start.model, 0))
+    try:
+        given = to_parameters(start.family, gpt.config.model, gradients)
+        for p in gpt.trained:
+            block = given[p.name].reshape(p.shape)[p.layout.slices(p.grid, p.shape)]
+            p.grad[...] = p.grid.backend.asarray(
+                np.ascontiguousarray(block).astype(host_dtype(p.grad)))
+        make_optimizer(gpt, optimizer).step()
+        state = {p.name: p.gather(wide(p.master)) for p in gpt.trained}
+    finally:
+        gpt.free()
+    named = to_tensors(start.family, gpt.config.model, state)
+    return {Place("weight after", name): a for name, a in named.items()}
+
+
+def make_optimizer(gpt: GPT, settings: Mapping[str, Any]) -> Any:
+    """Return the optimizer that the settings of a dump describe."""
+    every = settings.get("decayed", "all") == "all"
+    options = {"lr": settings["lr"], "clip": settings.get("clip"),
+               "weight_decay": settings.get("weight_decay", 0.0),
+               "decays": _every if every else decays}
+    if settings["name"] == "sgd":
+        return SGD(gpt, momentum=settings.get("momentum", 0.0), **options)
+    return AdamW(gpt, betas=tuple(settings.get("betas", (0.9, 0.999))),
+                 eps=settings.get("eps", 1e-8), **options)
+
+
+def _every(trained: Any) -> bool:
+    """Let every parameter decay, as optimizers of PyTorch do unless groups say otherwise."""
+    return True
+
+
+def to_parameters(family: str, model: Model,
+                  tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the parameters of this library, public shapes in float64, from named tensors."""
+    shapes, found = parameter_shapes(model), {}
+    for name, pieces in model_pieces(family, model).items():
+        whole = np.empty(shapes[name])
+        for piece in pieces:
+            index, box = piece.within(tuple(slice(0, n) for n in shapes[name]))
+            part = np.float64(tensors[piece.tensor])[box]
+            whole[index] = part.T if piece.transposed else part
+        found[name] = whole.reshape(_public(name, shapes[name]))
+    return found
+
+
+def to_tensors(family: str, model: Model,
+               parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return tensors by the names of Hugging Face from parameters of this library."""
+    shapes, pieces = parameter_shapes(model), model_pieces(family, model)
+    ends: dict[str, tuple[int, ...]] = {}
+    for piece in (one for some in pieces.values() for one in some):
+        ends[piece.tensor] = tuple(map(max, piece.end, ends.get(piece.tensor, piece.end)))
+    found = {name: np.zeros(shape) for name, shape in ends.items()}
+    for name, some in pieces.items():
+        whole = parameters[name].reshape(shapes[name])
+        for piece in some:
+            index, box = piece.within(tuple(slice(0, n) for n in shapes[name]))
+            part = whole[index]
+            found[piece.tensor][box] = part.T if piece.transposed else part
+    return found
+
+
+def _public(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the public shape of a parameter, see `mm3d.model.parameters.Parameter`."""
+    if ".experts." in name:
+        return shape
+    return (shape[0], -1) if name.endswith("weight") and len(shape) > 1 else (-1,)
+
+
+def wide(a: Any) -> np.ndarray:
+    """Return a block in float64 on the host: MPI has no types of 16 bits."""
+    return np.asarray(backend_of(a).to_host(a), np.float64)

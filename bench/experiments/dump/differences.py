@@ -1,0 +1,63 @@
+"""Measure the differences that right implementations have, by scheme, type and number of ranks."""
+
+from dataclasses import replace
+from typing import Any, Iterator
+
+import numpy as np
+from mpi4py import MPI
+
+from bench.document import Column, Rows, Table
+from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.envelopes import (FACTOR, Distance, measure_reference,
+                                              rounding)
+from bench.experiments.dump.places import LOSS
+from bench.experiments.dump.planted import make_shop
+from bench.experiments.dump.tensor_files import number_type
+from mm3d.schemes import SCHEMES, find_scheme
+
+# Types of computation and of weights.
+TYPES = (("float64", None), ("float32", None), ("bfloat16", "float32"), ("bfloat16", None))
+KINDS = ("activation", LOSS, "gradient")
+
+
+def fitting_schemes(ranks: int) -> Iterator[str]:
+    """Yield the schemes whose own choice of a grid has so many ranks."""
+    for name in SCHEMES:
+        try:
+            find_scheme(name).default_grid(ranks)
+        except ValueError:
+            continue
+        yield name
+
+
+def table_of_differences(comm: Any) -> Table:
+    """Compute a step on all schemes that the ranks fit; every rank must call it.
+
+    Returns
+    -------
+    Table
+        The largest differences to float64 on one rank, relative to each tensor's size, and how
+        many envelopes they are.
+    """
+    rows: Rows = []
+    for dtype, master in TYPES:
+        shop = make_shop("plain", dtype, comm)
+        start = replace(shop.start, model=replace(shop.start.model, master=master))
+        reference = measure_reference(start, MPI.COMM_SELF)
+        for scheme in fitting_schemes(comm.size):
+            found = compute_step(start, Way(dtype, master, 1, 99, scheme), comm)
+            worst, over = dict.fromkeys(KINDS, 0.0), 0.0
+            for place, a in found.items():
+                if place.kind in KINDS:
+                    exact = reference.exact[place]
+                    gap = Distance.between(a, exact)
+                    size = float(np.sqrt((exact * exact).sum()))
+                    worst[place.kind] = max(worst[place.kind], gap.whole / size)
+                    least = rounding(exact, number_type(dtype))
+                    over = max(over, gap.over(reference.spread[place].widest(least).times(FACTOR)))
+            rows.append([comm.size, scheme, dtype + f", {master} weights" * bool(master),
+                         *(f"{worst[kind]:.1e}" for kind in KINDS), f"{over:.2f}"])
+    columns = [Column("ranks"), Column("scheme"), Column("type"), Column("activations"),
+               Column("loss"), Column("gradients"), Column("envelopes")]
+    return Table("Differences of right steps to float64, relative to each tensor's size", columns,
+                 rows)

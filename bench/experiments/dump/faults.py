@@ -1,0 +1,321 @@
+"""State what faults of composed parallelisms do to the tensors of a step.
+
+Each function returns the tensors of a step of a workshop with one fault; `FAULTS` lists them, with
+the tensor at which it has to be found.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+import numpy as np
+
+from bench.experiments.dump.causes import exact_gelu
+from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
+from bench.experiments.dump.places import LOSS, NORM, Place, border_names
+from bench.experiments.dump.tensor_files import number_type
+from bench.experiments.dump.workshop import Workshop
+from mm3d.model.layers import Linear
+from mm3d.model.rotary import Rotary
+
+LAYER = "transformer.h.1"
+TABLE = "transformer.wte.weight"
+
+
+def tied_parts(shop: Workshop, embedding: float, head: float) -> Tensors:
+    """Add the two gradients of the tied table with other factors."""
+    gpts: list[Any] = []
+    whole = compute_step(shop.start, Way("float64"), shop.comm, gpts.append)
+    own = np.float64(gpts[0].chains[-1].output.head.weight.grad)
+    total = whole[Place("gradient", TABLE)]
+    return shop.with_gradient(TABLE, embedding * (total - own) + head * own)
+
+
+def loss_over_all(shop: Workshop) -> Tensors:
+    """Divide by all targets, with the ignored ones: loss and gradients are smaller."""
+    targets = shop.start.targets
+    factor = (targets != shop.start.model.ignored).sum() / targets.size
+    tensors = shop.with_gradients(float(factor))
+    return tensors | {Place(LOSS): tensors[Place(LOSS)] * factor}
+
+
+def mean_of_means(shop: Workshop, loss: bool) -> Tensors:
+    """Average the means of two replicas with other numbers of targets."""
+    middle = len(shop.start.tokens) // 2
+    halves = [shop.step(shop.without(part)) for part in (slice(middle, None), slice(0, middle))]
+    mean = {place: (halves[0][place] + halves[1][place]) / 2 for place in halves[0]}
+    right = shop.step()
+    if not loss:
+        mean[Place(LOSS)] = right[Place(LOSS)]
+    forward = {place: a for place, a in right.items() if place.kind == "activation"}
+    return shop.finish({place: a for place, a in mean.items()
+                        if place.kind in (LOSS, "gradient")} | forward)
+
+
+def loss_of_one(shop: Workshop) -> Tensors:
+    """Report the loss of the first replica alone."""
+    middle = len(shop.start.tokens) // 2
+    tensors = shop.finish(shop.step())
+    return tensors | {Place(LOSS): shop.step(shop.without(slice(middle, None)))[Place(LOSS)]}
+
+
+def lost_microbatch(shop: Workshop) -> Tensors:
+    """Overwrite the gradients of the first micro-batch instead of adding to them."""
+    tensors, middle = shop.step(), len(shop.start.tokens) // 2
+    lone = shop.step(shop.without(slice(0, middle)))
+    counts = [(start.targets != shop.start.model.ignored).sum()
+              for start in (shop.without(slice(0, middle)), shop.start)]
+    return shop.finish({place: lone[place] * counts[0] / counts[1]
+                        if place.kind == "gradient" else a for place, a in tensors.items()
+                        if place.kind != "activation gradient"})
+
+
+def counted_twice(shop: Workshop) -> Tensors:
+    """Add the squares of norms, which tensor parallelism replicates, once for each rank."""
+    tensors = shop.finish(shop.step())
+    squares = {name: (np.float64(a) ** 2).sum() for name, a in shop.gradients(tensors).items()}
+    more = sum(square for name, square in squares.items() if "ln_" in name)
+    return tensors | {Place(NORM): np.sqrt(sum(squares.values()) + more)}
+
+
+def norm_of_stage(shop: Workshop) -> Tensors:
+    """Take the norm of the first stage's gradients alone."""
+    tensors = shop.finish(shop.step())
+    squares = [(np.float64(a) ** 2).sum() for name, a in shop.gradients(tensors).items()
+               if "wte" in name or "wpe" in name or ".h.0." in name]
+    return tensors | {Place(NORM): np.sqrt(sum(squares))}
+
+
+def clip_per_stage(shop: Workshop) -> Tensors:
+    """Clip the gradients of each of two stages by their own norm."""
+    tensors = shop.finish(shop.step())
+    gradients = shop.gradients(tensors)
+    stages = [{name for name in gradients if "wte" in name or "wpe" in name or ".h.0." in name}]
+    stages.append(gradients.keys() - stages[0])
+    for own in stages:
+        part = {name: a if name in own else np.zeros_like(a) for name, a in gradients.items()}
+        after = compute_update(shop.start, shop.way, shop.comm, shop.optimizer, part)
+        tensors |= {place: a for place, a in after.items() if place.name in own}
+    return tensors
+
+
+def stale(shop: Workshop, name: str, columns: bool) -> Tensors:
+    """Leave a weight, or the second half of its columns, as it was before the step."""
+    tensors = shop.finish(shop.step())
+    place, before = Place("weight after", name), np.float64(shop.start.weights[name])
+    first = before.shape[-1] // 2 if columns else 0
+    tensors[place] = np.array(tensors[place])
+    tensors[place][..., first:] = before[..., first:]
+    return tensors
+
+
+def lost_shard(shop: Workshop) -> Tensors:
+    """Lose the gradient of the last quarter of a weight's columns."""
+    tensors, place = shop.step(), Place("gradient", f"{LAYER}.mlp.c_fc.weight")
+    a = np.array(tensors[place])
+    a[:, 3 * a.shape[1] // 4:] = 0
+    return shop.with_gradient(place.name, a)
+
+
+def positions_again(shop: Workshop) -> Tensors:
+    """Begin the positions of the second shard of each sequence at 0 again."""
+    def table(a: np.ndarray) -> np.ndarray:
+        middle = len(a) // 2
+        a[middle:] = a[:len(a) - middle]
+        return a
+    return shop.with_weight("transformer.wpe.weight", table)
+
+
+def swapped_heads(shop: Workshop) -> Tensors:
+    """Give two ranks each other's heads of queries, and not of keys and values."""
+    def swap(a: np.ndarray) -> np.ndarray:
+        third = a.shape[1] // 3
+        a[:, :third] = np.roll(a[:, :third], third // 2, axis=1)
+        return a
+    return shop.with_weight(f"{LAYER}.attn.c_attn.weight", swap)
+
+
+def half_rows(a: np.ndarray) -> np.ndarray:
+    """Return a weight without the second half of its rows, which another rank has."""
+    a[len(a) // 2:] = 0
+    return a
+
+
+def partial_input_gradient(shop: Workshop) -> Tensors:
+    """Do not sum the gradient of a column-parallel layer's input over the two ranks."""
+    def look(gpt: Any) -> None:
+        layer = next(one for block in gpt.chunks[0].layers.layers for one in block.layers
+                     if isinstance(one, Linear) and one.weight.name == "layers.1.mlp.up.weight")
+        back = layer.backward
+
+        def backward(dy: Any, saved: Any, *rest: Any) -> Any:
+            back(dy, saved, *rest)
+            kept, weight = [p.grad.copy() for p in layer.parameters], layer.weight.value
+            own = dy.copy()
+            own[..., dy.shape[-1] // 2:] = 0
+            dx = (own.reshape(-1, own.shape[-1]) @ weight.reshape(len(weight), -1).T).reshape(
+                *dy.shape[:-1], -1)
+            for p, grad in zip(layer.parameters, kept):
+                p.grad[...] = grad
+            return np.ascontiguousarray(dx)
+        layer.backward = backward
+    return shop.finish(shop.step(look=look))
+
+
+def other_epsilon(shop: Workshop) -> Tensors:
+    """Use another epsilon in the norms."""
+    model = shop.start.model
+    other = replace(model, architecture=replace(model.architecture, epsilon=1e-3))
+    return shop.finish(shop.step(replace(shop.start, model=other)))
+
+
+def stale_replica(shop: Workshop) -> Tensors:
+    """Let the second replica compute with a bias as it was before its last step."""
+    right, middle = shop.step(), len(shop.start.tokens) // 2
+    name = f"{LAYER}.mlp.c_proj.bias"
+    other = shop.with_weight(name, lambda a: a + 0.01)
+    tensors = {}
+    for place, a in right.items():
+        tensors[place] = a if place.kind != "activation" else np.concatenate(
+            [a[:middle], other[place][middle:]])
+    return shop.finish(tensors)
+
+
+def narrow_sums(shop: Workshop) -> Tensors:
+    """Sum gradients over ranks in bfloat16."""
+    narrow, tensors = number_type("bfloat16"), shop.step()
+    return shop.finish({place: a.astype(narrow).astype(np.float64)
+                        if place.kind == "gradient" else a for place, a in tensors.items()})
+
+
+def rotated_again(shop: Workshop) -> Tensors:
+    """Begin the rotary positions of the second shard of each sequence at 0 again."""
+    def look(gpt: Any) -> None:
+        for block in gpt.chunks[0].layers.layers:
+            for layer in block.layers:
+                if isinstance(layer, Rotary):
+                    for a in (layer.turns.cos, layer.turns.sin):
+                        a[len(a) // 2:] = a[:len(a) - len(a) // 2]
+    return shop.finish(shop.step(look=look))
+
+
+def swapped_gates(shop: Workshop) -> Tensors:
+    """Take the gate of a gated perceptron for the other product, as of one fused weight."""
+    weights, layer = {**shop.start.weights}, "model.layers.1.mlp"
+    names = f"{layer}.gate_proj.weight", f"{layer}.up_proj.weight"
+    weights |= dict(zip(names, (weights[names[1]], weights[names[0]])))
+    return shop.finish(shop.step(replace(shop.start, weights=weights)))
+
+
+def experts_over_replicas(shop: Workshop) -> Tensors:
+    """Divide the gradients of experts by the replicas, which have other experts."""
+    return shop.finish({place: a / 2 if place.kind == "gradient" and ".experts." in place.name
+                        else a for place, a in shop.step().items()})
+
+
+def equal_masks(shop: Workshop) -> Tensors:
+    """Drop the same elements on both replicas."""
+    middle = len(shop.start.tokens) // 2
+    masks = {name: np.concatenate([a[:middle]] * 2) for name, a in shop.start.masks.items()}
+    tensors = shop.finish(shop.step(replace(shop.start, masks=masks)))
+    return tensors | {Place("mask", name): a for name, a in masks.items()}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """State a fault, and where it has to be found.
+
+    Attributes
+    ----------
+    what : str
+        What is wrong.
+    plant : callable
+        Returns the tensors of a step with it.
+    place : Place
+        The first wrong tensor.
+    cause : str
+        A part of the cause that has to be named; "" where none is known.
+    start : str
+        Which start it needs: "plain", "dropout" or "sgd", or a family.
+    """
+
+    what: str
+    plant: Callable[[Workshop], Tensors]
+    place: Place
+    cause: str
+    start: str = "plain"
+
+
+def _gradient(name: str) -> Place:
+    """Return the place of a gradient in the layer that faults are planted in."""
+    return Place("gradient", f"{LAYER}.{name}")
+
+
+FIRST, LAST = border_names("gpt2", 2)[0], Place("gradient", "transformer.ln_f.bias")
+FAULTS = [
+    Fault("bias's gradient not averaged over 2 replicas", lambda shop: shop.half(
+        f"{LAYER}.mlp.c_fc.bias", 0, 2.0), _gradient("mlp.c_fc.bias"), "2, 0 times"),
+    Fault("norm's gradient of one shard of the sequence", lambda shop: shop.half(
+        f"{LAYER}.ln_1.weight", 1), _gradient("ln_1.weight"), "parts of the positions"),
+    Fault("bias's gradient summed twice, over ranks that have it all", lambda shop: (
+        shop.with_gradient(f"{LAYER}.attn.c_proj.bias", 2.0)), _gradient("attn.c_proj.bias"),
+        "2 times the right one, in this gradient alone"),
+    Fault("weight's gradient lost", lambda shop: shop.with_gradient(
+        f"{LAYER}.attn.c_proj.weight", 0.0), _gradient("attn.c_proj.weight"), "all zeros"),
+    Fault("gradient of one shard of 4 lost", lost_shard, _gradient("mlp.c_fc.weight"),
+          "block 3 of 4"),
+    Fault("head's gradient of the tied table lost", lambda shop: tied_parts(shop, 1, 0),
+          Place("gradient", TABLE), "0 times the head's"),
+    Fault("embedding's gradient of the tied table doubled", lambda shop: tied_parts(shop, 2, 1),
+          Place("gradient", TABLE), "2 times the embedding's"),
+    Fault("gradients divided by 2 replicas twice", lambda shop: shop.with_gradients(0.5),
+          Place("activation gradient", "lm_head"), "1/2 times"),
+    Fault("gradients summed over 4 replicas", lambda shop: shop.with_gradients(4.0),
+          Place("activation gradient", "lm_head"), "4 times"),
+    Fault("loss divided by all targets, with ignored ones", loss_over_all, Place(LOSS),
+          "divided by all 128 targets"),
+    Fault("loss: mean of 2 replicas' means", lambda shop: mean_of_means(shop, True), Place(LOSS),
+          "mean over 2 ranks of their means"),
+    Fault("gradients: mean of 2 replicas' means", lambda shop: mean_of_means(shop, False), LAST,
+          "mean over 2 ranks of their means"),
+    Fault("loss of one replica reported", loss_of_one, Place(LOSS), "rank 0 of 2 alone"),
+    Fault("first micro-batch's gradients overwritten", lost_microbatch, LAST, "0, 1 times"),
+    Fault("gradients summed in bfloat16", narrow_sums, LAST, "bfloat16"),
+    Fault("norms' squares counted on 2 ranks", counted_twice, Place(NORM), "norms count 2 times"),
+    Fault("norm of one stage of 2", norm_of_stage, Place(NORM), "a part alone"),
+    Fault("clipped by each stage's own norm", clip_per_stage, Place("weight after", TABLE),
+          "another norm in clipping", "sgd"),
+    Fault("one shard of 2 stale after the step", lambda shop: stale(
+        shop, f"{LAYER}.mlp.c_fc.weight", True), Place("weight after", f"{LAYER}.mlp.c_fc.weight"),
+        "block 1 of 2"),
+    Fault("tied copy stale after the step", lambda shop: stale(shop, TABLE, False),
+          Place("weight after", TABLE), "did not change"),
+    Fault("not clipped", lambda shop: shop.finish(shop.step(), clip=None),
+          Place("weight after", TABLE), "another norm in clipping", "sgd"),
+    Fault("no decay of weights", lambda shop: shop.finish(shop.step(), weight_decay=0.0),
+          Place("weight after", TABLE), "decays", "plain"),
+    Fault("positions of the second shard begin at 0", positions_again,
+          Place("activation", FIRST), "positions"),
+    Fault("row-parallel bias added on both ranks", lambda shop: shop.with_weight(
+        f"{LAYER}.mlp.c_proj.bias", lambda a: 2 * a), Place("activation", LAYER),
+          "bias is added 2 times"),
+    Fault("row-parallel product not summed over 2 ranks", lambda shop: shop.with_weight(
+        f"{LAYER}.mlp.c_proj.weight", half_rows), Place("activation", LAYER),
+          "shard 0 of 2 alone"),
+    Fault("heads of queries on the wrong rank", swapped_heads, Place("activation", LAYER), ""),
+    Fault("second replica computes with a stale bias", stale_replica, Place("activation", LAYER),
+          "sequences"),
+    Fault("gradient of a column-parallel input not summed", partial_input_gradient,
+          _gradient("ln_2.bias"), "column-parallel"),
+    Fault("epsilon 1e-3 and not 1e-5", other_epsilon, Place("activation", "transformer.h.0"),
+          "epsilon is 0.001"),
+    Fault("GELU by erf and not by tanh", lambda shop: shop.finish(shop.step(look=exact_gelu)),
+          Place("activation", "transformer.h.0"), "error function"),
+    Fault("masks of dropout the same on 2 replicas", equal_masks, Place("mask", FIRST),
+          "same seed", "dropout"),
+    Fault("rotary positions of the second shard begin at 0", rotated_again,
+          Place("activation", "model.layers.0"), "block 1 of 2", "llama"),
+    Fault("gate and other product of SwiGLU exchanged", swapped_gates,
+          Place("activation", "model.layers.1"), "", "llama"),
+    Fault("experts' gradients divided by replicas", experts_over_replicas, Place(
+        "gradient", "model.layers.1.block_sparse_moe.experts.3.w2.weight"), "1/2 times",
+        "mixtral")]

@@ -1,0 +1,137 @@
+"""Plant faults of composed parallelisms in right steps, and judge these.
+
+A fault is what one does to the tensors of a step: which part of a sum is missing, which shard is
+stale.  Each is simulated on one rank, from the exact parts of the sums that ranks would hold.
+"""
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Iterator
+
+import numpy as np
+
+from bench.document import Column, Rows, Table
+from bench.experiments.dump import faults
+from bench.experiments.dump.causes import explain
+from bench.experiments.dump.computation import Start, Tensors
+from bench.experiments.dump.dumps import Dump, read_dump
+from bench.experiments.dump.envelopes import Reference, measure_reference
+from bench.experiments.dump.places import mask_names
+from bench.experiments.dump.tensor_files import number_type
+from bench.experiments.dump.verdicts import Verdict, judge, start_of
+from bench.experiments.dump.workshop import Workshop
+from bench.experiments.dump.writing import write_dump
+from mm3d.config import Model
+from mm3d.hugging_face.names import tensor_shapes
+from mm3d.model.architecture import Architecture
+from mm3d.model.experts.layer import Experts
+from mm3d.pretrained.loading import model_pieces
+
+OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
+             "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
+SGD = {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "clip": 0.1}
+LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=32,
+                     biases="none", epsilon=1e-6)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": LLAMA, "tied": False},
+    "mixtral": {"architecture": LLAMA, "tied": False, "experts": Experts(
+        4, 2, every=1, capacity=None, gate="mixtral", balance=0.0, z=0.0,
+        convention="huggingface")}}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hold a fault and what the judge said of it.
+
+    Attributes
+    ----------
+    fault : Fault
+        The fault.
+    verdict : Verdict
+        The verdict.
+    cause : str
+        The cause that was named; "" where nothing was found.
+    """
+
+    fault: faults.Fault
+    verdict: Verdict
+    cause: str
+
+    @property
+    def right(self) -> bool:
+        """Return whether the first tensor outside is the wrong one, and the cause is named."""
+        first = self.verdict.first
+        return (first is not None and first.place == self.fault.place
+                and self.fault.cause in self.cause)
+
+    @property
+    def right_in(self) -> str:
+        """Return what the judge was right in: the tensor and the cause, the tensor, or neither."""
+        first = self.verdict.first
+        if first is None or first.place != self.fault.place:
+            return "neither"
+        return "tensor, cause" if self.fault.cause and self.fault.cause in self.cause else "tensor"
+
+
+def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
+    """Return a small workshop of the kind that a `Fault` names as its start."""
+    family = kind if kind in MODELS else "gpt2"
+    model = Model(layers=2, hidden=24, heads=4, batch=8, seq=16, vocab=50, ignored=-100,
+                  dtype=dtype, master="float32" if "16" in dtype else None,
+                  dropout=0.1 if kind == "dropout" else 0.0,
+                  **MODELS.get(family, {}))
+    random = np.random.default_rng(5)
+    shapes = tensor_shapes(model_pieces(family, model))
+    stored = number_type(dtype)
+    weights = {name: (random.normal(0, 0.2, shape) + _is_scale(name)).astype(stored).astype(float)
+               for name, shape in sorted(shapes.items())}
+    text = random.integers(0, model.vocab, (model.batch, model.seq + 1))
+    targets = text[:, 1:].copy()
+    targets[0, :9], targets[1, 3:12], targets[6, :2] = (model.ignored,) * 3
+    masks = {name: random.random((model.batch, model.seq, model.hidden)) < 0.9
+             for name in mask_names(model.layers).values()} if model.dropout else {}
+    start = Start(family, model, weights, text[:, :-1].copy(), targets, masks)
+    return Workshop(start, SGD if kind == "sgd" else OPTIMIZER, comm)
+
+
+def _is_scale(name: str) -> bool:
+    """Return whether a weight is that of a norm, which is near 1."""
+    return name.endswith("weight") and ("ln_" in name or "norm" in name)
+
+
+def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> Dump:
+    """Write tensors as a dump, and read it."""
+    masks = {place.name: a for place, a in tensors.items() if place.kind == "mask"}
+    start = replace(shop.start, masks=masks or shop.start.masks)
+    steps = {place: a for place, a in tensors.items() if place.kind != "mask"}
+    return read_dump(write_dump(folder, start, steps, {"optimizer": shop.optimizer}))
+
+
+def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Found]:
+    """Plant faults in right steps, write and read these as dumps, and judge them."""
+    with tempfile.TemporaryDirectory() as folder:
+        shops: dict[str, Workshop] = {}
+        references: dict[str, Reference] = {}
+        for number, fault in enumerate(some):
+            shop = shops.setdefault(fault.start, make_shop(fault.start, dtype, comm))
+            dump = dump_of(shop, fault.plant(shop), Path(folder) / str(number))
+            masked = any(place.kind == "mask" for place in dump.tensors)
+            if fault.start not in references or masked:
+                references[fault.start] = measure_reference(start_of(dump), comm)
+            verdict = judge(dump, comm, references[fault.start])
+            yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
+
+
+def plant_all(comm: Any, dtype: str = "float32") -> Table:
+    """Plant all faults; return the table of what was found."""
+    found = list(judge_faults(faults.FAULTS, dtype, comm))
+    rows: Rows = [[one.fault.what, str(one.verdict.first.place) if one.verdict.first else "none",
+                   f"{one.verdict.first.ratio:.1e}" if one.verdict.first else "-",
+                   one.cause.partition(":")[0], one.right_in] for one in found]
+    columns = [Column("fault", align="<"), Column("first tensor outside", align="left"),
+               Column("envelopes"), Column("cause that was named", align="<"),
+               Column("right", align="<")]
+    return Table(f"{len(found)} faults planted in steps in {dtype}, "
+                 f"{sum(one.right_in != 'neither' for one in found)} found at their tensor",
+                 columns, rows)

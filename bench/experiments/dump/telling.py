@@ -1,0 +1,85 @@
+"""Say in a few lines what was judged, and what was found first."""
+
+from typing import Any
+
+import numpy as np
+
+from bench.experiments.dump.causes import explain
+from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.envelopes import FACTOR, Distance, Reference
+from bench.experiments.dump.verdicts import (NAMES, Judged, Verdict, count_outside, type_of)
+
+
+def tell(dump: Dump, verdict: Verdict, reference: Reference | None, comm: Any) -> list[str]:
+    """Return the lines of a verdict.
+
+    Parameters
+    ----------
+    dump, verdict : Dump, Verdict
+        The dump, and what was found.
+    reference : Reference or None
+        The exact step and its spread; None where it could not be computed.
+    comm : mpi4py.MPI.Intracomm
+        The ranks; a cause is looked for on one alone.
+    """
+    model = dump.model
+    lines = [f"{dump.folder}: {dump.family}, {model.layers} layers of {model.hidden} features, "
+             f"{model.batch} x {model.seq} tokens, {type_of(dump)}"]
+    if reference is not None:
+        lines.append(f"envelope: {FACTOR:g} times the largest difference to float64 of "
+                     f"{len(reference.ways)} right steps in {type_of(dump)}, with other orders of "
+                     f"sums")
+    counts = count_outside(verdict)
+    lines.append("inside: " + ", ".join(f"{every - wrong} of {every} {NAMES[kind]}" if (
+        every > 1) else f"{NAMES[kind]} {'outside' if wrong else 'inside'}"
+        for kind, (wrong, every) in counts.items()))
+    lines += [f"not judged: {name}: {why}" for name, why in verdict.left.items()]
+    lines += [f"not seen by the program: {one}" for one in dump.unseen]
+    one = verdict.first
+    if one is None:
+        worst = max(verdict.judged, key=lambda each: each.ratio, default=None)
+        return lines + ([f"nothing is outside the envelope; nearest to it is {worst.place}, at "
+                         f"{worst.ratio:.2g} of it"] if worst else ["nothing was judged"])
+    cause = explain(dump, verdict, comm) if comm.size == 1 else "run on one rank to know"
+    return [*lines, f"FIRST OUTSIDE: {one.place}", f"  {_figures(one)}", f"  cause: {cause}"]
+
+
+def summary(dump: Dump, verdict: Verdict, comm: Any) -> str:
+    """Return a verdict in one line."""
+    one, what = verdict.first, f"{dump.folder.name} ({type_of(dump)})"
+    if one is None:
+        ratio = max((each.ratio for each in verdict.judged), default=0.0)
+        left = f"; not judged: {', '.join(verdict.left)}" if verdict.left else ""
+        return f"{what}: {len(verdict.judged)} tensors inside, at most {ratio:.2g}{left}"
+    return f"{what}: {one.place}, {one.ratio:.2g} envelopes: {explain(dump, verdict, comm)}"
+
+
+def tell_both(one: tuple[Dump, Verdict], other: tuple[Dump, Verdict]) -> list[str]:
+    """Return what two dumps of the same step have in common, and where they first differ."""
+    names = [dump.folder.name for dump, _ in (one, other)]
+    if names[0] == names[1]:
+        names = [str(dump.folder) for dump, _ in (one, other)]
+    firsts = [verdict.first for _, verdict in (one, other)]
+    (a, _), (b, verdict) = one, other
+    ratios = {each.place: each.envelope for each in one[1].judged}
+    envelopes = {each.place: each.envelope.widest(ratios.get(each.place, Distance()))
+                 for each in verdict.judged}
+    both = [(place, Distance.between(np.float64(a.tensors[place]), np.float64(
+        b.tensors[place])).over(envelopes[place])) for place in a.tensors
+        if place in b.tensors and place in envelopes]
+    if not both:
+        return ["the two dumps have no tensor in common"]
+    place, ratio = max(both, key=lambda each: each[1])
+    wrong = [name for name, first in zip(names, firsts) if first is not None]
+    if not wrong:
+        return [f"their difference is rounding: both are inside the envelope; they differ most in "
+                f"{place}, by {ratio:.2g} of it"]
+    return [f"they differ first in {next((p for p, r in both if r > 1), place)}; outside the "
+            f"envelope is {' and '.join(wrong)}"]
+
+
+def _figures(one: Judged) -> str:
+    """Return the error and the envelope of a tensor, relative to its size."""
+    scale = one.scale or 1.0
+    return (f"error {one.error.whole / scale:.3g}, envelope {one.envelope.whole / scale:.3g} of "
+            f"its size: {one.ratio:.3g} envelopes")

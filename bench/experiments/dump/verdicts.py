@@ -1,0 +1,196 @@
+"""Judge the tensors of a dump, in the order of computation, by exact ones and an envelope.
+
+The norm and the weights after the step are computed from the dump's own gradients where it has
+all of them: each stage is judged by itself.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.experiments.dump.computation import Start, Tensors
+from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.envelopes import (FACTOR, Distance, Reference, measure_norm,
+                                              measure_reference, measure_update, rounding)
+from bench.experiments.dump.places import LOSS, NORM, Place, in_order
+
+NAMES = {"mask": "masks", "activation": "activations", LOSS: "loss",
+         "activation gradient": "activation gradients", "gradient": "gradients", NORM: "norm",
+         "weight after": "weights after"}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """State how far a tensor of a dump is from the exact one.
+
+    Attributes
+    ----------
+    place : Place
+        The tensor.
+    error, envelope : Distance
+        Its distance, and that of right implementations times `FACTOR`.
+    scale : float
+        The size of the exact tensor, or of the change of a weight: the root of the sum of squares.
+    """
+
+    place: Place
+    error: Distance
+    envelope: Distance
+    scale: float
+
+    @property
+    def ratio(self) -> float:
+        """Return how many envelopes the error is."""
+        return self.error.over(self.envelope)
+
+    @property
+    def outside(self) -> bool:
+        """Return whether no right implementation is that far."""
+        return not self.ratio <= 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Hold what was judged, and what was not.
+
+    Attributes
+    ----------
+    judged : list of Judged
+        In the order of computation.
+    left : dict of str to str
+        What was not judged, with the reason.
+    exact : dict of Place to ndarray
+        The exact tensors.
+    """
+
+    judged: list[Judged]
+    left: dict[str, str]
+    exact: Tensors
+
+    @property
+    def first(self) -> Judged | None:
+        """Return the first tensor outside the envelope; None where all are right."""
+        return next((one for one in self.judged if one.outside), None)
+
+
+def start_of(dump: Dump) -> Start:
+    """Return what the step of a dump begins with."""
+    masks = {place.name: a for place, a in dump.tensors.items() if place.kind == "mask"}
+    return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks)
+
+
+def lost_masks(dump: Dump) -> list[Place]:
+    """Return the masks without which nobody can compute the step again."""
+    return [place for place in in_order(dump.family, dump.model) if place.kind == "mask"
+            and place not in dump.tensors] if dump.model.dropout else []
+
+
+def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
+    """Judge a dump; every rank of `comm` must call it.
+
+    Parameters
+    ----------
+    dump : Dump
+        The dump.
+    comm : mpi4py.MPI.Intracomm
+        The ranks, which divide the model.
+    reference : Reference, optional
+        That of the same step in the same type, if it is there already.
+    """
+    left: dict[str, str] = {}
+    judged: list[Judged] = []
+    exact: Tensors = {}
+    wanted = {place for place in in_order(dump.family, dump.model)
+              if place.kind != "mask" or dump.model.dropout}
+    lost = lost_masks(dump)
+    steps = ("activation", LOSS, "activation gradient", "gradient")
+    if lost:
+        left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in steps}
+        judged = [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"]
+    else:
+        reference = reference or measure_reference(start_of(dump), comm)
+        exact |= reference.exact
+        for place, a in dump.tensors.items():
+            if place.kind == "mask":
+                judged.append(_judge_mask(dump, place))
+            elif place.kind in steps:
+                judged.append(_judged(place, a, exact[place], reference.spread[place]))
+    judged += _judge_ends(dump, comm, reference, exact, left)
+    for kind, name in NAMES.items():
+        some = {place for place in wanted if place.kind == kind}
+        missing = some - dump.tensors.keys()
+        if missing and name not in left:
+            left[name] = ("not dumped" if missing == some else
+                          f"{len(missing)} of {len(some)} not dumped")
+    return Verdict(judged, left, exact)
+
+
+def _judged(place: Place, a: np.ndarray, exact: np.ndarray, spread: Distance,
+            scale: np.ndarray | None = None) -> Judged:
+    """Judge one tensor; `scale` is what its error is compared with, by default the exact one."""
+    least = rounding(exact, a.dtype)
+    size = exact if scale is None else scale
+    return Judged(place, Distance.between(a, exact), spread.widest(least).times(FACTOR),
+                  float(np.sqrt((size * size).sum())))
+
+
+def _judge_mask(dump: Dump, place: Place) -> Judged:
+    """Judge a mask: replicas have different ones, and the right share stays.
+
+    The error is the number of replicas with the mask of another one, or how many deviations the
+    share is off by, of which six are right.
+    """
+    mask = np.asarray(dump.tensors[place], bool)
+    count = dump.ranks.get("data", 2)
+    parts = np.array_split(mask, min(count, len(mask)))
+    same = sum(a.shape == b.shape and np.array_equal(a, b) for number, b in enumerate(parts)
+               for a in parts[:number])
+    keep = 1 - dump.model.dropout
+    off = abs(mask.mean() - keep) / np.sqrt(keep * (1 - keep) / mask.size)
+    return Judged(place, Distance(float(same), off if off > 6 else 0.0), Distance(0.0, 6.0), 1.0)
+
+
+def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tensors,
+                left: dict[str, str]) -> list[Judged]:
+    """Judge the norm and the weights after the step, by the dump's own gradients if it can."""
+    names = [place.name for place in in_order(dump.family, dump.model)
+             if place.kind == "gradient"]
+    own = {place.name: a for place, a in dump.tensors.items() if place.kind == "gradient"}
+    after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
+    whole = len(own) == len(names)
+    found, norm = [], Place(NORM)
+    if norm in dump.tensors and whole:
+        exact[norm], spread = measure_norm(own)
+        # A norm of norms is rounded twice.
+        twice = rounding(exact[norm], next(iter(own.values())).dtype).times(2)
+        found.append(_judged(norm, dump.tensors[norm], exact[norm], spread.widest(twice)))
+    elif norm in dump.tensors and reference is not None:
+        found.append(_judged(norm, dump.tensors[norm], exact[norm], reference.spread[norm]))
+    elif norm in dump.tensors:
+        left[NAMES[NORM]] = "gradients are not there"
+    if after and not whole:
+        left[NAMES["weight after"]] = "not all gradients are there, from which they follow"
+    elif after and dump.optimizer is None:
+        left[NAMES["weight after"]] = "dump.json has no optimizer"
+    elif after:
+        right, spread = measure_update(start_of(dump), comm, dump.optimizer, own)
+        exact |= right
+        for place, a in after.items():
+            change = right[place] - np.float64(dump.weights[place.name])
+            found.append(_judged(place, a, right[place], spread.get(place, Distance()), change))
+    return found
+
+
+def count_outside(verdict: Verdict) -> dict[str, tuple[int, int]]:
+    """Return how many tensors of each kind are outside, and how many were judged."""
+    every = Counter(one.place.kind for one in verdict.judged)
+    wrong = Counter(one.place.kind for one in verdict.judged if one.outside)
+    return {kind: (wrong[kind], every[kind]) for kind in NAMES if every[kind]}
+
+
+def type_of(dump: Dump) -> str:
+    """Return the type of computation, and that of weights where it is another."""
+    model = dump.model
+    return model.dtype + (f" with weights in {model.master}" if model.master else "")

@@ -1,0 +1,180 @@
+"""Training steps of GPT on meshes of an emulated cluster: measured beside predicted before.
+
+Rows of one group have the same model, batch and number of ranks, so their seconds compare.
+"""
+
+from dataclasses import dataclass
+from typing import Iterable, Sequence
+
+import numpy as np
+
+from bench.document import Column, Notes, Part, make_table, spread
+from bench.records.kinds import BOUND, medians
+from bench.records.measurements import Measurements, Variable
+from bench.records.notes import MODELLED, describe_cluster, largest_error
+
+SCHEMAS = {
+    "combined": {
+        "verified": True,
+        "positive": "samples software modelled seconds",
+        "environment": "ranks cores",
+        "settings": (
+            "batch data dilation dtype ended_by group heads hidden layers mesh "
+            "microbatches order recompute row schedule scheme seq software_share stages "
+            "vocab waited_machine waited_scale waited_shrink zero"),
+        "variables": {
+            "modelled": "rank", "overlapped": "rank", "predicted": "part",
+            "samples": "repetition", "slept": "rank", "software": "alone", "words": "rank"},
+        "labels": {"part": [["actions", "sums", "tied", "optimizer"]]},
+        "derived": {"seconds": "bound", "share_of_software": ""}}}
+GOAL_ERROR, GOAL_CHOICE = 0.1, 0.05    # of predictions in the median, and of the planner's choice
+
+
+def derive(record: Measurements) -> dict[str, Variable]:
+    """Return the seconds of a step at undilated rates, and the share that software takes."""
+    samples = record.raw["samples"].values
+    slowed = float(record.configuration["dilation"])
+    share = np.median(record.raw["software"].values) / np.median(samples)
+    return {"seconds": Variable(medians(samples / slowed), "s", BOUND),
+            "share_of_software": Variable(np.array(share), "1", ())}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row beside the others of its group.
+
+    Attributes
+    ----------
+    record : Measurements
+        The row.
+    group : tuple of Measurements
+        All rows of the group, by their numbers.
+    """
+
+    record: Measurements
+    group: tuple[Measurements, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return the measured seconds of a step, at undilated rates."""
+        return float(self.record.values("seconds")[0])
+
+    @property
+    def predicted(self) -> float:
+        """Return the seconds that were predicted before."""
+        return float(self.record.values("predicted").sum())
+
+    @property
+    def error(self) -> float:
+        """Return by which share of the measured seconds the prediction is too long."""
+        return self.predicted / self.seconds - 1
+
+    @property
+    def work(self) -> float:
+        """Return the most seconds of work of a rank, at undilated rates."""
+        return float(self.record.values("modelled").max() / self.record.configuration["dilation"])
+
+    @property
+    def marks(self) -> str:
+        """Return "fastest" and "chosen", by the fastest measured and predicted of the group."""
+        rows = rows_of(self.group)
+        return ", ".join(
+            [*["fastest"] * (self.seconds == min(one.seconds for one in rows)),
+             *["chosen"] * (self.predicted == min(one.predicted for one in rows))])
+
+
+def rows_of(group: Sequence[Measurements]) -> list[Row]:
+    """Return the rows of a group."""
+    return [Row(record, tuple(group)) for record in group]
+
+
+def groups(records: Iterable[Measurements]) -> list[list[Row]]:
+    """Return the rows by group and number of ranks, the latest of each, by their numbers."""
+    found: dict[tuple, dict[int, Measurements]] = {}
+    for record in sorted(records, key=lambda one: one.created):
+        key = (record.environment["ranks"], record.configuration["group"],
+               describe_cluster(record.environment))
+        found.setdefault(key, {})[int(record.configuration["row"])] = record
+    return [rows_of([rows[number] for number in sorted(rows)])
+            for _, rows in sorted(found.items())]
+
+
+def heading(rows: Sequence[Row]) -> str:
+    """Return the heading of a group: its ranks, its model and its cluster."""
+    chosen, env = rows[0].record.configuration, rows[0].record.environment
+    experts = (f", {chosen['experts_count']} experts, top {chosen['experts_top']}"
+               if "experts_count" in chosen else "")
+    cluster = describe_cluster(env)
+    return (f"{env['ranks']} ranks: {chosen['layers']} layers of {chosen['hidden']} features"
+            f"{experts}, {chosen['batch']} x {chosen['seq']} tokens; "
+            f"{cluster or 'one node'}; {MODELLED}")
+
+
+COLUMNS = [
+    Column("mesh", align="<", of=lambda row: str(row.record.configuration["mesh"])),
+    Column("predicted", "before", "seconds of a step", of=lambda row: row.predicted, form=".3f"),
+    *spread(lambda row: row.record.values("seconds"), ".3f", "seconds of a step",
+            ("measured", "low", "high")),
+    Column("error of", "prediction", of=lambda row: row.error, form="+.0%"),
+    Column("work", "(waits)", "share", of=lambda row: row.work / row.seconds, form=".0%"),
+    Column("software", "", "share",
+           of=lambda row: float(row.record.values("share_of_software")), form=".0%"),
+    Column("slowed", "times", of=lambda row: float(row.record.configuration["dilation"]),
+           form=".3g"),
+    Column("", align="<", of=lambda row: row.marks)]
+
+
+def tables(records: Sequence[Measurements]) -> list[Part]:
+    """Make a table of each group, and notes."""
+    found = groups(records)
+    return [*(make_table(heading(rows), COLUMNS, rows) for rows in found),
+            Notes("Predictions and choices:", verdicts(found)),
+            Notes("About these steps:", _notes([row for rows in found for row in rows]))]
+
+
+def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
+    """Say how far predictions are off, and how far the planner's choices are from the fastest."""
+    errors = [abs(row.error) for rows in found for row in rows]
+    said = [f"{len(errors)} rows: predictions are {100 * np.median(errors):.0f} % off in the "
+            f"median, {100 * max(errors):.0f} % at most; the goal is {100 * GOAL_ERROR:.0f} % in "
+            f"the median, {_met(np.median(errors) <= GOAL_ERROR)}."]
+    for rows in (rows for rows in found if len(rows) > 1):
+        chosen = min(rows, key=lambda row: row.predicted)
+        best = min(rows, key=lambda row: row.seconds)
+        slower = chosen.seconds / best.seconds - 1
+        env, group = rows[0].record.environment, rows[0].record.configuration["group"]
+        names = [str(row.record.configuration["mesh"]) for row in (chosen, best)]
+        said.append(
+            f"{env['ranks']} ranks, {group}: a planner chooses {names[0]}, "
+            f"{100 * slower:.0f} % slower than the fastest measured of {len(rows)}"
+            f"{f', {names[1]}' * (chosen is not best)}; the goal is {100 * GOAL_CHOICE:.0f} %, "
+            f"{_met(slower <= GOAL_CHOICE)}.")
+    return said
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    chosen, env = rows[-1].record.configuration, rows[-1].record.environment
+    count = min(len(row.record.scales["repetition"]) for row in rows)
+    above = sum(float(row.record.values("share_of_software"))
+                > float(row.record.configuration["software_share"]) for row in rows)
+    return [
+        f"A step is forward, backward and AdamW, from the first rank's begin to the last one's "
+        f"end, divided by the factor by which links and waits are slowed; at least {count} "
+        f"repetitions. Fewer than six give no 95 % interval.",
+        f"Ranks wait for the seconds of machine {chosen['waited_machine']}, whose lengths are "
+        f"divided by {chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: for every "
+        f"product and elementwise pass of layers, embedding, head, loss, gradients and optimizer, "
+        f"as many as in a dry run of the rank. Between experts tokens are divided equally. Not "
+        f"waited for: comparisons of arguments between ranks, sums inside MPI, and copies, which "
+        f"are software.",
+        f"Software is a step without links and waits, on {env['cores']} cores that all ranks "
+        f"share; it takes more than its allowed share in {above} of {len(rows)} rows.",
+        "Predicted, and stored before the first step: links of the cluster, shared by the ranks "
+        "of a node, and the waits, without software; nothing is fitted.",
+        f"Verified before, on computing ranks: the losses of two steps with AdamW between them "
+        f"and all gradients by the serial scheme; "
+        f"{largest_error(check for row in rows for check in row.record.checks)}."]

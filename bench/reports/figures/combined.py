@@ -1,0 +1,58 @@
+"""Draw measured and predicted seconds of training steps on meshes."""
+
+from functools import partial
+from typing import Iterator, Sequence
+
+import numpy as np
+
+from bench.records.kinds import combined
+from bench.records.measurements import Measurements
+from bench.reports.figures import style
+
+WIDTH, LINE = 9.0, 0.3    # inches
+
+
+def make_combined_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawing]:
+    """List the figure of all training steps of kind "combined"; none without any."""
+    found = combined.groups(one for one in records if one.kind == "combined")
+    if found:
+        yield style.Drawing(
+            "training-steps-on-meshes", "Seconds of a training step on meshes of all dimensions, "
+            "measured on an emulated cluster beside predicted before.", partial(_draw, found))
+
+
+def _draw(found: Sequence[Sequence[combined.Row]]):
+    """Draw a panel for each group: a bar for each mesh, with a mark for its prediction."""
+    from matplotlib.figure import Figure
+    heights = [1.4 + len(rows) for rows in found]
+    figure = Figure(figsize=(WIDTH, LINE * sum(heights) + 1.3), layout="constrained")
+    panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)
+    figure.suptitle("Training steps of GPT, ranks waiting for modelled work on an emulated "
+                    "cluster:\nmeasured, and predicted before")
+    for panel, rows in zip(panels.flat, found):
+        _panel(panel, rows)
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center",
+                  ncols=4)
+    return figure
+
+
+def _panel(panel, rows: Sequence[combined.Row]) -> None:
+    places = np.arange(len(rows))
+    panel.barh(places, [row.seconds for row in rows], color=style.SKY, label="measured, median")
+    panel.barh(places, [row.work for row in rows], height=0.35, color=style.BLUE,
+               label="of it work of the busiest rank")
+    for at, row in zip(places, rows):
+        samples = row.record.values("samples") / row.record.configuration["dilation"]
+        panel.plot([samples.min(), samples.max()], [at] * 2, color="black", linewidth=1.5,
+                   label="least to greatest sample" if not at else "_samples")
+    panel.plot([row.predicted for row in rows], places, color=style.VERMILION, marker="D",
+               linestyle="none", label="predicted before")
+    panel.set_yticks(places, [
+        f"{row.record.configuration['mesh']}{f' ({row.marks})' if row.marks else ''}"
+        for row in rows], fontsize=8.5)
+    panel.invert_yaxis()
+    panel.set_xlim(0, None)
+    panel.set_xlabel("seconds of a step")
+    chosen, env = rows[0].record.configuration, rows[0].record.environment
+    panel.set_title(f"{env['ranks']} ranks, {chosen['group']}, {chosen['hidden']} features",
+                    fontsize=10)

@@ -1,0 +1,1 @@
+"""Tables of plans, rules of thumb and published steps."""

@@ -1,0 +1,68 @@
+"""Judge steps of training that any program dumped: name the first tensor that is not right."""
+
+import argparse
+from typing import Any
+
+from bench.errors import UsageError
+from bench.experiments.dump.differences import table_of_differences
+from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
+from bench.experiments.dump.envelopes import Reference, measure_reference
+from bench.experiments.dump.names import TABLES
+from bench.experiments.dump.planted import plant_all
+from bench.experiments.dump.telling import summary, tell, tell_both
+from bench.experiments.dump.verdicts import Verdict, judge, lost_masks, start_of
+from bench.reports.formats import render
+from mm3d.console import say
+
+ON_ALL_RANKS = True
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``measure dump``."""
+    parser.add_argument("dumps", nargs="*", metavar="DUMP", help=(
+        "folders of config.json and safetensors, see results/judge/README.rst; of several each "
+        "is told in one line"))
+    parser.add_argument("--against", metavar="DUMP", help=(
+        "a dump of the same step by other ranks: say whether the difference is rounding"))
+    parser.add_argument("--names", default="huggingface", metavar="TABLE", help=(
+        f"names of tensors: {', '.join(TABLES)}, or a file of TOML or JSON (default huggingface)"))
+    parser.add_argument("--tables", action="store_true", help=(
+        "print the tables of results/judge: on one rank of faults that are planted and judged, on "
+        "several of the differences that right steps have"))
+
+
+def run(arguments: argparse.Namespace, comm: Any) -> int:
+    """Print the verdicts; 1 when a tensor is outside its envelope.
+
+    Raises
+    ------
+    UsageError
+        For dumps that cannot be read or compared.
+    """
+    if arguments.tables:
+        table = plant_all(comm) if comm.size == 1 else table_of_differences(comm)
+        if comm.rank == 0:
+            say(render([table]))
+        return 0
+    if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
+        raise UsageError("measure dump DUMP judges a dump, or several; with --against one")
+    dumps = [read_dump(folder, arguments.names) for folder in arguments.dumps]
+    if arguments.against:
+        dumps.append(read_dump(arguments.against, arguments.names))
+        check_same_start(*dumps)
+    found = [(dump, *_judged(dump, comm)) for dump in dumps]
+    if len(dumps) > 1 and not arguments.against:
+        lines = [summary(dump, verdict, comm) for dump, verdict, _ in found]
+    else:
+        lines = [line for one in found for line in (*tell(*one, comm), "")][:-1]
+    if arguments.against:
+        lines += ["", *tell_both(*((dump, verdict) for dump, verdict, _ in found))]
+    if comm.rank == 0:
+        say("\n".join(lines))
+    return int(any(verdict.first is not None for _, verdict, _ in found))
+
+
+def _judged(dump: Dump, comm: Any) -> tuple[Verdict, Reference | None]:
+    """Judge a dump by its own reference."""
+    reference = None if lost_masks(dump) else measure_reference(start_of(dump), comm)
+    return judge(dump, comm, reference), reference

@@ -1,0 +1,104 @@
+"""Measure training steps of ``reproduce --table combined``, under mpirun."""
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+from bench.agreement import broadcast_from_rank_0
+from bench.cases.combined import TrainingCase, cases_by_name, load
+from bench.cases.selection import shuffle_cases
+from bench.cluster.rates import change_links
+from bench.cluster.spec import Cluster
+from bench.command_line import combined_rows, measuring, row_options
+from bench.errors import Failed, StoreError, UsageError
+from bench.experiments.rows.dilation import Dilation, set_links
+from bench.experiments.rows.settings import ModelledWork
+from bench.experiments.rows.training_row import TrainingSettings, measure_training
+from bench.instruments.clock import wait_patiently
+from bench.prediction.machine_model import load_machine
+from bench.prediction.seconds import work_seconds
+from bench.prediction.similarity import emulating_machine, shrink_machine, work_scale
+from bench.prediction.waited_step import predict_waited
+from bench.records import journal, run_file
+from bench.records.journal import claim_folder
+from bench.records.measurements import Measurements
+from mm3d.console import say
+
+ON_ALL_RANKS = True
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``measure meshes``."""
+    measuring.add_out(parser)
+    row_options.add_limits(parser, lambda name: f"default: {getattr(load(), name):g}")
+    row_options.add_software_share(parser)
+    parser.add_argument("names", metavar="ROWS", help=(
+        "rows of bench/cases/combined.toml, such as combined:dense-8-1,combined:dense-8-2"))
+    measuring.add_stall(parser)
+    measuring.add_cluster(parser)
+
+
+def run(arguments: argparse.Namespace, comm: Any) -> int:
+    """Measure the rows that are named and have as many ranks as the job.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or no row has that many ranks.
+    """
+    cases = [one for one in cases_by_name(arguments.names) if one.ranks == comm.size]
+    if not cases:
+        raise UsageError(f"no row of {arguments.names} is for {comm.size} ranks")
+    settings = read_settings(arguments, comm)
+    out, statuses = claim_folder(arguments.out, comm), []
+    for one in shuffle_cases(cases, settings.order):
+        gc.collect()    # arrays of the last row
+        outcome = 0, ""
+        try:
+            record = measure_training(one, settings, comm)
+            if comm.rank == 0:
+                outcome = _write(record, one, out)
+        except Failed as error:
+            outcome = 1, f"failed: {one.title}: {error}"
+        wait_patiently(comm)    # while rank 0 writes
+        set_links(settings.dilation.link, comm, settings.dilation.change)
+        status, line = comm.bcast(outcome)
+        if comm.rank == 0:
+            journal.journal_of(out).write("row", row=one.name, outcome=line.partition(":")[0],
+                                          line=line)
+            say(line)
+        statuses.append(status)
+    return max(statuses)
+
+
+def _write(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, str]:
+    """Write a record; return the exit status and the line that ends the row."""
+    if journal.superseded(out):
+        return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
+    try:
+        path = run_file.write_run(record, out, one.name)
+    except StoreError as error:
+        return 1, f"failed: {one.title}: {error}"
+    seconds, share = record.values("seconds")[0], float(record.values("share_of_software"))
+    return 0, (f"done: {one.title}: {seconds:.3g} s, predicted "
+               f"{record.values('predicted').sum():.3g} s, slowed "
+               f"{record.configuration['dilation']:.3g} times, software {share:.0%}, {path.name}")
+
+
+def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
+    """Return how the rows are measured; links are slowed in an emulated cluster alone."""
+    file, cluster = load(), Cluster.from_environment()
+    machine = broadcast_from_rank_0(lambda: load_machine(file.machine), comm)
+    scale = work_scale(machine, cluster if cluster and cluster.link else
+                       Cluster.parse(file.cluster))
+    shrunk = shrink_machine(machine, file.shrink)
+    work = ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
+                        machine.elementwise_block, scale, file.shrink)
+    link = cluster.link if cluster else None
+    emulated = emulating_machine(machine, file.shrink, scale, cluster)
+    share = combined_rows.share_of(arguments) if cluster else 0.0
+    return TrainingSettings(
+        combined_rows.limits_of(arguments), arguments.order or 0, work,
+        Dilation(share, link, lambda *given: {}, change_links if cluster else lambda rate: None),
+        lambda config, ranks: predict_waited(config, ranks, emulated), arguments.watched)

@@ -1,0 +1,247 @@
+"""Read the sizes and the architecture of a model from Hugging Face's ``config.json``.
+
+What the library does not compute is refused, with all of its names in one message.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from mm3d.config import Model
+from mm3d.hugging_face.families import EXPERTS, FAMILIES, NEUTRAL
+from mm3d.model.architecture import INNER_FACTOR, PLAIN, Architecture
+from mm3d.model.experts.layer import Experts
+
+CONFIG = "config.json"
+# Keys of `mm3d.Architecture.rotary_scaling`, in its order.
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the keys of a configuration.
+
+    Parameters
+    ----------
+    path : path
+        The file, or the folder that has it.
+
+    Raises
+    ------
+    OSError
+        When it cannot be read.
+    ValueError
+        When it is no object of JSON.
+    """
+    path = Path(path)
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no configuration: an object with a model_type would do")
+    return found
+
+
+def model_from_config(path: str | Path, *, batch: int, seq: int, **fields: Any) -> Model:
+    """Return the model of a ``config.json`` of Hugging Face.
+
+    Parameters
+    ----------
+    path : path
+        The file, or its folder.
+    batch, seq : int
+        As in `mm3d.Model`.
+    **fields
+        Further fields of it, such as dtype and seed; dropout is none unless it is given.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be read.
+    ValueError
+        Naming everything in the file that nothing here computes, and for sequences that are
+        longer than its table of positions.
+    """
+    found = model_fields(read_config(path), str(path))
+    positions = found.pop("positions")
+    if found["architecture"].positions == "learned" and seq > positions:
+        raise ValueError(f"seq={seq}: the table of positions of {path} ends at {positions}: that "
+                         f"at most would do")
+    return Model(**found | {"batch": batch, "seq": seq} | fields)
+
+
+def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> dict[str, Any]:
+    """Return the fields of a `mm3d.Model` that a configuration states.
+
+    Parameters
+    ----------
+    config : mapping
+        The keys and values of a ``config.json``.
+    name : str
+        What messages call it.
+
+    Returns
+    -------
+    dict
+        layers, hidden, heads, vocab, tied, architecture and experts; and as "positions" the
+        longest sequence that the model was made for.
+
+    Raises
+    ------
+    ValueError
+        Naming everything that is not computed here, or sizes that are missing or no numbers.
+    """
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        known = NEUTRAL.union(*(one.known for one in FAMILIES.values()))
+        own = "".join(f", {key}" for key in sorted(set(config) - known))
+        raise ValueError(f"{name} has features that nothing here computes: model_type={kind!r}"
+                         f"{own}; model_type {', '.join(FAMILIES)} would do")
+    given = {**family.defaults, **config}
+    refused = [f"{key}={config[key]!r}" for key in config if key not in family.known]
+    refused += [f"{key}={given[key]!r} ({' or '.join(map(repr, values))} would do)"
+                for key, values in family.only.items()
+                if key in given and given[key] not in values]
+    found: dict[str, Any] = dict(family.architecture)
+    found |= {field: given.get(key) for field, key in family.keys.items()}
+    if family.rotary:
+        found |= _rotary(given, refused)
+    if family.window:
+        found["window"] = _window(given, given.get(family.sizes["layers"]), refused)
+    if refused:
+        raise ValueError(f"{name} has features that nothing here computes: {', '.join(refused)}")
+    sizes = {field: _size(name, key, given.get(key)) for field, key in family.sizes.items()}
+    found = {field: _plain_size(name, field, value, sizes) for field, value in found.items()}
+    return sizes | {"tied": bool(given["tie_word_embeddings"]),
+                    "architecture": Architecture(**found),
+                    "experts": _experts(name, given) if family.experts else None}
+
+
+def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Return the base and the scaling of rotary embeddings; append what is not known."""
+    every = given.get("rope_parameters") or {}    # as of transformers 5
+    scaling = dict(every or given.get("rope_scaling") or {})
+    found = {"rotary_base": scaling.pop("rope_theta", given["rope_theta"]),
+             "rotary_scaling": None}
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+        refused.append("partial_rotary_factor")
+    if kind == "llama3":
+        missing = [key for key in LLAMA3 if key not in scaling]
+        refused += [f"rope_type='llama3' without {key}" for key in missing]
+        if not missing:
+            found["rotary_scaling"] = tuple(scaling.pop(key) for key in LLAMA3)
+    elif kind != "default":
+        refused.append(f"rope_type={kind!r} ('default' or 'llama3' would do)")
+        return found
+    refused += [f"{key} of rotary embeddings" for key in scaling]
+    return found
+
+
+def _window(given: Mapping[str, Any], layers: Any, refused: list[str]) -> int | None:
+    """Return the window of attention; append what differs between layers."""
+    window = given.get("sliding_window") if given.get("use_sliding_window", True) else None
+    kinds = {*(given.get("layer_types") or ())}
+    if kinds - {"full_attention", "sliding_attention"}:
+        refused.append(f"layer_types={sorted(kinds)}")
+    elif len(kinds) > 1:
+        refused.append("layer_types that differ between layers")
+    elif kinds:
+        return window if kinds == {"sliding_attention"} else None
+    elif window is not None and (first := given.get("max_window_layers") or 0):
+        if first < (layers or 0):
+            refused.append(f"max_window_layers={first}, so that layers have different windows")
+        return None
+    return window
+
+
+def _experts(name: str, given: Mapping[str, Any]) -> Experts:
+    """Return the experts of every layer, which drop no token."""
+    count, top = (_size(name, key, given[key]) for key in EXPERTS[:2])
+    balance = given["router_aux_loss_coef"] if given.get("output_router_logits") else 0.0
+    return Experts(count, top, every=1, capacity=None, gate="mixtral", balance=balance, z=0.0,
+                   convention="huggingface")
+
+
+def _size(name: str, key: str, value: Any) -> int:
+    """Return a size; ValueError unless it is a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}: {key}={value!r} should be a whole number of at least 1")
+    return value
+
+
+def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> Any:
+    """Return a field of an architecture; None where it is the default of the sizes."""
+    if field == "kv_heads" and value == sizes["heads"]:
+        return None
+    if field == "head" and value is not None and value * sizes["heads"] == sizes["hidden"]:
+        return None
+    return None if field == "inner" and value == INNER_FACTOR * sizes["hidden"] else value
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """Return the configuration of a model, of which `model_fields` returns the same.
+
+    Parameters
+    ----------
+    model : Model
+        The model.
+
+    Raises
+    ------
+    ValueError
+        When no family computes the same.
+    """
+    architecture, experts = model.architecture, model.experts
+    kind = _family_of(architecture, experts)
+    family = FAMILIES[kind]
+    values = {key: values[0] for key, values in family.only.items()}
+    values |= {key: model.seq if field == "positions" else getattr(model, field)
+               for field, key in family.sizes.items()}
+    values |= {key: getattr(architecture, field) for field, key in family.keys.items()}
+    if family.rotary:
+        values["rope_theta"] = architecture.rotary_base
+        values |= {name: value for name, value in {
+            "num_key_value_heads": architecture.kv_heads or model.heads,
+            "intermediate_size": architecture.inner or INNER_FACTOR * model.hidden}.items()}
+        if architecture.rotary_scaling is not None:
+            values["rope_scaling"] = {"rope_type": "llama3"} | dict(
+                zip(LLAMA3, architecture.rotary_scaling))
+    if family.window:
+        values["sliding_window"] = architecture.window
+        values["use_sliding_window"] = architecture.window is not None
+        if kind == "qwen2":
+            values["max_window_layers"] = 0 if architecture.window else model.layers
+        else:
+            del values["use_sliding_window"]
+    if experts is not None:
+        values |= dict(zip(EXPERTS, (experts.count, experts.top, experts.balance > 0,
+                                     experts.balance)))
+    return {"architectures": [family.name], "model_type": kind, **values,
+            "tie_word_embeddings": model.tied}
+
+
+def _family_of(architecture: Architecture, experts: Any) -> str:
+    """Return the first family that has an architecture; ValueError where none does."""
+    for kind, family in FAMILIES.items():
+        free = {*family.keys, *(("rotary_base", "rotary_scaling") if family.rotary else ()),
+                *(("window",) if family.window else ())}
+        plain = replace(PLAIN, **family.architecture)
+        same = all(getattr(architecture, one.name) == getattr(plain, one.name)
+                   for one in fields(architecture) if one.name not in free)
+        if not same or (experts is None) == family.experts:
+            continue
+        if experts is None or _plain_experts(experts):
+            return kind
+    raise ValueError(f"no family of Hugging Face has the architecture {architecture.given()} and "
+                     f"experts={experts}: those of {', '.join(FAMILIES)} would do")
+
+
+def _plain_experts(experts: Any) -> bool:
+    """Return whether experts are those of a Mixtral."""
+    return (experts.every, experts.capacity, experts.gate) == (1, None, "mixtral")

@@ -1,0 +1,195 @@
+"""Say which tensors of Hugging Face's files hold the parameters of this library.
+
+A tensor of a linear layer is (out, in) there, and (in, out) here and in GPT-2's.  Here queries,
+keys and values are one array, the two products up of a gated perceptron another, and all experts
+of a layer one; there each has a tensor of its own, but for GPT-2's c_attn.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mm3d.model.sizes import ModelSizes
+
+Box = tuple[slice, ...]
+Shape = tuple[int, ...]
+
+# Of GPT-2, and of Llama and its relatives: the prefix of all tensors but the head's, which files
+# may leave out, and of those of a layer.
+GPT2_PREFIXES = ("transformer.", "h.")
+LLAMA_PREFIXES = ("model.", "layers.")
+HEAD = {"head.weight": ("lm_head.weight",)}
+GPT2 = {
+    "embedding.weight": ("wte.weight",), "positions.weight": ("wpe.weight",),
+    "ln1": ("ln_1",), "attention.qkv": ("attn.c_attn",), "attention.proj": ("attn.c_proj",),
+    "ln2": ("ln_2",), "mlp.up": ("mlp.c_fc",), "mlp.down": ("mlp.c_proj",), "norm": ("ln_f",)}
+LLAMA = {
+    "embedding.weight": ("embed_tokens.weight",), "ln1": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.proj": ("self_attn.o_proj",), "ln2": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",),
+    "experts.router.weight": ("block_sparse_moe.gate.weight",),
+    "experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    "experts.down": ("block_sparse_moe.experts.{}.w2",), "norm": ("norm",)}
+# Beginnings of the names of buffers, which older files have beside the parameters.
+BUFFERS = ("attn.bias", "attn.masked_bias", "self_attn.rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """State that a part of a tensor in a file is a part of a parameter.
+
+    Attributes
+    ----------
+    tensor : str
+        Name of the tensor.
+    transposed : bool
+        Whether the tensor's dimensions are in the opposite order.
+    target : tuple of int or slice
+        The part of the global array as stored here; a number for a dimension that the tensor does
+        not have.
+    origin : tuple of int
+        Where the part begins in the tensor, in the order of the dimensions here.
+    """
+
+    tensor: str
+    transposed: bool
+    target: tuple[int | slice, ...]
+    origin: tuple[int, ...]
+
+    @property
+    def lengths(self) -> Shape:
+        """Return the lengths of the part, in the order of the dimensions here."""
+        return tuple(one.stop - one.start for one in self.target if isinstance(one, slice))
+
+    @property
+    def end(self) -> Shape:
+        """Return where the part ends in the tensor, in the tensor's order."""
+        ends = tuple(start + n for start, n in zip(self.origin, self.lengths))
+        return ends[::-1] if self.transposed else ends
+
+    def within(self, place: Box) -> tuple[tuple[int | slice, ...], Box] | None:
+        """Return where a block of the parameter has elements of this piece.
+
+        Parameters
+        ----------
+        place : tuple of slice
+            The block, in the global array.
+
+        Returns
+        -------
+        index, box : tuple of int or slice, tuple of slice
+            The part of the block, and of the tensor in the tensor's order; None if there is none.
+        """
+        index: list[int | slice] = []
+        box = []
+        origins = iter(self.origin)
+        for here, block in zip(self.target, place, strict=True):
+            if isinstance(here, int):
+                if not block.start <= here < block.stop:
+                    return None
+                index.append(here - block.start)
+                continue
+            start, stop = max(here.start, block.start), min(here.stop, block.stop)
+            if start >= stop:
+                return None
+            index.append(slice(start - block.start, stop - block.start))
+            shift = next(origins) - here.start
+            box.append(slice(start + shift, stop + shift))
+        return tuple(index), tuple(box[::-1] if self.transposed else box)
+
+
+def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Piece]:
+    """Return the pieces of tensors that are a parameter.
+
+    Parameters
+    ----------
+    kind : str
+        The family, such as "llama".
+    name : str
+        Name of the parameter, such as "layers.0.mlp.up.weight".
+    shape : tuple of int
+        Its global shape as stored.
+    sizes : ModelSizes
+        Sizes of the model.
+
+    Raises
+    ------
+    ValueError
+        When the family has no such parameter.
+    """
+    (root, layers), table = (GPT2_PREFIXES, GPT2) if kind == "gpt2" else (LLAMA_PREFIXES, LLAMA)
+    local, prefix = name, root
+    if name.startswith("layers."):
+        _, number, local = name.split(".", 2)
+        prefix = f"{root}{layers}{number}."
+    part, _, what = local.rpartition(".")
+    if local in HEAD:
+        return [Piece(*HEAD[local], True, _whole(shape), (0, 0))]
+    if local in table:
+        return [Piece(prefix + table[local][0], False, _whole(shape), (0,) * len(shape))]
+    if part not in table:
+        raise ValueError(f"{kind} of Hugging Face has no tensor for {name!r}")
+    tensors = [f"{prefix}{one}.{what}" for one in table[part]]
+    experts = part.startswith("experts.")
+    rows = what == "weight" and len(shape) > 1
+    transposed, lead = rows and kind != "gpt2", shape[1:2] if experts else shape[:1]
+    inner = shape[experts + rows:]
+    found = []
+    for expert in range(shape[0]) if experts else [None]:
+        for tensor, start, target in _columns(tensors, inner, sizes):
+            ahead = () if expert is None else (expert,)
+            whole = _whole(lead) if rows else ()
+            found.append(Piece(tensor.format(expert), transposed, (*ahead, *whole, *target),
+                               (*(0 for _ in whole), *start)))
+    return found
+
+
+def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes
+             ) -> Iterator[tuple[str, tuple[int], tuple[int | slice, ...]]]:
+    """Yield the pieces of a layer's outputs: tensor, where they begin in it, and their part here.
+
+    `shape` is that of the outputs: (out,), or (products, out) of several products in one array.
+    There the queries of a group that share a key are products of their own; in the tensor they are
+    neighbours.
+    """
+    if len(shape) == 1:
+        yield tensors[0], (0,), _whole(shape)
+        return
+    whole = slice(0, shape[1])
+    if len(tensors) == 1:    # side by side in one tensor
+        for number in range(shape[0]):
+            yield tensors[0], (number * shape[1],), (number, whole)
+        return
+    own = shape[0] - len(tensors) + 1    # of the first tensor, such as queries of a group
+    if own == 1:
+        yield tensors[0], (0,), (0, whole)
+    else:
+        for key, number in itertools.product(range(sizes.kv_heads), range(own)):
+            columns = slice(key * sizes.head, (key + 1) * sizes.head)
+            yield tensors[0], ((key * own + number) * sizes.head,), (number, columns)
+    for number, tensor in enumerate(tensors[1:], own):
+        yield tensor, (0,), (number, whole)
+
+
+def _whole(shape: Shape) -> Box:
+    """Return the slices of a whole array."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def tensor_shapes(pieces: Mapping[str, list[Piece]]) -> dict[str, Shape]:
+    """Return the shape of every tensor, from the pieces of all parameters."""
+    found: dict[str, Shape] = {}
+    for piece in itertools.chain(*pieces.values()):
+        before = found.get(piece.tensor, (0,) * len(piece.end))
+        found[piece.tensor] = tuple(map(max, before, piece.end))
+    return found
+
+
+def canonical(kind: str, tensor: str) -> str | None:
+    """Return a tensor's name with the prefix of the family; None for a buffer."""
+    root, layers = GPT2_PREFIXES if kind == "gpt2" else LLAMA_PREFIXES
+    own = tensor.removeprefix(root)
+    if own.startswith(layers) and own.split(".", 2)[2] in BUFFERS:
+        return None
+    return own if own in HEAD["head.weight"] else root + own

@@ -1,0 +1,1 @@
+"""Attention: its layer, the rings and windows that it may have, and what a context costs."""

@@ -1,0 +1,180 @@
+"""Find the tensors of a folder of safetensors files, and check them before anything is read."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mm3d.arrays import backend as backends
+from mm3d.hugging_face.names import canonical
+
+INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+TYPES = ("F64", "F32", "F16")    # of elements, as files call them
+MORE = "BF16"                    # with the package ml_dtypes
+
+
+def safetensors() -> Any:
+    """Return the library; ImportError saying how to get it."""
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError("the package safetensors is not installed: pip install "
+                          "'mm3d[pretrained]' would do") from error
+    return safetensors
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """State where a tensor is, under which name, and of which shape and type.
+
+    Attributes
+    ----------
+    file : Path
+        The file.
+    name : str
+        Its name there.
+    shape : tuple of int
+        Its shape.
+    dtype : str
+        Its type, as the file calls it.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Return all tensors of a folder by their full names, without buffers.
+
+    Parameters
+    ----------
+    folder : Path
+        Has ``model.safetensors``, or several files with ``model.safetensors.index.json``.
+    kind : str
+        The family, such as "llama".
+
+    Raises
+    ------
+    OSError
+        When a file is missing or damaged.
+    ValueError
+        When a tensor is there twice, or not where the index says, or of an unknown type.
+    """
+    places = _places(folder)
+    found: dict[str, Tensor] = {}
+    for file in dict.fromkeys(places.values()):
+        for one in _tensors(file):
+            full = canonical(kind, one.name)
+            if full is None:
+                continue
+            if full in found:
+                raise ValueError(f"{folder}: tensor {full!r} is there twice: in "
+                                 f"{found[full].file.name} and in {file.name}")
+            found[full] = one
+    # Asking for them makes NumPy know them.
+    known = TYPES + (MORE,) * bool(backends.get("numpy").more_dtypes)
+    for one in found.values():
+        if one.name in places and places[one.name] != one.file:
+            raise ValueError(f"{folder}: tensor {one.name!r} is in {one.file.name}, and not in "
+                             f"{places[one.name].name} as the index says")
+        if one.dtype not in known:
+            remedy = "pip install ml_dtypes" if one.dtype == MORE else f"{', '.join(known)}"
+            raise ValueError(f"{folder}: tensor {one.name!r} is in {one.dtype}, which nothing "
+                             f"here has: {remedy} would do")
+    lost = [name for name in places if name and (full := canonical(kind, name)) is not None
+            and full not in found]
+    if lost:
+        raise ValueError(f"{folder}: tensor {lost[0]!r} is in the index, and not in "
+                         f"{places[lost[0]].name}")
+    return found
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor that an index names; of "" where there is one file alone."""
+    if (folder / INDEX).exists():
+        try:
+            every = json.loads((folder / INDEX).read_bytes())["weight_map"]
+            files = {name: folder / file for name, file in every.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX} is no index of safetensors files") from error
+        lost = sorted({file.name for file in files.values() if not file.is_file()})
+        if lost:
+            raise FileNotFoundError(f"{folder}: {len(lost)} of {len({*files.values()})} files "
+                                    f"that the index names are not there: {', '.join(lost)}")
+        return files
+    if (folder / ONE).is_file():
+        return {"": folder / ONE}
+    raise FileNotFoundError(f"{folder} has no {ONE} and no {INDEX}: a folder of a model of "
+                            f"Hugging Face would do, in safetensors")
+
+
+def _tensors(file: Path) -> list[Tensor]:
+    """Return the tensors that the header of a file names."""
+    library = safetensors()
+    try:
+        with library.safe_open(file, "np") as opened:
+            parts = [(name, opened.get_slice(name)) for name in opened.keys()]
+            return [Tensor(file, name, tuple(part.get_shape()), part.get_dtype())
+                    for name, part in parts]
+    except library.SafetensorError as error:
+        raise OSError(f"{file} cannot be read: {error}") from error
+
+
+def check_tensors(folder: Path, found: Mapping[str, Tensor],
+                  wanted: Mapping[str, tuple[int, ...]], longer: Mapping[str, int]) -> None:
+    """Check the tensors of a folder against those of a model.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder, for messages.
+    found : mapping
+        Its tensors.
+    wanted : mapping
+        The shapes of the model's.
+    longer : mapping of str to int
+        Tensors that may have more rows, as those of positions do, and how many at most.
+
+    Raises
+    ------
+    ValueError
+        When some are missing, too many, or of another shape, naming the first.
+    """
+    for what, names in (("missing", [*(wanted.keys() - found.keys())]),
+                        ("not of this model", [*(found.keys() - wanted.keys())])):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{folder}: tensor {min(names)!r}{more}: {what}")
+    for name, shape in wanted.items():
+        there = found[name].shape
+        rows = longer.get(name, 0)
+        if there != shape and not (there[1:] == shape[1:] and shape[0] <= there[0] <= rows):
+            raise ValueError(f"{folder}: tensor {name!r} has the shape {there}, not {shape}")
+
+
+class Reader:
+    """Open the files of tensors once each, and read parts of tensors.
+
+    A context, which closes them.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.close()
+
+    def read(self, tensor: Tensor, box: tuple[slice, ...]) -> Any:
+        """Return a part of a tensor as an array of its own type."""
+        if tensor.file not in self._open:
+            self._open[tensor.file] = self._closing.enter_context(
+                safetensors().safe_open(tensor.file, "np"))
+        return self._open[tensor.file].get_slice(tensor.name)[box]

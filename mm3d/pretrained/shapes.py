@@ -1,0 +1,46 @@
+"""List all parameters of a model without making one."""
+
+import math
+from dataclasses import replace
+
+from mm3d.arrays import backend as backends
+from mm3d.config import Config, Division, Model
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.training.gpt import GPT
+from mm3d.transport.communicators import DryCommunicator
+
+
+def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every parameter as stored, by name, in the order of the model.
+
+    A `mm3d.GPT` on arrays without contents has them, with as many layers as differ.
+
+    Parameters
+    ----------
+    model : Model
+        The model.
+
+    Raises
+    ------
+    ValueError
+        When its sizes or options do not fit.
+    """
+    period = model.experts.every if model.experts else 1
+    few = replace(model, layers=min(model.layers, period), dtype="float32", master=None)
+    backend = backends.get(DryBackend())
+    gpt = GPT(Config(few, Division(scheme="serial", backend=backend)), DryCommunicator(1, 0))
+    found: dict[str, tuple[int, ...]] = {}
+    own = [(p.name, p.shape) for p in gpt.trained]
+    before = [one for one in own if not one[0].startswith("layers.")]
+    after = [one for one in before if one[0].startswith(("norm.", "head."))]
+    found |= {name: shape for name, shape in before if (name, shape) not in after}
+    for layer in range(model.layers):
+        here = f"layers.{layer % period}."
+        found |= {f"layers.{layer}.{name.removeprefix(here)}": shape
+                  for name, shape in own if name.startswith(here)}
+    return found | dict(after)
+
+
+def parameter_count(model: Model) -> int:
+    """Return the number of elements of all parameters of a model; a tied table counts once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())

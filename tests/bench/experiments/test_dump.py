@@ -1,0 +1,303 @@
+"""A judge of steps that any program dumped: right ones pass, and planted faults are named."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench.__main__ import main
+from bench.errors import UsageError
+from bench.experiments.dump import names, planted
+from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.dumps import check_same_start, read_dump
+from bench.experiments.dump.envelopes import FACTOR, Distance, measure_reference
+from bench.experiments.dump.faults import FAULTS
+from bench.experiments.dump.places import LOSS, Place, in_order
+from bench.experiments.dump.tensor_files import read_tensors, write_tensors
+from bench.experiments.dump.verdicts import judge, start_of
+from support import ROOT
+
+ALONE = MPI.COMM_SELF
+KINDS = [one.place.kind for one in FAULTS]
+FEW = [one for number, one in enumerate(FAULTS) if one.place.kind not in KINDS[:number]]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """A right step in float32, as a dump."""
+    shop = planted.make_shop("plain", "float32", ALONE)
+    return planted.dump_of(shop, shop.finish(shop.step()), tmp_path_factory.mktemp("d") / "right")
+
+
+@pytest.fixture(scope="module")
+def reference(right):
+    return measure_reference(start_of(right), ALONE)
+
+
+@pytest.fixture
+def copy(right, tmp_path):
+    """A copy of its folder, to be spoilt."""
+    return Path(shutil.copytree(right.folder, tmp_path / "copy"))
+
+
+def spoil(folder: Path, file: str, change) -> None:
+    path = folder / f"{file}.safetensors"
+    tensors = {name: np.array(a) for name, a in read_tensors(path).items()}
+    write_tensors(path, change(tensors) or tensors)
+
+
+@pytest.mark.parametrize("fault", [
+    one if one in FEW else pytest.param(one, marks=pytest.mark.slow) for one in FAULTS],
+    ids=lambda one: one.what)
+def test_a_planted_fault_is_found_at_its_tensor_with_its_cause(fault):
+    (found,) = planted.judge_faults([fault], "float32", ALONE)
+    assert found.right, (found.verdict.first, found.cause)
+
+
+def test_faults_of_every_kind_of_tensor_are_planted():
+    assert {*KINDS} == {"mask", "activation", "loss", "activation gradient", "gradient", "norm",
+                        "weight after"} and len(FAULTS) > 30
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["plain", "sgd", pytest.param("dropout", marks=pytest.mark.slow),
+                                  "llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_nothing_of_a_right_step_is_outside(kind, dtype, tmp_path):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    shop = planted.make_shop("plain" if kind == "sgd" else kind, dtype, ALONE)
+    if kind == "sgd":    # in 16 bits without masters, which AdamW would need
+        shop = replace(shop, optimizer=planted.SGD, start=replace(shop.start, model=replace(
+            shop.start.model, master=None)))
+    dump = planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump")
+    assert dump.model.dtype == dtype
+    verdict = judge(dump, ALONE)
+    assert verdict.first is None, verdict.first
+    names_of = {place for place in in_order(dump.family, dump.model)
+                if place.kind != "mask" or dump.model.dropout}
+    assert {one.place for one in verdict.judged} == names_of and not verdict.left
+
+
+def test_orders_of_summation_change_rounding_alone(right):
+    exact = compute_step(start_of(right), Way("float64"), ALONE)
+    for way in (Way("float64", seed=7), Way("float64", None, 4, 8)):
+        for place, a in compute_step(start_of(right), way, ALONE).items():
+            gap = Distance.between(a, exact[place]).whole
+            assert gap <= 1e-13 * np.sqrt((exact[place] ** 2).sum()), place
+
+
+def test_the_envelope_is_as_wide_as_the_factor_says(right, reference):
+    verdict = judge(right, ALONE, reference)
+    loss = next(one for one in verdict.judged if one.place == Place(LOSS))
+    least = 2.0 ** -24 * abs(float(reference.exact[Place(LOSS)]))
+    assert loss.envelope.whole == FACTOR * max(reference.spread[Place(LOSS)].whole, least)
+
+
+def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
+    for file in ("activations", "weights_after", "activation_gradients"):
+        (copy / f"{file}.safetensors").unlink()
+    spoil(copy, "gradients", lambda some: some.pop("transformer.ln_f.bias") is None)
+    assert main(["measure", "dump", str(copy)]) == 0
+    text = capsys.readouterr().out
+    for line in ("not judged: activations: not dumped",
+                 "not judged: gradients: 1 of 28 not dumped",
+                 "inside: loss inside, 27 of 27 gradients, norm inside"):
+        assert line in text, text
+
+
+def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
+    assert main(["measure", "dump", str(right.folder), "--against", str(copy)]) == 0
+    assert "their difference is rounding" in capsys.readouterr().out
+    spoil(copy, "gradients", lambda some: some["transformer.h.0.ln_1.bias"].fill(0))
+    assert main(["measure", "dump", str(right.folder), "--against", str(copy)]) == 1
+    text = capsys.readouterr().out
+    assert "FIRST OUTSIDE: gradient transformer.h.0.ln_1.bias" in text
+    assert text.endswith("outside the envelope is copy\n")
+
+
+@pytest.mark.parametrize("file, change, message", [
+    ("weights", lambda some: some.pop("transformer.ln_f.bias") is None,
+     "weight 'transformer.ln_f.bias' is missing"),
+    ("weights", lambda some: some.update({"wte.weight": some["transformer.wte.weight"]}),
+     "'transformer.wte.weight' and 'wte.weight' are the same tensor"),
+    ("weights", lambda some: {name: a.astype("int32") for name, a in some.items()},
+     "one type of float64, float32, float16, bfloat16 would do"),
+    ("gradients", lambda some: some.update({"transformer.ln_f.bias": np.zeros(3, "f4")}),
+     "'transformer.ln_f.bias' has the shape \\(3,\\), not \\(24,\\)"),
+    ("gradients", lambda some: some.update({"other.bias": np.zeros(3, "f4")}),
+     "'gradient transformer.other.bias' is not in this model: --names would do"),
+    ("batch", lambda some: some["tokens"].fill(50), "tokens\\[0, 0\\] = 50 is out of range"),
+    ("batch", lambda some: some.pop("targets") is None, "batch.safetensors has no targets")])
+def test_bad_dumps_are_refused_in_a_line(copy, file, change, message):
+    spoil(copy, file, change)
+    with pytest.raises(UsageError, match=message) as caught:
+        read_dump(copy)
+    assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_dump_are_refused(copy, tmp_path):
+    path = copy / "gradients.safetensors"
+    data = path.read_bytes()
+    for bad, message in (
+            (data[:-5], "cut short or damaged at tensor"), (b"text", "no file of safetensors"),
+            (data.replace(b'"F32"', b'"F31"'), "is in F31, which nothing here has: F64, F32"),
+            (data.replace(b"h.0.ln_1.bias", b"h.1.ln_1.bias"),
+             "'transformer.h.1.ln_1.bias' is there twice")):
+        path.write_bytes(bad)
+        with pytest.raises(UsageError, match=message):
+            read_dump(copy)
+    path.write_bytes(data)
+    (copy / "dump.json").write_text('{"optimizer": {"rate": 1}}')
+    with pytest.raises(UsageError, match="rate is unknown: dropout, dtype, .* betas"):
+        read_dump(copy)
+    (copy / "batch.safetensors").unlink()
+    (copy / "dump.json").unlink()
+    with pytest.raises(UsageError, match="batch.safetensors is missing"):
+        read_dump(copy)
+
+
+def test_dumps_of_other_weights_or_tokens_are_not_compared(right, copy):
+    spoil(copy, "weights", lambda some: some["transformer.wpe.weight"].fill(0))
+    with pytest.raises(UsageError, match="different weights .* 'transformer.wpe.weight'"):
+        check_same_start(right, read_dump(copy))
+    spoil(copy, "batch", lambda some: some["tokens"].fill(0))
+    with pytest.raises(UsageError, match="different tokens"):
+        check_same_start(right, read_dump(copy))
+
+
+# --- Names ------------------------------------------------------------------------------------
+
+def inverse(a, how, heads, head):
+    """Arrange a tensor of Hugging Face's as another program does."""
+    for one in reversed(how):
+        if one == "transposed":
+            a = np.swapaxes(a, 0, 1)
+        elif one == "heads":
+            a = np.swapaxes(a.reshape(3, heads, head, *a.shape[1:]), 0, 1).reshape(a.shape)
+        else:
+            a = np.swapaxes(a.reshape(-1, 2, head // 2, *a.shape[1:]), 1, 2).reshape(a.shape)
+    return a
+
+
+@pytest.mark.parametrize("table, kind", [("nanogpt", "plain"), ("megatron-core", "plain"),
+                                         ("torchtitan", "llama"), ("own.toml", "plain")])
+def test_other_programs_have_other_names_and_arrangements(table, kind, tmp_path):
+    shop = planted.make_shop(kind, "float32", ALONE)
+    dump = planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump")
+    if table == "own.toml":
+        table = str(tmp_path / table)
+        Path(table).write_text('"blocks.{}.norm.bias" = "transformer.h.{}.ln_1.bias"\n'
+                               '"fc" = ["transformer.h.1.mlp.c_fc.weight", "transposed"]\n')
+    rules, heads = names.find_rules(table), dump.model.heads
+    for path in dump.folder.glob("*.safetensors"):
+        found = {}
+        for name, a in read_tensors(path).items():
+            for rule in rules:
+                pattern = rule.name.replace("{}", "#")
+                number = next((str(n) for n in range(2) if pattern.replace("#", str(n)) == name),
+                              None)
+                if number is not None:
+                    parts = rule.pattern.pattern.replace(r"(\d+)", number).replace("\\", "")
+                    name, a = f"module.{parts}", inverse(a, rule.arranged, heads,
+                                                         dump.model.hidden // heads)
+                    break
+            found[name] = np.array(a, order="C")    # which leaves a scalar one
+        write_tensors(path, found)
+    again = read_dump(dump.folder, table)
+    if table != "nanogpt":
+        with pytest.raises(UsageError):
+            read_dump(dump.folder)
+    assert again.tensors.keys() == dump.tensors.keys()
+    for place, a in dump.tensors.items():
+        assert np.array_equal(again.tensors[place], a), place
+    assert all(np.array_equal(again.weights[name], a) for name, a in dump.weights.items())
+
+
+def test_names_that_make_no_sense_are_refused(tmp_path):
+    for text, message in (('"a.{}" = "b"', "as many {} on both"), ("a = 1", "no object of names"),
+                          ('a = ["b", "upside-down"]', "transposed, heads, pairs"), ("=", "TOML")):
+        (tmp_path / "own.toml").write_text(text)
+        with pytest.raises(UsageError, match=message):
+            names.find_rules(str(tmp_path / "own.toml"))
+    with pytest.raises(UsageError, match="no such file, and no table: huggingface, nanogpt"):
+        names.find_rules("nemo")
+
+
+def test_the_package_safetensors_reads_what_is_written_here(right):
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    path = right.folder / "gradients.safetensors"
+    theirs = library.load_file(path)
+    assert all(np.array_equal(theirs[name], a) for name, a in read_tensors(path).items())
+
+
+TORCH = '''
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+from dump_from_torch import Dump
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)
+        self.attn, self.mlp = torch.nn.Module(), torch.nn.Module()
+        self.attn.c_attn, self.attn.c_proj = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+        self.mlp.c_fc, self.mlp.c_proj = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+    def forward(self, x):
+        q, k, v = (a.unflatten(-1, (2, 4)).transpose(1, 2)
+                   for a in self.attn.c_attn(self.ln_1(x)).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
+        up = torch.nn.functional.gelu(self.mlp.c_fc(self.ln_2(x)), approximate="tanh")
+        return x + self.mlp.c_proj(up)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transformer = torch.nn.ModuleDict(dict(
+            wte=torch.nn.Embedding(11, 8), wpe=torch.nn.Embedding(5, 8),
+            drop=torch.nn.Identity(), h=torch.nn.ModuleList([Block(), Block()]),
+            ln_f=torch.nn.LayerNorm(8)))
+        self.lm_head = torch.nn.Linear(8, 11, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+    def forward(self, tokens):
+        part = self.transformer
+        x = part.drop(part.wte(tokens) + part.wpe(torch.arange(tokens.shape[1])))
+        for block in part.h:
+            x = block(x)
+        return self.lm_head(part.ln_f(x))
+torch.manual_seed(0)
+model, text = Model(), torch.randint(0, 11, (4, 6))
+tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+dump = Dump({out!r}, model, {config!r}, tokens, targets)
+loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+loss.backward()
+{fault}
+dump.after_backward(loss)
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1).step()
+dump.after_step(dict(name="adamw", lr=1e-3, weight_decay=0.1, clip=0.5), norm)
+'''
+CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11,
+          "n_positions": 5, "activation_function": "gelu_new"}
+
+
+@pytest.mark.parametrize("fault, first", [("", None), (
+    "model.transformer.h[0].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias")])
+def test_a_step_of_pytorch_is_dumped_and_judged(fault, first, tmp_path):
+    """By the interpreter that MM3D_TORCH names, if this one has no PyTorch."""
+    python = os.environ.get("MM3D_TORCH", sys.executable)
+    if subprocess.run([python, "-c", "import torch, safetensors"], capture_output=True).returncode:
+        pytest.skip("no PyTorch with safetensors: name an interpreter in MM3D_TORCH")
+    text = TORCH.format(folder=str(ROOT / "mm3d" / "examples"), out=str(tmp_path / "dump"),
+                        config=CONFIG, fault=fault)
+    done = subprocess.run([python, "-c", text], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    dump = read_dump(tmp_path / "dump", "nanogpt")
+    verdict = judge(dump, ALONE)
+    assert not json.loads((tmp_path / "dump" / "dump.json").read_text())["unseen"]
+    assert not verdict.left and (verdict.first and verdict.first.place.name) == first

@@ -1,0 +1,174 @@
+"""A GPT whose sequences are divided among ranks has the losses and gradients of one rank."""
+import functools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from gpts import SIZES, differences, tokens_and_targets, train
+from llamas import architecture
+from mm3d.grid.activations import chunks_of
+from mm3d.model.attention.costs import context_moves, context_pairs
+from mm3d.model.attention.windows import visible
+from mm3d.model.sizes import ModelSizes
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Gemm
+
+# By ranks: mesh, what changes rounding alone, architecture, positions, other options.  No number
+# of positions is a multiple of the chunks, and 3 and 5 positions leave some of them empty.
+MESHES = {
+    2: [(dict(context=2, scheme="serial"), dict(zero=1), "llama", 7, {}),
+        (dict(context=2, scheme="serial"), dict(recompute="selective"), None, 3, {})],
+    4: [(dict(context=4, scheme="serial"), dict(microbatches=2, zero=3), "llama", 13, {}),
+        (dict(context=4, scheme="serial"), dict(in_flight=1), "window", 11, {}),
+        (dict(context=4, scheme="serial"), {}, None, 5, {}),
+        (dict(context=2, scheme="1d"), dict(zero=1), "qwen", 7, dict(tied=False)),
+        (dict(context=2, scheme="3d", grid=(2, 1, 1)), dict(recompute="full"), "llama", 5, {}),
+        (dict(context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(zero=3), None, 9,
+         dict(dropout=0.2)),
+        (dict(data=2, context=2, scheme="serial"), dict(zero=3, microbatches=2), "window", 9, {}),
+        (dict(stages=2, context=2, scheme="serial"), dict(microbatches=2, schedule="zb-h1"),
+         None, 6, dict(dropout=0.2))],
+    8: [(dict(context=2, scheme="3d", grid=(2, 2, 1)), dict(zero=1), "llama", 10, {}),
+        (dict(context=4, scheme="1d-sp"), dict(zero=3), "biases", 17, dict(dropout=0.2)),
+        (dict(context=2, scheme="2d"), dict(microbatches=2), "gelu", 8, {}),
+        (dict(data=2, context=2, shards=2, scheme="3d", grid=(2, 1, 1)), dict(
+            zero=3, recompute="full+selective"), "llama", 7, dict(tied=False)),
+        (dict(stages=2, context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(
+            microbatches=2, zero=3), "window", 14, {})]}
+
+
+@functools.cache
+def on_one_rank(name, seq, **options) -> dict[str, np.ndarray]:
+    more = {} if name is None else dict(architecture=architecture(name))
+    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
+    found = train(mesh, sizes=sizes_of(name, seq), **more, **options)
+    mesh.free()
+    return found
+
+
+def sizes_of(name, seq):
+    return SIZES | dict(seq=seq) | ({} if name is None else dict(hidden=10, heads=6))
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize("number", range(8))
+def test_losses_and_gradients_are_those_of_one_rank(comm, number):
+    """In both ways, with each architecture, uneven chunks, ZeRO, pipelines and dropout."""
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    where, how, name, seq, options = MESHES[comm.size][number]
+    expected = on_one_rank(name, seq, **options)
+    mesh, more = mm3d.Mesh(comm, **where), how | options
+    if name is not None:
+        more["architecture"] = architecture(name)
+    for way in ("gather", "ring"):
+        found = train(mesh, sizes=sizes_of(name, seq), context_way=way, **more)
+        wrong = differences(found, expected, 1e-12, 1e-12)
+        assert not wrong, (mesh, name, way, wrong)
+    mesh.free()
+
+
+# --- What is moved and multiplied -----------------------------------------------------------
+
+COUNTED = {4: [(dict(context=4, scheme="serial"), {}), (dict(context=2, scheme="1d"), {})],
+           8: [(dict(context=4, scheme="3d", grid=(1, 2, 1), rows="positions"), {}),
+               (dict(context=2, scheme="3d", grid=(2, 2, 1)), dict(recompute="full")),
+               (dict(data=2, context=2, scheme="1d-sp"), dict(recompute="selective"))]}
+
+
+@pytest.mark.ranks(4, 8, slow=(8,))
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_words_are_those_of_the_closed_form_and_of_a_dry_run(comm, way):
+    """Exactly, with uneven chunks and grouped queries; a dry run counts all that a rank moves."""
+    how = architecture("llama")
+    sizes = SIZES | dict(hidden=10, heads=6, seq=13, batch=4)
+    for where, more in COUNTED[comm.size]:
+        def build(comm, backend):
+            mesh = mm3d.Mesh(comm, **where, backend=backend)
+            return mm3d.GPT(mesh, **sizes, **more, architecture=how, context_way=way)
+        model = build(comm, "numpy")
+        model.step(*tokens_and_targets(sizes))
+        found = model.traffic()
+        mesh, scheme = model.mesh, {"rows": "positions"} if "rows" in where else {}
+        data = where.get("data", 1)
+        expected = context_moves(
+            where["scheme"], mesh.scheme.grid.shape, ModelSizes(
+                sizes["layers"], 10, 6, sizes["batch"] // data, 13, how), where["context"], way,
+            more.get("recompute", "none"), **scheme)
+        every = {key for phase in expected.values() for key in phase}
+        assert every == {key for key in found if key[0] == "c"}
+        for key in sorted(every):
+            both = [phase[key] for phase in expected.values() if key in phase]
+            words = comm.allreduce(found[key].words)
+            assert words == data * sum(one.words for one in both), (where, key)
+            assert found[key].calls == sum(one.calls for one in both), (where, key)
+        trace = dry_run.trace(build, comm.size, comm.rank)
+        total = {}
+        for phase in trace.traffic.values():
+            for key, one in phase.items():
+                total[key] = total[key] + one if key in total else one
+        assert total == {key: one for key, one in found.items() if one.calls}, where
+        model.free()
+        mesh.free()
+
+
+@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("ranks, seq", [(2, 16), (4, 32), (8, 64), (3, 14)])
+def test_two_chunks_a_rank_balance_the_products_of_causal_attention(way, ranks, seq):
+    """As a dry run counts them: equal on all ranks, and (2 n + 1) / 4 n of a rank's share of all.
+    """
+    found = []
+    for rank in range(ranks):
+        def build(comm, backend):
+            mesh = mm3d.Mesh(comm, context=ranks, scheme="serial", backend=backend)
+            return mm3d.Pipeline(mesh, "gpipe", 1, layers=1, hidden=8, heads=2, batch=1, seq=seq,
+                                 causal=True, context_way=way)
+        trace = dry_run.trace(build, ranks, rank)
+        flops = {name: sum(times * event.flops for (phase, part, event), times
+                           in trace.events.items() if isinstance(event, Gemm)
+                           and (phase, part) == (name, "attention"))
+                 for name in ("forward", "backward")}
+        assert flops["forward"] == 4 * 8 * context_pairs(seq, ranks, rank)
+        more = 2 * 2 * (way == "gather")    # the kernel's scores less their lse, in each head
+        assert flops["backward"] == (10 * 8 + more) * context_pairs(seq, ranks, rank)
+        found.append(flops["forward"])
+    if not seq % (2 * ranks):
+        assert set(found) == {4 * 8 * (2 * ranks + 1) * (seq // (2 * ranks)) ** 2}
+    else:
+        assert max(found) - min(found) <= .2 * max(found)
+
+
+@pytest.mark.parametrize("causal, window", [(False, None), (True, None), (True, 1), (True, 3)])
+def test_what_is_visible_is_all_that_a_mask_shows(causal, window):
+    """Nothing that is seen is cut off, and each query that is left sees a key."""
+    for seq, ranks in ((5, 2), (13, 3), (16, 4), (4, 4)):
+        every = [chunk for rank in range(ranks) for chunk in chunks_of(seq, ranks, rank)]
+        assert sorted(n for chunk in every for n in chunk) == [*range(seq)]
+        for own in every:
+            for keys in (*every, range(seq)):
+                left, right = visible(own, keys, causal, window)
+                seen = {(i, j) for i in own for j in keys
+                        if not causal or 0 <= i - j < (window or seq)}
+                assert seen == {(i, j) for i, j in seen if i in left and j in right}
+                if left and right:
+                    assert {i for i, _ in seen} == {*left}
+
+
+# --- What is refused ------------------------------------------------------------------------
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("where, more, said", [
+    (dict(context=3), {}, "context=3 does not divide 4 ranks into equal parts: 1, 2, 4 would do"),
+    (dict(context=0), {}, "context=0 does not divide 4 ranks into equal parts: 1, 2, 4 would do"),
+    (dict(context=2, data=4), {}, "data=4 does not divide 2 ranks into equal replicas: 1, 2 "),
+    (dict(context=2, data=2, shards=3), {}, "shards=3 does not divide data=2 x context=2 repl"),
+    (dict(context=4), dict(seq=3), "seq=3 positions cannot be divided by context=4: at least 4 "),
+    (dict(context=4), dict(context_way="star"), "context_way='star' is unknown: choose one of ga"),
+    (dict(context=4), dict(experts=mm3d.Experts(2)), "context=4 divides sequences, which experts"),
+], ids=str)
+def test_what_cannot_be_divided_is_refused_on_every_rank(comm, where, more, said):
+    with pytest.raises(ValueError) as refused:
+        mm3d.GPT(mm3d.Mesh(comm, scheme="serial", **where), **SIZES | more)
+    assert all(said in one for one in comm.allgather(str(refused.value)))
