@@ -19,7 +19,7 @@ KEPT = 100          # plans of a family that closed forms leave
 REFINED = 24        # that fit by dry runs of a layer, in all
 OF_FAMILY = 4       # the same, of each family
 SLACK = 1.15        # of memory, by closed forms
-TRACED_SLACK = 1.03    # by dry runs of a layer
+TRACED_SLACK = 1.02    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
 
 Scored = tuple[float, Choice]    # estimated seconds first

@@ -22,7 +22,7 @@ from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
-NEAR = 0.9          # of the memory of one end of a pipeline, by which the other needs no dry run
+NEAR = 0.95         # of the memory of one end of a pipeline, by which the other needs no dry run
 ROUNDED = 1.01      # of memory, above which that of a plan of the same work leaves no doubt
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
 

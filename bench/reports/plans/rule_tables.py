@@ -11,7 +11,6 @@ from bench.prediction.training_step import SHARES
 from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
 
 
-
 def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]) -> list[Part]:
     """Make all tables and notes.
 

@@ -71,6 +71,16 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         assert asked.may_fit(choice)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_by_dry_runs_of_layers_is_near_that_of_a_step_where_w_is_apart(recompute):
+    asked = search.Search(training(16, 4, 100))
+    plan = asked.predicted(Choice(2, 1, 2, "zb-h1", 1, "3d", GridShape("xyz", (1, 1, 4)),
+                                  recompute))
+    filled = asked.traced(Layer.of(plan.choice)).filled
+    assert asked.estimator.memory(plan.choice, filled) == pytest.approx(
+        plan.memory["all"], rel=.02)
+
+
 UNEVEN = replace(SMALL, name="uneven", hidden=180, heads=6, vocab=509)
 
 
