@@ -23,12 +23,11 @@ def make_combined_drawings(records: Sequence[Measurements]) -> Iterator[style.Dr
 
 def _draw(found: Sequence[Sequence[combined.Row]]):
     """Draw a panel for each group: a bar for each mesh, with a mark for its prediction."""
-    from matplotlib.figure import Figure
     heights = [1.4 + len(rows) for rows in found]
-    figure = Figure(figsize=(WIDTH, LINE * sum(heights) + 1.3), layout="constrained")
-    panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)
-    figure.suptitle("Training steps of GPT, ranks waiting for modelled work on an emulated "
-                    "cluster:\nmeasured, and predicted before")
+    figure, panels = style.make_figure(
+        len(found), 1, (WIDTH, LINE * sum(heights) + 1.3),
+        "Training steps of GPT, ranks waiting for modelled work on an emulated cluster:\n"
+        "measured, and predicted before", height_ratios=heights)
     for panel, rows in zip(panels.flat, found):
         _panel(panel, rows)
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center",

@@ -153,12 +153,12 @@ def check_name(path: str | os.PathLike, moving: bool = False) -> None:
                          f"{', '.join(f'.{form}' for form in forms[:-1])} or .{forms[-1]}")
 
 
-def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
-    """Make a figure with its panels, (rows, columns)."""
+def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str, **more: Any):
+    """Make a figure with its panels, (rows, columns); `more` as for ``Figure.subplots``."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(heading)
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
 def start_at_zero(panel) -> None:
