@@ -67,7 +67,7 @@ def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     places = _places(folder)
     found: dict[str, Tensor] = {}
     for file in dict.fromkeys(places.values()):
-        for one in _tensors(file):
+        for one in list_tensors(file):
             full = canonical(kind, one.name)
             if full is None:
                 continue
@@ -112,8 +112,8 @@ def _places(folder: Path) -> dict[str, Path]:
                             f"Hugging Face would do, in safetensors")
 
 
-def _tensors(file: Path) -> list[Tensor]:
-    """Return the tensors that the header of a file names."""
+def list_tensors(file: Path) -> list[Tensor]:
+    """Return the tensors that the header of a file names; OSError for a damaged one."""
     library = safetensors()
     try:
         with library.safe_open(file, "np") as opened:

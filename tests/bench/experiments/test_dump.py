@@ -23,6 +23,7 @@ from bench.experiments.dump.tensor_files import read_tensors, write_tensors
 from bench.experiments.dump.verdicts import judge, start_of
 from support import ROOT
 
+pytest.importorskip("safetensors", reason="safetensors is not installed")
 ALONE = MPI.COMM_SELF
 KINDS = [one.place.kind for one in FAULTS]
 FEW = [one for number, one in enumerate(FAULTS) if one.place.kind not in KINDS[:number]]
@@ -145,10 +146,10 @@ def test_files_that_are_no_dump_are_refused(copy, tmp_path):
     path = copy / "gradients.safetensors"
     data = path.read_bytes()
     for bad, message in (
-            (data[:-5], "cut short or damaged at tensor"), (b"text", "no file of safetensors"),
-            (data.replace(b'"F32"', b'"F31"'), "is in F31, which nothing here has: F64, F32"),
+            (data[:-5], "not fully covered; a whole file"), (b"text", "cannot be read: "),
+            (data.replace(b'"F32"', b'"F31"'), "unknown variant `F31`"),
             (data.replace(b"h.0.ln_1.bias", b"h.1.ln_1.bias"),
-             "'transformer.h.1.ln_1.bias' is there twice")):
+             "invalid offset for tensor .* with each name once, would do")):
         path.write_bytes(bad)
         with pytest.raises(UsageError, match=message):
             read_dump(copy)
@@ -227,13 +228,6 @@ def test_names_that_make_no_sense_are_refused(tmp_path):
             names.find_rules(str(tmp_path / "own.toml"))
     with pytest.raises(UsageError, match="no such file, and no table: huggingface, nanogpt"):
         names.find_rules("nemo")
-
-
-def test_the_package_safetensors_reads_what_is_written_here(right):
-    library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
-    path = right.folder / "gradients.safetensors"
-    theirs = library.load_file(path)
-    assert all(np.array_equal(theirs[name], a) for name, a in read_tensors(path).items())
 
 
 TORCH = '''
