@@ -6,17 +6,19 @@ Its ranks are run dry, one micro-batch or a whole step.
 import sys
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 import mm3d
 from bench.prediction.gpt_ends import step_of_ends
 from mm3d import ModelSizes
+from mm3d.config import Config
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 from mm3d.training.batches import divide_layers
@@ -73,6 +75,24 @@ class PipelineModel:
     vocab: int = 0
     tied: bool = True
     named: str = ""
+
+    @classmethod
+    def of(cls, config: Config, ranks: int = 0) -> Self:
+        """Return a training to predict, which has a grid, or so many ranks.
+
+        Raises
+        ------
+        ValueError
+            When there is no such schedule, or the scheme has no such grid.
+        """
+        model, how = config.model, config.division
+        kind = find_scheme(how.scheme)
+        grid = kind.grid_shape(how.grid or kind.default_grid(ranks // how.data // how.stages))
+        return cls(build(how.schedule, how.stages, how.microbatches), how.scheme,
+                   (grid,) * how.stages,
+                   Stack.of(config.stack() | {"batch": model.batch // how.data}), data=how.data,
+                   zero=how.zero, shards=how.shards, expert_parallel=how.expert_parallel,
+                   vocab=model.vocab, tied=model.tied, named=how.schedule)
 
     @property
     def places(self) -> int:

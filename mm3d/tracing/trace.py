@@ -5,7 +5,7 @@ from typing import Any, Callable
 
 from mm3d.grid.axis import Traffic
 from mm3d.tracing.events import (Boundary, Event, Gemm, HALVES, Layer, Observer, Overlapped,
-                                 PHASES, Phase, Recomputation)
+                                 PHASES, Pass, Phase, Recomputation)
 
 RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
 # The phase outside of all passes: the ends of a GPT, messages between stages, the sums of
@@ -133,3 +133,8 @@ class Trace(Observer):
         """Return the words that `mm3d.grid.axis.Traffic` counts."""
         return sum(traffic.words for when in ([phase] if phase else self.phases)
                    for traffic in self.traffic[when].values())
+
+    def work(self, seconds: Callable[[Gemm | Pass], float], phase: str | None = None) -> float:
+        """Sum the `seconds` of all products and elementwise passes, of one phase or of all."""
+        return sum(times * seconds(event) for (when, _, event), times in self.events.items()
+                   if isinstance(event, (Gemm, Pass)) and phase in (None, when))

@@ -15,7 +15,7 @@ from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
-from bench.experiments.rows.waited import ROUNDING
+from bench.experiments.rows.waited import check_with_dry_run
 from bench.experiments.training.timed_step import OPTIMIZER, draw_batch
 from bench.instruments import host
 from bench.instruments.clock import Clock, wait_patiently
@@ -26,7 +26,6 @@ from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.config import OF_MESH, Config, Division
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Gemm, Pass
 from mm3d.tracing.trace import Trace
 
 KIND = "combined"    # of records
@@ -183,13 +182,14 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Train
         if found:
             return sample()
         found.append(count_step(training, clock, sample))
-        check_step(found[0], trace, clock.pace * modelled, comm)
+        check_with_dry_run(comm, {"a step": (found[0].moved, trace.total_traffic(),
+                                             found[0].work, clock.pace * modelled)})
         return found[0].seconds
     found: list[Counted] = []
     trace = trace_rank(one.config, comm, settings.work)
     factor, software = slow_down(comm, clock, settings.dilation, lambda: [sample()],
                                  sum(predicted.values()))
-    modelled = modelled_seconds(trace, settings.work)
+    modelled = trace.work(settings.work.seconds)
     samples, ended_by = take_samples(counted_sample, settings.limits, comm)
     run_free(comm, clock, settings.dilation)    # the rest is not timed
     first = found[0]
@@ -226,12 +226,6 @@ def trace_rank(config: Config, comm: Any, work: ModelledWork) -> Trace:
                          comm.rank, work.block, step)
 
 
-def modelled_seconds(trace: Trace, work: ModelledWork) -> float:
-    """Sum the modelled seconds of the work in a dry run by `trace_rank`."""
-    return sum(times * work.seconds(event) for (_, _, event), times in trace.events.items()
-               if isinstance(event, (Gemm, Pass)))
-
-
 @dataclass(frozen=True)
 class Counted:
     """A step that was timed and counted.
@@ -261,15 +255,3 @@ def count_step(training: Training, clock: WorkClock, sample: Callable[[], float]
     seconds = sample()
     moved = {key: one for key, one in training.model.traffic().items() if one.calls}
     return Counted(seconds, clock.counted, clock.slept, clock.overlapped, moved)
-
-
-def check_step(one: Counted, trace: Trace, modelled: float, comm: Any) -> None:
-    """Raise Failed, on every rank, where a step of one is not as a dry run of the rank says."""
-    problem = ""
-    if one.moved != trace.total_traffic():
-        problem = "a step that waits for its work moves other words than its dry run"
-    elif abs(one.work - modelled) > ROUNDING * modelled:
-        problem = (f"a step waits {one.work:g} s for its work, which takes {modelled:g} s by the "
-                   f"model")
-    if problem := next(filter(None, comm.allgather(problem)), ""):
-        raise Failed(problem)

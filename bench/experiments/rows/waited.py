@@ -15,7 +15,7 @@ from bench.experiments.rows.settings import ModelledWork, Settings
 from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.measurements import Group, Variable
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Gemm, PHASES, Pass
+from mm3d.tracing.events import PHASES
 from mm3d.tracing.trace import Trace
 
 ROUNDING = 1e-9    # the relative rounding error of a sum of seconds
@@ -77,13 +77,12 @@ def waiting_model(one: Case, scheme, settings: Settings,
         with settings.watched(scheme.grid, model):
             dilated = (dilate(one, model, x, dy, order, settings.dilation)
                        if settings.dilation else None)
-            modelled = [backend.trace.pace * modelled_seconds(trace, work, phase)
+            modelled = [backend.trace.pace * trace.work(work.seconds, phase)
                         for phase in PHASES]
             counted, passed, moved = count_step(model, x, dy, backend.trace)
-        problem = describe_difference(moved, [trace.traffic[phase] for phase in PHASES],
-                                      counted, modelled)
-        if problem := next(filter(None, comm.allgather(problem)), ""):
-            raise Failed(problem)
+        check_with_dry_run(comm, {
+            phase: (found, trace.traffic[phase], *seconds)
+            for phase, found, *seconds in zip(PHASES, moved, counted, modelled)})
         yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, passed), dilated)
 
 
@@ -94,12 +93,6 @@ def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Tra
         scheme.name, grid.size, grid.shape.sizes, grid.rank, block=work.block,
         options=variant.options(scheme.name), dtype=variant.dtype, causal=variant.causal,
         recompute=settings.recompute, **one.sizes)
-
-
-def modelled_seconds(trace: Trace, work: ModelledWork, phase: str) -> float:
-    """Sum the modelled seconds of the work in a phase of a dry run."""
-    return sum(times * work.seconds(event) for (when, _, event), times in trace.events.items()
-               if when == phase and isinstance(event, (Gemm, Pass)))
 
 
 def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
@@ -125,16 +118,20 @@ def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tu
     return counted, passed, moved
 
 
-def describe_difference(moved: list[dict], expected: list[dict], counted: list[float],
-                        modelled: list[float]) -> str:
-    """Describe how a step that waits differs from its dry run; "" if it does not."""
-    if moved != expected:
-        return "a step that waits for its work moves other words than its dry run"
-    for phase, seconds, wanted in zip(PHASES, counted, modelled):
-        if abs(seconds - wanted) > ROUNDING * wanted:
-            return (f"{phase} waits {seconds:g} s for its work, which takes {wanted:g} s by the "
-                    f"model")
-    return ""
+def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, float]]) -> None:
+    """Raise Failed, on every rank, where a step that waits is not as a dry run of a rank says.
+
+    `parts` are, by name, its traffic and that of the dry run, and the seconds waited and modelled.
+    """
+    problem = ""
+    for name, (moved, expected, waited, modelled) in parts.items():
+        if moved != expected:
+            problem = "a step that waits for its work moves other words than its dry run"
+        elif abs(waited - modelled) > ROUNDING * modelled:
+            problem = (f"{name} waits {waited:g} s for its work, which takes {modelled:g} s by the "
+                       f"model")
+    if problem := next(filter(None, comm.allgather(problem)), ""):
+        raise Failed(problem)
 
 
 def waits_group(comm, modelled: list[float], counted: list[float],

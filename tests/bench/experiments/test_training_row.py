@@ -23,6 +23,7 @@ from bench.reports.paper_tables import format_tables
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
+from mm3d.tracing.trace import Trace
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}
 SCALE = 20.0
@@ -66,10 +67,9 @@ def test_a_step_waits_for_all_of_its_work(comm, number):
 
 @pytest.mark.ranks(2)
 def test_work_that_is_not_waited_for_writes_no_times(comm, monkeypatch):
-    found = training_row.modelled_seconds
+    found = Trace.work
     wrong = 1.001 if comm.rank == 1 else 1
-    monkeypatch.setattr(training_row, "modelled_seconds",
-                        lambda *given: wrong * found(*given))
+    monkeypatch.setattr(Trace, "work", lambda *given: wrong * found(*given))
     with pytest.raises(Failed, match="s for its work, which takes .* s by the model"):
         training_row.measure_training(case(2, MESHES[2][0]), settings(), comm)
 

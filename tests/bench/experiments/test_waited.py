@@ -4,7 +4,6 @@ import pytest
 
 from bench import verbs
 from bench.__main__ import main, parser
-from bench.experiments.rows import waited
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import trace_terms
 from bench.records import run_file
@@ -13,6 +12,7 @@ from bench.validation.files import check_file
 from bench.validation.rules import check_waits
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
+from mm3d.tracing.trace import Trace
 from refused import refused
 
 WAIT = ("--work", "wait", "--machine", "longhorn", "--work-scale", "5")
@@ -62,9 +62,9 @@ def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path, capsys)
 
 @pytest.mark.ranks(8)
 def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkeypatch, capsys):
-    found = waited.modelled_seconds
+    found = Trace.work
     wrong = 1.001 if comm.rank == 5 else 1
-    monkeypatch.setattr(waited, "modelled_seconds", lambda *given: wrong * found(*given))
+    monkeypatch.setattr(Trace, "work", lambda *given: wrong * found(*given))
     arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, "--rows", "weak:1d", "--out",
                                             str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 1
