@@ -1,11 +1,13 @@
 """Publish a measurement: write its file, print its table and the name of the file."""
 
+import gc
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError, WrongResult
-from bench.records import run_file
+from bench.errors import Failed, LeftOut, StoreError, UsageError, WrongResult
+from bench.instruments.clock import wait_patiently
+from bench.records import journal, run_file
 from bench.records.measurements import Measurements
 from mm3d.console import say
 
@@ -58,6 +60,51 @@ def measure(name: str, work: Callable[[], Measurements | None], out: Path, comm,
     except WrongResult as wrong:
         return report_failure(name, f"{wrong}; no times were written", comm)
     return publish(record, out, name, comm, table)
+
+
+def publish_row(one: Any, measured: Callable[[], Any], write: Callable[[Any], tuple[int, str]],
+                out: Path, comm) -> tuple[int, str]:
+    """Measure a row and write its files; note in the journal, and print, how it ended.
+
+    Parameters
+    ----------
+    one : Case or TrainingCase
+        The row, of as many ranks as `comm` has.
+    measured : callable
+        Measures it; every rank calls this.
+    write : callable
+        Writes, on rank 0, what was measured; returns the exit status, and the end of the line.
+    out, comm
+        As of `publish`.
+
+    Returns
+    -------
+    int, str
+        The exit status, 0 when all was written, and the line that was printed; the same on every
+        rank.
+    """
+    def written(found: Any) -> tuple[int, str]:
+        if journal.superseded(out):
+            return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
+        try:
+            status, line = write(found)
+        except StoreError as error:
+            return 1, f"failed: {one.title}: {error}"
+        return status, f"done: {one.title}: {line}"
+    gc.collect()    # the memory of the last row is freed before this one asks for its own
+    try:
+        found = measured()
+        outcome = written(found) if comm.rank == 0 else None
+        wait_patiently(comm)    # while rank 0 writes
+        status, line = comm.bcast(outcome)
+    except Failed as error:
+        how = "left out" if isinstance(error, LeftOut) else "failed"
+        status, line = 1, f"{how}: {one.title}: {error}"
+    if comm.rank == 0:
+        journal.journal_of(out).write("row", row=one.name, outcome=line.partition(":")[0],
+                                      line=line)
+        say(line)
+    return status, line
 
 
 def report_failure(name: str, reason: object, comm) -> int:

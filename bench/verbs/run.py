@@ -1,7 +1,6 @@
 """Measure the selected rows that have as many ranks as the job, under mpirun."""
 
 import argparse
-import gc
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, s
 from bench.cases.variants import Variant
 from bench.checks.names import split_checks
 from bench.cluster.rates import rate_text
-from bench.errors import Failed, LeftOut, StoreError, UsageError
+from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import Measured, measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
@@ -23,9 +22,8 @@ from bench.experiments.rows.settings import (Settings, check_backend, check_grid
 from bench.experiments.training.stopping import stop_file_exists
 from bench.instruments import chrome_trace, slow_links, step_seconds
 from bench.instruments.peaks import measure_peaks
-from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
-from bench.records import journal, model_run, run_file
+from bench.records import model_run, run_file
 from bench.records.folder import read_folder
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
@@ -35,7 +33,7 @@ from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
 from bench.reports.formats import render
 from bench.command_line import grids, measuring, options, row_options
-from bench.command_line.publish import check_trace_file
+from bench.command_line.publish import check_trace_file, publish_row
 from mm3d.arrays import backend as backends
 from mm3d.console import say
 from mm3d.model.sizes import SIZES
@@ -99,7 +97,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
         for one in shuffle_cases(cases, settings.order):
             file = trace and chrome_trace.trace_file(
                 trace, f"{one.name}-{rate}".rstrip("-"), len(cases) * len(arguments.links or [0]))
-            status, line = measure_and_write(one, there, peaks, comm, out, file)
+            status, line = publish_row(
+                one, lambda: measure(one, there, peaks, comm, file is not None),
+                lambda found: write_row(found, one, out, file), out, comm)
             if settings.dilation:    # as they were, for whatever follows in this cluster
                 set_links(settings.dilation.link, comm, settings.dilation.change)
             warn_of_slow_nodes(comm)
@@ -239,50 +239,6 @@ def stopper(file: str | None) -> Callable[[], bool]:
     return lambda: file is not None and stop_file_exists(Path(file))
 
 
-def measure_and_write(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
-                      trace: Path | None) -> tuple[int, str]:
-    """Measure one case, write its files, and print on rank 0 how it ended.
-
-    Parameters
-    ----------
-    one : Case
-        The case, of as many ranks as `comm` has.
-    settings : Settings
-        How it is measured.
-    peaks : Group or None
-        The machine's rates, on rank 0; see `bench.instruments.peaks.measure_peaks`.
-    comm : mpi4py.MPI.Intracomm
-        All ranks; each must call this.
-    out : Path
-        The folder of results.
-    trace : Path or None
-        The file of its trace.
-
-    Returns
-    -------
-    int, str
-        The exit status, 0 when all was written, and the line that was printed; the same on every
-        rank.
-    """
-    # The memory of the last row is freed before this one asks for its own.
-    gc.collect()
-    backends.get(settings.backend).release_idle_memory()
-    try:
-        found = measure_case(one, settings, peaks, comm, trace is not None)
-        outcome = write_row(found, one, out, trace) if comm.rank == 0 else None
-        wait_patiently(comm)    # while rank 0 writes
-        status, line = comm.bcast(outcome)
-    except LeftOut as error:
-        status, line = 1, f"left out: {one.title}: {error}"
-    except Failed as error:
-        status, line = 1, f"failed: {one.title}: {error}"
-    if comm.rank == 0:
-        journal.journal_of(out).write("row", row=one.name, outcome=line.partition(":")[0],
-                                      line=line)
-        say(line)
-    return status, line
-
-
 def warn_of_slow_nodes(comm) -> None:
     """Print on rank 0 a line for each node that sends and receives much slower than the others."""
     slow = slow_links.find_slow_nodes(comm)
@@ -291,16 +247,17 @@ def warn_of_slow_nodes(comm) -> None:
             say(node.describe())
 
 
+def measure(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> Measured:
+    """Measure a case, with the memory that idle pools give back; as `measure_case`."""
+    backends.get(settings.backend).release_idle_memory()
+    return measure_case(one, settings, peaks, comm, traced)
+
+
 def write_row(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
-    """Write the record and the trace; return the exit status and the line that ends the row."""
-    if journal.superseded(out):
-        return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
-    try:
-        path = run_file.write_run(found.record, out, one.name)
-    except StoreError as error:
-        return 1, f"failed: {one.title}: {error}"
+    """Write the record and the trace; return the exit status, and what the row's line says."""
+    path = run_file.write_run(found.record, out, one.name)
     status = chrome_trace.write_file(trace, found.trace) if trace else 0
-    return status, f"done: {one.title}: {summarize(found.record)}, {path.name}"
+    return status, f"{summarize(found.record)}, {path.name}"
 
 
 def summarize(record: model_run.Run) -> str:

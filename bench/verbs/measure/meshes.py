@@ -1,7 +1,6 @@
 """Measure training steps of ``reproduce --table combined``, under mpirun."""
 
 import argparse
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,16 @@ from bench.cases.selection import shuffle_cases
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
 from bench.command_line import combined_rows, measuring, row_options
-from bench.errors import Failed, StoreError, UsageError
+from bench.command_line.publish import publish_row
+from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation, set_links
 from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.training_row import TrainingSettings, measure_training
-from bench.instruments.clock import wait_patiently
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import emulating_machine, shrink_machine, work_scale
 from bench.prediction.waited_step import predict_waited
-from bench.records import journal, run_file
+from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from mm3d.console import say
@@ -53,35 +52,18 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     settings = read_settings(arguments, comm)
     out, statuses = claim_folder(arguments.out, comm), []
     for one in shuffle_cases(cases, settings.order):
-        gc.collect()    # arrays of the last row
-        outcome = 0, ""
-        try:
-            record = measure_training(one, settings, comm)
-            if comm.rank == 0:
-                outcome = _write(record, one, out)
-        except Failed as error:
-            outcome = 1, f"failed: {one.title}: {error}"
-        wait_patiently(comm)    # while rank 0 writes
+        status, _ = publish_row(one, lambda: measure_training(one, settings, comm),
+                                lambda record: write_row(record, one, out), out, comm)
         set_links(settings.dilation.link, comm, settings.dilation.change)
-        status, line = comm.bcast(outcome)
-        if comm.rank == 0:
-            journal.journal_of(out).write("row", row=one.name, outcome=line.partition(":")[0],
-                                          line=line)
-            say(line)
         statuses.append(status)
     return max(statuses)
 
 
-def _write(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, str]:
-    """Write a record; return the exit status and the line that ends the row."""
-    if journal.superseded(out):
-        return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
-    try:
-        path = run_file.write_run(record, out, one.name)
-    except StoreError as error:
-        return 1, f"failed: {one.title}: {error}"
+def write_row(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, str]:
+    """Write a record; return the exit status, and what the row's line says."""
+    path = run_file.write_run(record, out, one.name)
     seconds, share = record.values("seconds")[0], float(record.values("share_of_software"))
-    return 0, (f"done: {one.title}: {seconds:.3g} s, predicted "
+    return 0, (f"{seconds:.3g} s, predicted "
                f"{record.values('predicted').sum():.3g} s, slowed "
                f"{record.configuration['dilation']:.3g} times, software {share:.0%}, {path.name}")
 
