@@ -11,16 +11,17 @@ from typing import Any, Self
 import numpy as np
 
 import mm3d
-from bench.prediction.gpt_ends import step_of_ends
 from mm3d import ModelSizes
 from mm3d.config import Config
 from mm3d.grid.shape import GridShape
+from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
-from mm3d.tracing.trace import Trace
+from mm3d.tracing.events import HALVES, PHASES
+from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.batches import divide_layers
 from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import Schedule, build
@@ -233,3 +234,27 @@ class PipelineModel:
                 self.data * self.ranks, self.rank(place, stage, replica), step=step),
             self.sizes.layers,
             dry_run.period_of(self.stack.recompute, self.experts) * self.schedule.stage_count)
+
+
+def step_of_ends(model: Any, trace: Trace, halves: bool = False) -> None:
+    """Compute one micro-batch in the ends of a `GPT` on this rank, without its layers.
+
+    Its passes are those of the layers: backward belongs to the first of the `halves`.
+    """
+    ends, chunks = model.chains[-1], model.chunks
+    rows = model.pipeline.rows[0]
+    tokens = np.zeros((rows.stop - rows.start, model.shape[1]), int)
+    trace.begin_phase(PHASES[0])
+    if ends.embedding is not None:
+        ends.embedding.forward(tokens)
+    if ends.output is not None:
+        goal = Targets(tokens, 1.0)
+        y = chunks[-1].random("output")
+        saved = ends.output.forward(y, goal)[1]
+        trace.begin_phase(HALVES[0] if halves else PHASES[1])
+        ends.output.backward(goal, saved)
+        del y, saved
+    trace.begin_phase(HALVES[0] if halves else PHASES[1])
+    if ends.embedding is not None:
+        ends.embedding.backward(chunks[0].random("gradient"), tokens)
+    trace.begin_phase(SUMS)

@@ -6,7 +6,7 @@ are taken, and given back to the system, without messages.
 
 import mmap
 
-from mm3d.arrays.idle_memory import IdleMemory, size_class
+from mm3d.arrays.pool import IdleMemory, size_class
 
 Place = tuple[mmap.mmap, int]
 

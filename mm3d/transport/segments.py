@@ -20,7 +20,7 @@ from typing import Callable
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.arrays.idle_memory import size_class
+from mm3d.arrays.pool import size_class
 from mm3d.transport import call_check
 from mm3d.transport.barrier import (BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SHARED_CORE_POLLS, SLOTS,
                                     Barrier)
@@ -41,7 +41,7 @@ class SharedMemory:
     """Allocate regions of memory that all ranks of one node share.
 
     After each barrier of all ranks, idle regions hold at most twice the most bytes recently in
-    use, or 16 MiB if that is more (see `mm3d.arrays.idle_memory`); the rest goes back to the
+    use, or 16 MiB if that is more (see `mm3d.arrays.pool`); the rest goes back to the
     system, and all of it when the last rank ends.  A region beyond 64 KiB is less than an eighth
     larger than what was asked for, in whole pages.
 

@@ -1,15 +1,21 @@
 """Make the record of a training."""
 
+from typing import Any
+
 import numpy as np
 
 from bench.experiments.products import operands
 from bench.experiments.torch.equal_kernels import add_kernels
 from bench.experiments.training.history import History
-from bench.experiments.training.memory import expected_peak_bytes
+from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.torch_training import TorchTraining, products_flops
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.instruments.sampling import measured_environment
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
+from mm3d.arrays.backend import Backend
+from mm3d.config import Config, Division
+from mm3d.tracing import dry_run
+from mm3d.training.gpt import GPT
 
 KIND = "training"
 BESIDE = 0.02    # the largest difference of validation losses, a training beside another
@@ -77,6 +83,20 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
             "validation_batches": course.validation_batches,
             "began": outcome.began, "ended_by": outcome.ended_by,
             "skipped_steps": scaling.skipped if scaling else 0}
+
+
+def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -> int:
+    """Return the peak bytes of a rank's arrays in a step by a dry run, without shared memory.
+
+    Experts get equally many tokens, unlike in a real training.
+    """
+    def step(model: Any, trace: dry_run.Trace) -> None:
+        optimizer = make_optimizer(plan, model)
+        model.rehearse()
+        optimizer.step()
+    return dry_run.trace(
+        lambda comm, backend: GPT(Config(plan, division).on(backend), comm),
+        ranks, rank, Backend.block, step).pool_peak
 
 
 def beside_variables(beside: History, steps: list[int],

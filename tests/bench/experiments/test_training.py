@@ -14,7 +14,7 @@ from bench.__main__ import parser
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
-from bench.experiments.training.memory import expected_peak_bytes
+from bench.experiments.training.record import expected_peak_bytes
 from bench.experiments.training.meshes import list_cases, reference_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.rounding_bounds import rounding_bounds

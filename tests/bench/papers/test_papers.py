@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.papers import formulas, paper, pipelines, tables
+from bench.papers import formulas, paper, tables
 from bench.papers.numbers import MEANINGS, Rounded, compute_reach, judge
 from bench.reports.formats import render
 from support import ROOT, run_python
@@ -176,8 +176,8 @@ def test_the_bubbles_of_deepseek_v3_hold_in_a_domain():
              "dualpipe-v": lambda f, b, w: b == f and w <= b}
     for name, inside in holds.items():
         for p, *times in itertools.product((2, 4, 8), *[(1, 2, 3)] * 3):
-            same = pipelines.bubble(name, "bubble", p, 2 * p + 4, times) == (
-                pipelines.claimed_bubble(name, p, times))
+            same = formulas.bubble(name, "bubble", p, 2 * p + 4, times) == (
+                formulas.claimed_bubble(name, p, times))
             assert same == inside(*times) or (name, p, times) == ("dualpipe-v", 2, [1, 2, 3])
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mm3d.arrays.idle_memory import (GRANULARITY_BYTES, MIN_BOUND_BYTES, WINDOW_PIECES, IdleMemory,
-                                     size_class)
-from mm3d.arrays.pool import MIN_HUGE_BYTES, Pool
+from mm3d.arrays.pool import (GRANULARITY_BYTES, MIN_BOUND_BYTES, MIN_HUGE_BYTES, WINDOW_PIECES,
+                              IdleMemory, Pool, size_class)
 from mm3d.grid.split import Split
 from reference import integers, on_grid
 
