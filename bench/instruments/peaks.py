@@ -3,12 +3,13 @@
 import gc
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 
-from bench.cases.variants import Variant, itemsize
+from bench.cases.variants import itemsize
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.peak_memory import Resident
 from bench.instruments.sampling import repeat_calls
@@ -161,18 +162,8 @@ class StepMemory:
         """Note the memory that forward leaves for backward."""
         self.kept, self.after = self.model.saved_bytes(saved), self.backend.memory()["in_use"]
 
-    def group(self, sizes: dict[str, int], comm, variant: Variant = Variant()) -> Group | None:
-        """Return the group ``memory`` of a run, on rank 0; None on the other ranks.
-
-        Parameters
-        ----------
-        sizes : dict of str to int
-            Sizes of the model.
-        comm : mpi4py.MPI.Intracomm
-            The ranks; each must call this.
-        variant : Variant
-            The variant of the row.
-        """
+    def group(self, comm) -> Group | None:
+        """Return the group ``memory`` of a run, on rank 0, None elsewhere; all ranks call it."""
         model, peak = self.model, self.backend.memory()["peak"]
         parameters, gradients = (sum(math.prod(a.shape) * itemsize(model.dtype)
                                      for a in arrays) for arrays in zip(
@@ -187,18 +178,18 @@ class StepMemory:
         columns = zip(names, np.array(everyone, np.float64).T)
         return Group({"rank": range(comm.size)},
                      {name: Variable(values, "byte", ("rank",)) for name, values in columns}
-                     | _expected(model, sizes, variant))
+                     | _expected(model))
 
 
-def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Variable]:
+def _expected(model) -> dict[str, Variable]:
     """Compute the parameters a rank, and run rank 0 dry, whose blocks are the largest."""
-    grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
+    grid, scheme, size = model.grid, model.scheme, itemsize(model.dtype)
     parameters = cost.parameters(model.sizes)
+    # bfloat16 takes as much as float16, which dry runs have.
+    stack = replace(model.stack, dtype="float16" if size == 2 else model.dtype)
     run = dry_run.extrapolate_step(
-        model.scheme.name, grid.size, grid.shape.sizes, block=grid.backend.block, options=options,
-        # bfloat16 takes as much as float16, which dry runs have.
-        causal=variant.causal, dtype="float16" if size == 2 else model.dtype,
-        recompute=model.recompute, **sizes)
+        scheme.name, grid.size, grid.shape.sizes, block=grid.backend.block,
+        options={name: getattr(scheme, name) for name in scheme.options}, **stack.fields())
     found = {"parameters": parameters * size / grid.size,
              "gradients": parameters * size / grid.size,
              "saved": run.saved, "pool_peak": run.pool_peak}

@@ -66,7 +66,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     WrongResult
         On all ranks, when a gradient is wrong, or a result came from elsewhere.
     """
-    comm, backend = mesh.comm, mesh.scheme.grid.backend
+    comm, backend, stack = mesh.comm, mesh.scheme.grid.backend, case.stack
     asleep = case.work == "wait" or launcher.oversubscribed()
     footprint = Footprint(mesh.scheme.grid)
     clock = Clock(comm)
@@ -84,11 +84,11 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
         checks = check_both(subject, reference)
         if reference:
             kernels = compare_kernels(observe_products(subject.step, mesh.scheme.grid),
-                                      case.dtype, backend, reference.processes, case.seed)
+                                      stack.dtype, backend, reference.processes, stack.seed)
         hops = measure_hop(subject, clock)
         own = partial(sample_step, subject, actions, clock)
         found, ended_by = compare_in_turns(
-            dict(zip(SIDES, (own, *([reference.sample] if reference else [])))), limits, case.seed,
+            dict(zip(SIDES, (own, *([reference.sample] if reference else [])))), limits, stack.seed,
             comm)
         checks += check_both(subject, reference, "after the last repetition, ")
         environs = measured_environment(backend.name, comm)
@@ -103,10 +103,9 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
                 "reference": reference.about if reference else "none",
                 **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
-    sizes = case.sizes
     return add_kernels(pipeline_record(case, found, hops, counts, settings, environs, checks),
-                       kernels, step_flops(sizes.batch * sizes.seq, sizes.layers, sizes.hidden,
-                                           sizes.seq))
+                       kernels, step_flops(stack.batch * stack.seq, stack.layers, stack.hidden,
+                                           stack.seq))
 
 
 def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
@@ -139,7 +138,7 @@ def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") ->
 
 def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
     """Return the settings of a record that say what was measured."""
-    waits = case.waits or ()
+    waits, stack = case.waits or (), case.stack
     stages = GridShape("st", (mesh.shape["s"], mesh.shape["t"]))
     return {"schedule": case.name, "microbatches": case.schedule.microbatches,
             "schedule_text": format_schedule(case.schedule),
@@ -148,7 +147,7 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
             "scheme": mesh.scheme.name, **grid_settings(stages),
             "stage_grids": "; ".join(map(str, mesh.grids)),
             **{f"option_{name}": value for name, value in mesh.options.items()},
-            **case.sizes, "dtype": case.dtype, "recompute": case.recompute, "seed": case.seed,
+            **case.sizes, "dtype": stack.dtype, "recompute": stack.recompute, "seed": stack.seed,
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 
@@ -158,7 +157,7 @@ def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
         return np.nan
     return dry_run.trace(lambda comm, backend: mm3d.Pipeline(
         Mesh(comm, mesh.shape["s"], mesh.scheme.name, mesh.grids, backend, **mesh.options),
-        case.schedule, **case.sizes, dtype=case.dtype, recompute=case.recompute),
+        case.schedule, **case.stack.fields()),
         mesh.comm.size, mesh.comm.rank, mesh.scheme.grid.backend.block).pool_peak
 
 

@@ -58,8 +58,8 @@ def refuse_case(mesh: Mesh, case: PipelineCase) -> None:
     elif mesh.shape["t"] > 1:
         problem = (f"a stage of PyTorch's is one process: a grid of 1 rank would do, not of "
                    f"{mesh.shape['t']}")
-    elif case.recompute != "none":
-        problem = f"--recompute {case.recompute} is not PyTorch's: leave it out"
+    elif case.stack.recompute != "none":
+        problem = f"--recompute {case.stack.recompute} is not PyTorch's: leave it out"
     elif mesh.scheme.grid.backend.name != "numpy":
         problem = "PyTorch computes on the host: --backend numpy would do"
     node = mesh.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -106,7 +106,7 @@ class TorchPipeline:
             "microbatches": schedule.microbatches,
             "shape": (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden),
             "layers": [list(part) for part in case.parts], "heads": sizes.heads,
-            "dtype": case.dtype, "seconds": waits and dict(zip(STEPS, waits))},
+            "dtype": case.stack.dtype, "seconds": waits and dict(zip(STEPS, waits))},
             subject.arrays(), mesh.comm, "execute the pipeline", mesh.comm.size)
         self.about = self.processes.about
 
@@ -135,7 +135,7 @@ class TorchPipeline:
             p.name: squared_error(found[p.name],
                                   p.grid.backend.to_host(p.grad).reshape(p.public_shape))
             for p in self.subject.pipeline.parameters}
-        tolerance = against_serial.tolerances(self.case.dtype, self.case.sizes.layers)[1]
+        tolerance = against_serial.tolerances(self.case.stack.dtype, self.case.sizes.layers)[1]
         return [Check(f"PyTorch's gradient of {name}", float(np.sqrt(error / norm)), tolerance)
                 for one in self.mesh.comm.allgather(squares)
                 for name, (error, norm) in one.items()]

@@ -1,7 +1,7 @@
 """Set up a pipeline of layers to measure."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Iterator
 
@@ -12,6 +12,7 @@ from bench.checks import against_serial
 from bench.records.measurements import Check
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array
+from mm3d.model.stack import Stack
 from mm3d.training.mesh import Mesh
 from mm3d.training.batches import divide_layers
 from mm3d.training.schedules import Schedule, Times, build
@@ -25,7 +26,7 @@ ABOUT_WORK = {
 
 @dataclass(frozen=True)
 class PipelineCase:
-    """A pipeline to measure: a schedule and the sizes of the model.
+    """A pipeline to measure: a schedule and the layers of the model.
 
     Attributes
     ----------
@@ -33,14 +34,8 @@ class PipelineCase:
         The schedule's name, such as "1f1b" or "interleaved:2".
     schedule : Schedule
         The schedule.
-    sizes : ModelSizes
-        Sizes of the whole model; the batch is that of all micro-batches.
-    seed : int
-        Seed of parameters and activations.
-    dtype : str
-        Their type.
-    recompute : str
-        Policy of recomputation.
+    stack : Stack
+        The layers of the whole model; the batch is that of all micro-batches.
     waits : tuple of Fraction or None
         Seconds that replace F, B and W of all layers of a mesh stage, for one micro-batch, where
         actions only wait; None with layers.
@@ -48,16 +43,18 @@ class PipelineCase:
 
     name: str
     schedule: Schedule
-    sizes: ModelSizes
-    seed: int = 0
-    dtype: str = "float32"
-    recompute: str = "none"
+    stack: Stack
     waits: tuple[Fraction, Fraction, Fraction] | None = None
 
     @property
     def work(self) -> str:
         """Return the kind of work, one of `ABOUT_WORK`."""
         return "compute" if self.waits is None else "wait"
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Return the sizes of the whole model."""
+        return self.stack.sizes
 
     @property
     def parts(self) -> list[range]:
@@ -75,19 +72,19 @@ def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
               waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
     """Build the schedule of a name, and make sure that the model can be divided.
 
-    `sizes` has the sequences of one micro-batch.  A searched schedule is found for the times
-    `waits`, or for equal times by default.
+    `sizes` has the sequences of one micro-batch, `more` are further fields of the stack.  A
+    searched schedule is found for the times `waits`, or for equal times by default.
 
     Raises
     ------
     ValueError
         When there is no such schedule, or the layers cannot be divided among its stages.
     """
-    whole = ModelSizes(**{**sizes, "batch": sizes.batch * microbatches})
+    stack = Stack(**{**sizes, "batch": sizes.batch * microbatches}, **more)
     times = Times.equal(stages, *waits) if waits else None
     schedule = build(name, stages, microbatches, times=times)
-    divide_layers(schedule, stages, whole, microbatches)
-    return PipelineCase(name, schedule, whole, waits=waits, **more)
+    divide_layers(schedule, stages, stack.sizes, microbatches)
+    return PipelineCase(name, schedule, stack, waits)
 
 
 class ActionTimes:
@@ -129,9 +126,8 @@ class LayersSubject:
     def __init__(self, mesh: Mesh, case: PipelineCase, actions: ActionTimes,
                  asleep: bool) -> None:
         self.mesh, self.case = mesh, case
-        self.pipeline = mm3d.Pipeline(mesh, case.schedule, **case.sizes, around=actions.around,
-                                      asleep=asleep, seed=case.seed, dtype=case.dtype,
-                                      recompute=case.recompute)
+        self.pipeline = mm3d.Pipeline(mesh, case.schedule, **case.stack.fields(),
+                                      around=actions.around, asleep=asleep)
         self.hops = self.pipeline.hops
         self.slept = None
         self._drawn: dict[str, Array] = {}
@@ -173,9 +169,9 @@ class LayersSubject:
         stages have the same grid, gradients are equal to the bit: the tolerance is 0.
         """
         microbatches = self.case.schedule.microbatches
-        sizes = ModelSizes(**{**self.case.sizes, "batch": self.case.sizes.batch // microbatches})
-        model = mm3d.Transformer(self.mesh.scheme, **sizes, seed=self.case.seed,
-                                 dtype=self.case.dtype)
+        stack = self.case.stack
+        model = mm3d.Transformer(self.mesh.scheme, replace(
+            stack, batch=stack.batch // microbatches, recompute="none"))
         for micro in range(microbatches):
             _, saved = model.forward(model.random(f"input {micro}"))
             model.backward(model.random(f"output gradient {micro}"), saved)
@@ -190,7 +186,7 @@ class LayersSubject:
                 squares[name] = squares.get(name, np.zeros(2)) + pair
         # On different grids sums are rounded in other orders, and inputs of layers differ.
         tolerance = 0.0 if same_grids else against_serial.tolerances(
-            self.case.dtype, self.case.sizes.layers)[1]
+            stack.dtype, stack.layers)[1]
         return [Check(f"gradient of {name}", float(np.sqrt(error / norm)), tolerance)
                 for name, (error, norm) in squares.items()]
 

@@ -85,7 +85,7 @@ class WaitingSubject:
         self.mesh, self.case = mesh, case
         schedule, sizes = case.schedule, case.sizes
         shape = (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden)
-        self.hops = Hops(mesh, schedule, shape, np.dtype(case.dtype), asleep=asleep)
+        self.hops = Hops(mesh, schedule, shape, np.dtype(case.stack.dtype), asleep=asleep)
         backend, outer = mesh.scheme.grid.backend, mesh.scheme.spaces(*shape[:2])[0]
         self.block = outer.local_shape(sizes.hidden)
         self.empty = lambda: backend.empty(self.block, self.hops.dtype)

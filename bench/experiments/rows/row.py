@@ -117,7 +117,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     memory = StepMemory(model, resident)
     with settings.watched(scheme.grid, model):
         y, dx, traffic = run_counted_step(model, x, dy, memory.note_saved)
-    groups = {"machine": peaks, "memory": memory.group(one.sizes, comm, one.variant)}
+    groups = {"machine": peaks, "memory": memory.group(comm)}
     checks = verify_step(one, scheme, model, y, dx, settings)
     del y, dx
     if one.verified != one.sizes:

@@ -88,11 +88,10 @@ def waiting_model(one: Case, scheme, settings: Settings,
 
 def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
     """Run the step of this rank dry."""
-    grid, variant = scheme.grid, one.variant
+    grid, stack = scheme.grid, row_stack(one.variant, one.sizes, settings.recompute)
     return dry_run.extrapolate_step(
         scheme.name, grid.size, grid.shape.sizes, grid.rank, block=work.block,
-        options=variant.options(scheme.name), dtype=variant.dtype, causal=variant.causal,
-        recompute=settings.recompute, **one.sizes)
+        options=one.variant.options(scheme.name), **stack.fields())
 
 
 def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
@@ -128,8 +127,8 @@ def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, floa
         if moved != expected:
             problem = "a step that waits for its work moves other words than its dry run"
         elif abs(waited - modelled) > ROUNDING * modelled:
-            problem = (f"{name} waits {waited:g} s for its work, which takes {modelled:g} s by the "
-                       f"model")
+            problem = (f"{name} waits {waited:g} s for its work, which takes {modelled:g} s by "
+                       f"the model")
     if problem := next(filter(None, comm.allgather(problem)), ""):
         raise Failed(problem)
 

@@ -84,7 +84,7 @@ def step_memory(case, sizes, comm):
         scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
         memory = peaks.StepMemory(model, resident)
         run_counted_step(model, x, dy, memory.note_saved)
-        return memory.group(sizes, comm), scheme.grid.shape, held
+        return memory.group(comm), scheme.grid.shape, held
 
 
 @pytest.mark.ranks(1, 4, slow=(8,))
