@@ -189,7 +189,7 @@ class PipelineModel:
         stages, one = self.schedule.ranks, self.of_one_micro_batch
 
         def step(model: mm3d.Pipeline | mm3d.GPT, trace: Trace) -> None:
-            (dry_run.step_in_halves if self.halves else dry_run.step_of_chunks)(model, trace)
+            dry_run.step_of_chunks(model, trace, self.halves)
             pipeline = model
             if self.vocab:
                 pipeline = model.pipeline

@@ -12,6 +12,7 @@ elementwise pass, every collective, and the memory over time, exactly.
 
 import math
 import sys
+from functools import partial
 from typing import Any, Callable
 
 from mm3d.arrays import backend as backends
@@ -115,26 +116,19 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
                          f"{MOST_LAYERS} at most would do")
     return trace(lambda comm, backend: Transformer(
         make_scheme(name, comm, grid, backend, **(options or {})), **sizes), ranks, rank, block,
-        step_in_halves if halves else step_of_chunks)
+        partial(step_of_chunks, halves=halves))
 
 
-def step_of_chunks(model: Any, trace: Trace) -> None:
-    """Compute forward and backward of one micro-batch in the layers of this rank, and no more."""
+def step_of_chunks(model: Any, trace: Trace, halves: bool = False) -> None:
+    """Compute forward and backward, or its halves, of one micro-batch in this rank's layers."""
     for chunk in model.chunks:
         chunk.mask_key.place = 0, 0    # as in training
         x, dy = chunk.random("input"), chunk.random("output gradient")
         y, saved = chunk.forward(x)
         trace.saved += chunk.saved_bytes(saved)
-        chunk.backward(dy, saved)
-
-
-def step_in_halves(model: Any, trace: Trace) -> None:
-    """Compute what `step_of_chunks` does, with backward in its halves."""
-    for chunk in model.chunks:
-        chunk.mask_key.place = 0, 0
-        x, dy = chunk.random("input"), chunk.random("output gradient")
-        y, saved = chunk.forward(x)
-        trace.saved += chunk.saved_bytes(saved)
+        if not halves:
+            chunk.backward(dy, saved)
+            continue
         _, operands = chunk.backward_input(dy, saved)
         del saved
         trace.operands += chunk.saved_bytes(operands)

@@ -88,8 +88,8 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
         hops = measure_hop(subject, clock)
         own = partial(sample_step, subject, actions, clock)
         found, ended_by = compare_in_turns(
-            dict(zip(SIDES, (own, *([reference.sample] if reference else [])))), limits, stack.seed,
-            comm)
+            dict(zip(SIDES, (own, *([reference.sample] if reference else [])))), limits,
+            stack.seed, comm)
         checks += check_both(subject, reference, "after the last repetition, ")
         environs = measured_environment(backend.name, comm)
     finally:
