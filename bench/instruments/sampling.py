@@ -14,7 +14,6 @@ from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
 from mm3d.transport.node_words import number_nodes
 
-BOUNDS = ("median", "low", "high", "confidence")
 # A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.
 SAMPLE = 2e-3
 CALLS = 1000

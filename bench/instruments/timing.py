@@ -7,9 +7,10 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from bench.instruments.clock import Clock, time_on_this_rank
+from bench.instruments.clock import Clock, time_on_all_ranks, time_on_this_rank
 from bench.instruments.step_seconds import slowest
 from bench.statistics import Interval, median_interval
+from mm3d.arrays import backend as backends
 from mm3d.tracing.events import PHASES
 
 
@@ -226,6 +227,16 @@ def measure(step: Step, warmup: int, limits: Limits,
         if everyone is not None and counts:
             kept.append(everyone)
     return None if comm.rank else _measured(kept, comm.size, repetitions.ended_by, errors)
+
+
+def time_phases(model: Any, x: Any, dy: Any, clock: Clock) -> list[float]:
+    """Time forward and backward of one step; return their makespans, the same on every rank."""
+    backends.get(model.grid.backend)    # in place of that of another model
+    model.zero_gradients()
+    comm, settle = model.grid.comm, model.grid.backend.synchronize
+    forward, (_, saved) = time_on_all_ranks(partial(model.forward, x), comm, settle, clock)
+    backward, _ = time_on_all_ranks(partial(model.backward, dy, saved), comm, settle, clock)
+    return [float(forward.max()), float(backward.max())]
 
 
 def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndarray) -> Measured:

@@ -14,7 +14,6 @@ import numpy as np
 
 from mm3d.transport.nodes import create_node_communicator
 
-COUNTERS = ("received_bytes", "received_packets", "sent_bytes", "sent_packets")
 DEVICES = Path("/proc/self/net/dev")
 DEVICE = "eth0"
 
@@ -39,7 +38,7 @@ class WireCount:
 
 
 def read_counters(device: str = DEVICE, source: Path = DEVICES) -> np.ndarray | None:
-    """Return `COUNTERS` of a device of this node since it was made; None if there is none."""
+    """Return the counts of a `WireCount` by a device since it was made; None if there is none."""
     try:
         lines = source.read_text("utf-8", "replace").splitlines()
     except OSError:

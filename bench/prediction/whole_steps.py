@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import Callable, Sequence
 
 import numpy as np
@@ -12,8 +13,9 @@ from bench.errors import WrongResult
 from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
-from bench.instruments.clock import Clock, time_on_all_ranks
+from bench.instruments.clock import Clock
 from bench.instruments.placement import reorder_ranks
+from bench.instruments.timing import time_phases
 from bench.prediction.work import NAMES, Work
 from bench.records.measurements import Check, Measurements, Setting, Variable
 from mm3d import ModelSizes
@@ -135,16 +137,7 @@ def prepare_layer(work: Work, comm, dtype: str, seed: int
     x, dy = network.random("input"), network.random("output gradient")
     y, saved = network.forward(x)
     checks = against_serial.compare(network, y, network.backward(dy, saved), dtype)
-    clock = Clock(comm)
-
-    def trial() -> list[float]:
-        network.zero_gradients()
-        there, (_, saved) = time_on_all_ranks(lambda: network.forward(x), comm, lambda: None,
-                                              clock)
-        again, _ = time_on_all_ranks(lambda: network.backward(dy, saved), comm, lambda: None,
-                                     clock)
-        return [float(there.max()), float(again.max())]
-    return network.grid, trial, checks
+    return network.grid, partial(time_phases, network, x, dy, Clock(comm)), checks
 
 
 def _in_order(work: Work, comm):

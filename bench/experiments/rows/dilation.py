@@ -15,10 +15,10 @@ import numpy as np
 
 from bench.cases.case import Case
 from bench.errors import Failed
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
 from bench.records.measurements import Group, Variable
-from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
@@ -193,13 +193,3 @@ def set_links(link: float | None, comm: Any, change: Change) -> None:
     wait_patiently(comm)    # so that what rank 0 has started gets a core
     if problem := comm.bcast(problem):
         raise Failed(problem)
-
-
-def time_phases(model: Any, x: Any, dy: Any, clock: Clock) -> list[float]:
-    """Time forward and backward of one step; return their makespans, the same on every rank."""
-    backends.get(model.grid.backend)    # in place of that of another model
-    model.zero_gradients()
-    comm, settle = model.grid.comm, model.grid.backend.synchronize
-    forward, (_, saved) = time_on_all_ranks(partial(model.forward, x), comm, settle, clock)
-    backward, _ = time_on_all_ranks(partial(model.backward, dy, saved), comm, settle, clock)
-    return [float(forward.max()), float(backward.max())]
