@@ -16,7 +16,7 @@ mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.command_line.parser import Parser  # noqa: E402
-from bench.errors import UsageError, in_options, in_short  # noqa: E402
+from bench.errors import UsageError, as_usage_error, in_options, in_short  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect  # noqa: E402
 
@@ -77,10 +77,8 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     # many ranks that share few cores.
     gc.freeze()
     try:
-        try:
+        with as_usage_error():
             launcher.check_launcher(comm.size)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         if seconds := getattr(arguments, "stall", None):
             with Watchdog(comm, seconds) as watchdog:
                 arguments.watched = watchdog.attached

@@ -1,7 +1,8 @@
 """Errors that the benchmark reports to its user, and their exit status."""
 
 import re
-from typing import Any, Callable, Container
+from contextlib import contextmanager
+from typing import Any, Callable, Container, Iterator
 
 WORD, MESSAGE = 300, 1000    # letters
 # Arguments of the library whose options have other names.
@@ -47,6 +48,15 @@ def too_large(error: MemoryError) -> str:
 
 class UsageError(ValueError):
     """An invalid argument; raised on every rank alike, before any communication."""
+
+
+@contextmanager
+def as_usage_error(known: type[Exception] = ValueError) -> Iterator[None]:
+    """Return a context in which an error of the `known` type becomes a UsageError."""
+    try:
+        yield
+    except known as error:
+        raise UsageError(str(error)) from error
 
 
 def in_options(text: str, names: Container[str]) -> str:

@@ -15,7 +15,7 @@ from types import FrameType
 
 from bench.cluster.launchers import find_launcher
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT
 
@@ -145,10 +145,8 @@ def find_mpirun() -> tuple[str, str]:
     UsageError
         When there is none, or it is neither MPICH's nor Open MPI's.
     """
-    try:
+    with as_usage_error(FileNotFoundError):
         mpirun = launcher.mpirun_command(1)[0]
-    except FileNotFoundError as error:
-        raise UsageError(str(error)) from error
     about = subprocess.run([mpirun, "--version"], capture_output=True,
                            encoding=CHILDREN_PRINT, errors="replace").stdout
     found = find_launcher(about)

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.command_line import options
 from bench.command_line.number_types import number
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
 from mm3d.model.experts.layer import Experts
 
@@ -127,10 +127,8 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
         if LAYERS[name] in given and nothing:
             raise _without_effect(arguments, name, remedy)
     experts = Experts(arguments.experts, **found)
-    try:
+    with as_usage_error():
         experts.check()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return experts
 
 

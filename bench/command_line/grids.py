@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from bench.cases.paper import load_tables
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from mm3d import ModelSizes
 from mm3d.model.stack import Stack
 
@@ -74,11 +74,9 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: St
         return None
     if text == "auto":
         from bench.prediction import machine_model, planner
-        try:
+        with as_usage_error():
             known = machine_model.load_machine(machine, stack.dtype)
             return planner.best_grid(scheme, ranks, known, stack, trace_of).sizes
-        except ValueError as error:
-            raise UsageError(str(error)) from error
     try:
         return tuple(int(size) for size in text.split("x"))
     except ValueError as error:

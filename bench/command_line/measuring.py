@@ -5,7 +5,7 @@ import argparse
 from bench.agreement import agree
 from bench.cluster.spec import Cluster
 from bench.command_line.number_types import MOST_SECONDS, SEEDS, number, whole
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.instruments.available_memory import total_memory
 from bench.instruments.stall import unwatched
@@ -86,12 +86,10 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
         When the limits are not valid.
     """
     most = arguments.max_repetitions
-    try:
+    with as_usage_error():
         return Limits(arguments.repetitions,
                       max(30, arguments.repetitions) if most is None else most,
                       arguments.max_seconds, arguments.width)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
@@ -104,10 +102,8 @@ def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
     """
     if comm.size > 1:
         raise UsageError(f"{verb} measures one rank: start it without mpirun")
-    try:
+    with as_usage_error():
         return backends.get(backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def check_memory(needed: int, backend: str | None, comm) -> None:
@@ -118,10 +114,8 @@ def check_memory(needed: int, backend: str | None, comm) -> None:
     UsageError
         On every rank, when those on a node exceed all of its memory, or there is no `backend`.
     """
-    try:
+    with as_usage_error():
         on_host = backends.get(backend).host_buffers
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     here, room = needed * launcher.local_ranks() // comm.size, total_memory()
     agree(f"these sizes need {here} bytes on a node or more, which has {room}: smaller sizes "
           f"would do" if on_host and room and here > room else None, comm)

@@ -5,7 +5,7 @@ import argparse
 from bench.command_line import options
 from bench.command_line.config_options import add_fields
 from bench.command_line.number_types import MOST_RANKS
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.prediction.pipeline_model import PipelineModel
 from mm3d.config import Division
 from mm3d.grid.shape import GridShape
@@ -76,10 +76,8 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
 def check_stages(arguments: argparse.Namespace) -> None:
     """Raise UsageError for an option of pipelines without ``--stages``, or too large ones."""
     if arguments.stages is not None:
-        try:    # before anything is made for each stage
+        with as_usage_error():    # before anything is made for each stage
             check_size(arguments.stages, arguments.microbatches or 2 * arguments.stages)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
     for name in ("schedule", "microbatches", "zero", "shards"):
         if arguments.stages is None and getattr(arguments, name) is not None:
             raise UsageError(f"--{name} {getattr(arguments, name)}: give --stages too"

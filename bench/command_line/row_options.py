@@ -12,7 +12,7 @@ from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
@@ -300,10 +300,8 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
     for name in ("warmup", "repetitions"):
         if chosen[name] < 1:
             raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
-    try:
+    with as_usage_error():
         return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def traced_steps(arguments: argparse.Namespace) -> int:

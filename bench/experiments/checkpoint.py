@@ -14,7 +14,7 @@ from mpi4py import MPI
 from bench.statistics import median_interval
 import mm3d
 from bench.agreement import agree, broadcast_from_rank_0
-from bench.errors import UsageError, WrongResult
+from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import Limits, Repetitions
 from bench.records.measurements import Check, Measurements, Variable
@@ -109,12 +109,10 @@ def make_work_folder(folder: Path) -> Path:
 def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int = 0,
                  backend: str | None = None) -> tuple[mm3d.Transformer, Any]:
     """Create the model and its optimizer; UsageError where there is no such model."""
-    try:
+    with as_usage_error():
         scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
         model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
         return model, mm3d.AdamW(model, 1e-3)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 class Subject:

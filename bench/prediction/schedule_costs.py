@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
 from mm3d.training.schedules.builders import check_request, check_size, largest
@@ -41,10 +41,8 @@ class Pipeline:
     kept: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
-        try:
+        with as_usage_error():
             check_size(self.ranks, self.microbatches)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
 
     def stage_times(self, stages: int) -> Times:
         """Return the times of each of `stages` stages."""
@@ -62,10 +60,8 @@ def timed(name: str, pipeline: Pipeline) -> Timeline:
     """
     conditions: dict[str, Any] = {"times": pipeline.stage_times(pipeline.ranks),
                                   "memory": pipeline.memory, "kept": pipeline.kept}
-    try:
+    with as_usage_error():
         schedule = build(name, pipeline.ranks, pipeline.microbatches, **conditions)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return timed_schedule(schedule, pipeline)
 
 
@@ -121,11 +117,9 @@ def check_requests(names: Sequence[str], pipeline: Pipeline, curves: bool) -> No
     UsageError
         When a name is unknown, or schedules are too large; those of curves all together.
     """
-    try:
+    with as_usage_error():
         for name in names:
             check_request(name, pipeline.ranks, pipeline.microbatches)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     size = pipeline.ranks * pipeline.microbatches * (pipeline.microbatches + 1) // 2
     most = min(map(largest, names), default=size)
     if curves and size > most:

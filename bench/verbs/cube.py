@@ -5,7 +5,7 @@ from functools import partial
 
 from bench.command_line import options
 from bench.command_line.scheme_options import add_scheme
-from bench.errors import UsageError
+from bench.errors import as_usage_error
 from bench.reports import block_tables
 from bench.reports.figures import cube, style
 from bench.reports.figures.frames import MOST_RANKS
@@ -46,14 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         style.check_name(arguments.out, moving=True)
     scheme = find_scheme(arguments.scheme)
-    try:
+    with as_usage_error():
         grid = scheme.grid_shape(arguments.grid or _default_grid(scheme))
         if grid.ranks > MOST_RANKS:
             raise ValueError(f"--grid {grid.compact}: {grid.ranks} ranks are too many to be seen: "
                              f"{MOST_RANKS} at most would do")
         frames, tables = _story(scheme, grid, arguments)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     say(render(tables, arguments.format))
     return style.draw_pictures([partial(cube.draw_story, arguments.out, frames)]
                                if arguments.out else [], arguments.format)

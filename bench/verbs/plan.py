@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Iterable
 
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.costs.layer_costs import list_layer_costs
@@ -124,11 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stages:
         return _pipelines(arguments, machine, stack)
     start = time.perf_counter()
-    try:
+    with as_usage_error():
         found = planner.rank_plans(ranks, machine, stack,
                                    max(arguments.top, planner.TRACED_OF_MANY))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     took = time.perf_counter() - start
     shown = found[:arguments.top]
     fits = [planner.describe_fit(one, machine, stack) for one in shown]
@@ -240,10 +238,8 @@ def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
             raise UsageError(f"--experts {experts.count} --{name}: what is planned with experts "
                              f"is one replica, in one table; leave one of them out")
     if not arguments.stages:    # micro-batches have fewer tokens
-        try:
+        with as_usage_error():
             capacity_of(experts, sizes.tokens)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
 
 
 def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
@@ -254,13 +250,11 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
                          f"--stages")
     if arguments.costs:
         raise UsageError("--costs: the costs are of layers without --stages")
-    try:
+    with as_usage_error():
         every = [pipeline_options.pipeline_model(arguments, scheme, (grid,) * arguments.stages,
                                                  stack)
                  for scheme, grid in planner.list_candidates(
                      pipeline_options.stage_ranks(arguments))]
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     stage = replace(stack, layers=max(map(len, every[0].parts)), batch=every[0].micro.batch)
     best = sorted(every, key=lambda one: screen_grid(
         one.scheme, one.grids[0], machine, stage).seconds)[:arguments.top]

@@ -6,7 +6,7 @@ from functools import partial
 from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.command_line import measuring, options, pipeline_options
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.prediction import machine_model
 from bench.document import Notes
@@ -124,11 +124,9 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     from bench.reports.predicted_pipelines import row_parts
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of rows without --stages")
-    try:
+    with as_usage_error():
         schedule = pipeline_options.build_schedule(arguments)
         replicas = pipeline_options.replicas(arguments)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     rows = select_rows(arguments.table or "all")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)

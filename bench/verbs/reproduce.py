@@ -16,7 +16,7 @@ from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
 from bench.experiments.rows.settings import check_variant, check_verifiable
@@ -190,10 +190,8 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         When an argument is not valid.
     """
     warmup, limits = row_options.step_counts(arguments)
-    try:
+    with as_usage_error():
         library = backends.get(arguments.backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
             "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
             "recompute": arguments.recompute, "software_share": arguments.software_share,

@@ -5,7 +5,7 @@ from typing import Mapping
 
 import numpy as np
 
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from mm3d.arrays import backend as backends
 from mm3d.pretrained.files import list_tensors, safetensors
 
@@ -47,8 +47,6 @@ def number_type(name: str) -> np.dtype:
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write tensors; UsageError where the package is missing."""
-    try:
+    with as_usage_error(ImportError):
         library = safetensors()
-    except ImportError as error:
-        raise UsageError(str(error)) from error
     library.numpy.save_file({name: np.array(a, order="C") for name, a in tensors.items()}, path)

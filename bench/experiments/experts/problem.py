@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from mm3d.arrays.backend import Array
 from mm3d.model.builder import Builder
 from mm3d.model.experts.capacity import capacity_of
@@ -164,11 +164,9 @@ class Subject:
         if case.batch % replicas:
             raise UsageError(f"--batch {case.batch} cannot be divided equally among {replicas} "
                              f"replicas: --batch {(own + 1) * replicas} would do")
-        try:
+        with as_usage_error():
             check_experts(case.experts, self.expert_parallel, replicas, case.tokens)
             self.layer = self._make_layer(own)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         rows, *rest = self.outer.layout().slices(self.grid, (own, case.seq, case.hidden))
         first = mesh.replica * own
         self.place = (slice(first + rows.start, first + rows.stop), *rest)
@@ -240,7 +238,5 @@ class Subject:
 
 def make_mesh(comm: Any, scheme: str, grid: Any, data: int, backend: str | None) -> mm3d.Mesh:
     """Arrange the ranks as `data` replicas, each on a grid; UsageError where that fails."""
-    try:
+    with as_usage_error():
         return mm3d.Mesh(comm, 1, scheme, grid, backend, data=data)
-    except ValueError as error:
-        raise UsageError(str(error)) from error

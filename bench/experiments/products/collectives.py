@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench.checks import operation
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.products import operands, wire_bytes
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
@@ -62,13 +62,11 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
     UsageError
         When the ranks do not fit the grid, or none has a partner in it.
     """
-    try:
+    with as_usage_error():
         sizes = sizes or find_scheme("3d").default_grid(comm.size)
         if len(sizes) > 3:
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: at most three directions")
         grid = mm3d.Grid(comm, backend, **GridShape(DIRECTIONS[:len(sizes)], sizes))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     communicating_directions(grid)
     return grid
 

@@ -4,7 +4,7 @@ from typing import Any, Callable, Iterable
 
 import numpy as np
 
-from bench.errors import UsageError
+from bench.errors import as_usage_error
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.grid import Grid
@@ -108,10 +108,8 @@ def default_transport(comm) -> str:
     UsageError
         When the environment asks for a transport that is not possible.
     """
-    try:
+    with as_usage_error():
         grid = Grid(comm, "numpy", x=comm.size)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     name = transport_names(grid)
     grid.free()
     return name

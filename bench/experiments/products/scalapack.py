@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.agreement import make_on_each_rank
 from bench.checks import freivalds
-from bench.errors import UsageError, WrongResult
+from bench.errors import WrongResult, as_usage_error
 from bench.experiments.products import fortran_blas, operands
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.pgemm import Pgemm, load_scalapack
@@ -129,14 +129,12 @@ class Products:
         self.gemm, self.comm, self.shape, self.seed = gemm, comm, shape, seed
         self.dtype = str(gemm.dtype)
         self.ours: dict[str, Problem] = {}
-        try:
+        with as_usage_error():
             for transport in ("", "mpi"):    # the default, and ScaLAPACK's
                 with use_transport(transport):
                     ours = product_grid("3d", comm, grid, "numpy")
                     problem = Problem("3d", "ab", ours, shape, self.dtype, seed)
                 self.ours.setdefault(operands.transport_names(problem.grid), problem)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         self.theirs = [Pgemm(library, comm, shape, self.dtype, block, seed) for block in blocks]
 
     def free(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Iterator, Protocol
 
 from bench.cases.case import Case
 from bench.cases.combined import TrainingCase
-from bench.errors import UsageError
+from bench.errors import as_usage_error
 from mm3d import launcher, shared_room
 from mm3d.child_process import end_child, start_child
 from mm3d.console import complain
@@ -79,11 +79,9 @@ def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
     """
     job = list(job)
     names = ",".join(one.selector for one in job)
-    try:
+    with as_usage_error(FileNotFoundError):
         return launcher.mpirun_command(
             job[0].ranks, sys.executable, "-m", "bench", *job[0].verb, names, *options)
-    except FileNotFoundError as error:
-        raise UsageError(str(error)) from error
 
 
 def measure_in_jobs(cases: list[Row], options: list[str], progress: Progress,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.errors import UsageError
+from bench.errors import as_usage_error
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.torch.serve import Product
 from bench.instruments.clock import Clock
@@ -46,12 +46,10 @@ class MeasuredTraining:
 
     def __init__(self, comm: Any, case: Model, division: Division) -> None:
         self.comm, self.case, self.division = comm, case, division
-        try:
+        with as_usage_error():
             self.model = mm3d.GPT(Config(case, division), comm)
             self.mesh = self.model.mesh
             self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         self.batch = draw_batch(case)
         self.optimizer_seconds = 0.0    # of the last step
 

@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import mm3d
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError, WrongResult
+from bench.errors import StoreError, UsageError, WrongResult, as_usage_error
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.stopping import Stop, stop_on_request
@@ -94,15 +94,13 @@ class Training:
     def __init__(self, comm: Any, plan: Plan, division: Division, text: Text) -> None:
         self.comm, self.plan, self.division, self.text = comm, plan, division, text
         self.peak_bytes = 0
-        try:
+        with as_usage_error():
             self.backend = backends.get(division.backend)
             self._others_bytes = self.backend.memory()["in_use"]
             self.model = GPT(Config(plan, division), comm)
             self.mesh = self.model.mesh
             self.optimizer = make_optimizer(plan, self.model)
             plan.rate(0)    # refuses a rise that is longer than the training
-        except ValueError as error:
-            raise UsageError(str(error)) from error
 
     def batch(self, step: int) -> tuple:
         """Return tokens and targets of a step."""

@@ -8,7 +8,7 @@ import mm3d
 from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.command_line.scheme_options import add_scheme
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.layer.layer import (Beside, COLOSSAL, MeasuredLayer, PYTORCH,
                                            check_overlap, measure_layer)
 from bench.records.journal import claim_folder
@@ -57,12 +57,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
         gc.collect()
         sizes = ModelSizes(1, hidden, hidden // arguments.head_size, arguments.batch,
                            arguments.seq)
-        try:
+        with as_usage_error():
             scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend,
                                  **chosen)
             layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         status = max(status, measure(
             "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
                       f"h{hidden}", arguments.dtype]),

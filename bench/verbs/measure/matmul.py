@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.command_line import measuring, options
 from bench.command_line.publish import check_trace_file, measure, report_failure
-from bench.errors import UsageError, WrongResult
+from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
 from bench.experiments.products.side_by_side import measure_side_by_side
@@ -107,11 +107,9 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
 def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace, limits,
                   out: Path, comm) -> int:
     """Measure, write and trace one product; return the exit status."""
-    try:
+    with as_usage_error():
         grid = product_grid(arguments.scheme[0], comm, arguments.grid, arguments.backend)
         problem = Problem(arguments.scheme[0], form, grid, shape, arguments.dtype, arguments.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     name = f"matmul-{arguments.scheme[0]}-{form}-{'x'.join(map(str, shape))}-{arguments.dtype}"
     done = []    # whether there is something to trace
 

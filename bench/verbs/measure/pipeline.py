@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.cases.variants import WORK
-from bench.errors import UsageError, WrongResult
+from bench.errors import WrongResult, as_usage_error
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_case
@@ -73,11 +73,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write each schedule and number of micro-batches; return the exit status."""
     limits = measuring.limits_of(arguments)
-    try:
+    with as_usage_error():
         cases = list_cases(arguments)
         mesh = Mesh(comm, arguments.stages, arguments.scheme, arguments.grid, arguments.backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     for case in cases if arguments.torch else []:
         refuse_case(mesh, case)
     check_trace_file(arguments.trace, comm)
