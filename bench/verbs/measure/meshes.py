@@ -22,7 +22,6 @@ from bench.prediction.waited_step import predict_waited
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from mm3d.console import say
 
 ON_ALL_RANKS = True
 
