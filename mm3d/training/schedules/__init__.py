@@ -8,8 +8,8 @@ communicates; the standard library is all that it needs.
 from mm3d.training.schedules.builders import build, registry
 from mm3d.training.schedules.check import check
 from mm3d.training.schedules.clock import clock
-from mm3d.training.schedules.schedule import (Action, Schedule, ScheduleError, format_schedule,
-                                              parse_schedule)
+from mm3d.training.schedules.schedule import Action, Schedule, ScheduleError
+from mm3d.training.schedules.text import format_schedule, parse_schedule
 from mm3d.training.schedules.times import Times
 
 __all__ = ["Action", "Schedule", "ScheduleError", "Times", "build", "check", "clock",
