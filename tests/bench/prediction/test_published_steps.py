@@ -10,8 +10,8 @@ from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.machine_model import Achieved
 from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, model_of,
-                                              predict_rows, read_rows)
+from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, predict_rows,
+                                              read_rows)
 from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,
                                             optimizer_seconds, parameters_of_rank, predict_step)
 from mm3d.model.stack import Stack
@@ -125,7 +125,7 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
         tmp_path, GOOD[1] + ",1000,1d-sp,none,2,no", GOOD[1] + ",,,,,",
         GOOD[1] + ",1,4d,none,1,no", head=HEAD + names))
     assert len(problems) == 1 and problems[0].startswith("line 4: scheme is '4d': ")
-    model, plain = (model_of(row.config) for row in rows)
+    model, plain = (PipelineModel.of(row.config) for row in rows)
     assert (model.vocab, model.scheme, model.tied, model.named) == (
         1000, "1d-sp", False, "interleaved:2")
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
