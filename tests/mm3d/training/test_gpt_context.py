@@ -57,7 +57,8 @@ def sizes_of(name, seq):
 @pytest.mark.parametrize("number", [*range(4), *(
     pytest.param(n, marks=pytest.mark.slow) for n in range(4, 8))])
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
-    """In both ways, with each architecture, uneven chunks, ZeRO, pipelines and dropout."""
+    """In both ways, on 8 ranks in turn, with each architecture, uneven chunks, ZeRO, pipelines and
+    dropout."""
     if number >= len(MESHES[comm.size]):
         pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
     where, how, name, seq, options = MESHES[comm.size][number]
@@ -65,7 +66,8 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     mesh, more = mm3d.Mesh(comm, **where), how | options
     if name is not None:
         more["architecture"] = architecture(name)
-    for way in ("gather", "ring"):
+    ways = "gather", "ring"
+    for way in ways if comm.size < 8 else ways[number % 2:][:1]:
         found = train(mesh, sizes=sizes_of(name, seq), context_way=way, **more)
         wrong = differences(found, expected, 1e-12, 1e-12)
         assert not wrong, (mesh, name, way, wrong)
