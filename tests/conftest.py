@@ -14,14 +14,20 @@ numbers of ranks, `ranks(1, 4, 8, first=(8,))` to all but the first case of a te
 the first one alone also runs by shared memory, with --slow too; `every_transport` makes the others
 slow ones.
 """
-import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: the threads of one would wait, spinning, for those of the others.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import mm3d    # noqa: E402, F401  before mpi4py: sets variables that MPI reads when it starts
 
 import functools
 import gc
 import inspect
-import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -33,7 +39,7 @@ from mpi4py import MPI
 
 from mm3d import launcher
 from mm3d.arrays import backend
-from support import LIMIT, gpu_problem, kill_running
+from support import LIMIT, ROOT, gpu_problem, kill_running
 
 # Tests that mean another transport, or both, say so.
 os.environ.setdefault("MM3D_TRANSPORT", "mpi")
@@ -42,6 +48,11 @@ MEETING = WORLD.Dup()         # no message of a test can be taken for one of the
 # The files whose slow tests wait longest, for jobs and links; with --slow they come first.
 WAITING = ("test_slurm.py", "test_slurm_limits.py", "test_slurm_placement.py",
            "test_slurm_hosts.py", "test_faults.py", "test_kills.py", "test_wire_bytes.py")
+# Those whose other tests take longest: of these no worker has the last one while others idle.
+LONGEST = ("test_training_plans.py", "test_user_settings.py", "test_bench.py", "test_harness.py",
+           "test_device.py", "test_shared_room.py", "test_guard.py", "test_figures.py",
+           "test_pictures.py", "test_report.py", "test_validate.py", "test_training.py",
+           "test_dump.py", "test_tour.py", "test_mpi_start.py", "test_doctor.py")
 GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for
 STDERR = os.dup(2)            # replaced in pytest_configure: pytest captures 2 while tests run
 
@@ -187,6 +198,9 @@ def pytest_cmdline_main(config):
             config.option.loadscopereorder = False
         if config.option.maxworkerrestart is None:
             config.option.maxworkerrestart = "0"    # what has hung would hang again
+        if not sys.dont_write_bytecode:    # else each worker would compile the whole for itself
+            subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "2", *(
+                str(ROOT / name) for name in ("mm3d", "bench", "jobs", "tests/tools"))])
 
 
 def pytest_sessionstart(session):
@@ -257,8 +271,9 @@ def is_shown_by_another(item: pytest.Item, seen: set[tuple]) -> bool:
 def pytest_collection_modifyitems(config, items):
     if config.getoption("several_ranks"):
         leave_out(config, items, lambda item: rank_count(item) == 1)
-    if config.getoption("slow"):
-        items.sort(key=lambda item: item.path.name not in WAITING)
+    first = WAITING if config.getoption("slow") else LONGEST
+    if config.getoption("slow") or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name not in first)
     seen: set[tuple] = set()
     leave_out(config, items, lambda item: is_shown_by_another(item, seen))
     seen.clear()

@@ -1,10 +1,10 @@
 """Messages of the library, as the command line prints them."""
 import pytest
 
-from bench.__main__ import main as bench_main
-from bench.errors import in_options
+from bench.__main__ import main as bench_main, parser, run_verb
+from bench.errors import UsageError, in_options
 from jobs.__main__ import main as jobs_main
-from support import run_ranks, status_of
+from support import status_of
 
 NAMES = {"grid", "data", "recompute", "experts", "expert_top", "expert_parallel", "capacity"}
 
@@ -30,9 +30,10 @@ def test_a_policy_is_refused_as_it_is_typed(main, verb, capsys):
     assert "--recompute some is unknown" in capsys.readouterr().err
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("words", [["measure", "collectives"], ["train", "--steps", "1"]])
-def test_a_grid_is_advised_as_it_is_typed(tmp_path, words):
-    done = run_ranks(2, "-m", "bench", *words, "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert "such as --grid 2x1x1" in done.stderr and "grid=" not in done.stderr, done.stderr
+def test_a_grid_is_advised_as_it_is_typed(comm, shared_tmp_path, words):
+    arguments = parser(words[:2]).parse_args([*words, "--out", str(shared_tmp_path)])
+    with pytest.raises(UsageError, match="such as --grid 2x1x1") as caught:
+        run_verb(arguments.verb_file.run, arguments, comm)
+    assert "grid=" not in str(caught.value)

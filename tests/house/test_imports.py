@@ -77,6 +77,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def room(name: str) -> str:
     """The package and the room of a dotted name, such as "bench.records"."""
     package, _, rest = name.partition(".")
@@ -86,6 +87,7 @@ def room(name: str) -> str:
         ".py").exists()) else f"{package}.__init__"
 
 
+@functools.cache
 def floor(name: str) -> int:
     package, _, name = name.partition(".")
     return next(n for n, rooms in enumerate(FLOORS[package]) if name in rooms.split())

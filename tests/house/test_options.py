@@ -1,5 +1,6 @@
 """The words of the command lines: few verbs, and options that mean the same wherever they are."""
 import argparse
+import functools
 import re
 
 from bench.__main__ import parser as bench
@@ -32,6 +33,7 @@ def leaves(parser: argparse.ArgumentParser, name: str):
             yield from leaves(one, f"{name} {word}")
 
 
+@functools.cache
 def options() -> dict[str, dict[tuple, list[str]]]:
     """The commands that have each option, by its type, metavar and help without defaults."""
     found: dict[str, dict[tuple, list[str]]] = {}

@@ -1,5 +1,6 @@
 """Check what the READMEs name: commands, options, files, functions and variables exist."""
 import argparse
+import functools
 import os
 import pydoc
 import re
@@ -13,7 +14,7 @@ from bench.command_line import grids
 from jobs.__main__ import parser as jobs
 from support import ROOT
 
-PROGRAMS = {"bench": bench, "jobs": jobs}
+PROGRAMS = {"bench": functools.cache(bench), "jobs": functools.cache(jobs)}
 NAMES = ("README.rst", *sorted(str(path.relative_to(ROOT)) for folder in (
     "mm3d", "bench", "jobs", "results") for path in (ROOT / folder).rglob("README.rst")))
 # Commands and literals in one line each: they may go on in the next.

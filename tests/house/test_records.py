@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 
 import pytest
 
@@ -21,10 +22,12 @@ COUNTERS = {"mm3d.grid.axis.Traffic"}    # no record: added to in every collecti
 
 @functools.cache
 def trees() -> dict[str, ast.AST]:
-    """The source of every module, parsed when it is asked for: not by all who collect tests."""
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
-            for package in ("mm3d", "bench", "jobs")
-            for path in sorted((ROOT / package).rglob("*.py"))}
+    """The source of every module with such a class, parsed when it is asked for: that is long."""
+    sources = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
+               for package in ("mm3d", "bench", "jobs")
+               for path in sorted((ROOT / package).rglob("*.py"))}
+    return {name: ast.parse(text) for name, text in sources.items()
+            if re.search("dataclass|NamedTuple|Struct", text)}
 
 
 def classes(tree: ast.AST) -> dict[str, ast.ClassDef]:

@@ -1,4 +1,4 @@
-"""Refused command lines, without a process for each."""
+"""Command lines on the ranks of a test, without a process for each."""
 import io
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -6,9 +6,9 @@ from bench.__main__ import parser
 from bench.errors import StoreError, UsageError
 
 
-def refused(comm, *words: str) -> str:
-    """Return what the ranks of `comm` print, all together, about a command line that all of them
-    refuse alike. `bench.__main__` prints the error itself once."""
+def run_verb(comm, *words: str) -> tuple[int, str]:
+    """Return the exit status of a command line, which all ranks of `comm` must agree on, and what
+    they print, all together. `bench.__main__` prints an error itself once."""
     printed, error = io.StringIO(), ""
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
@@ -20,5 +20,11 @@ def refused(comm, *words: str) -> str:
             status = ended.code
     everyone = comm.allgather((status, error))
     assert everyone == everyone[:1] * comm.size, everyone
-    assert status != 0, printed.getvalue()
-    return "".join(comm.allgather(printed.getvalue())) + error
+    return status, "".join(comm.allgather(printed.getvalue())) + error
+
+
+def refused(comm, *words: str) -> str:
+    """Return what the ranks of `comm` print about a command line that all of them refuse."""
+    status, said = run_verb(comm, *words)
+    assert status != 0, said
+    return said

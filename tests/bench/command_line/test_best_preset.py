@@ -24,7 +24,8 @@ def outside(monkeypatch):
 
 def choose(tmp_path, *words, why=""):
     tried = []
-    chosen = choose_preset(parser().parse_args(["reproduce", "--out", str(tmp_path), *words]),
+    given = ["reproduce", "--out", str(tmp_path), *words]
+    chosen = choose_preset(parser(given).parse_args(given),
                            lambda cluster: tried.append(cluster) or why)
     return *chosen, tried
 

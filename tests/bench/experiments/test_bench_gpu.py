@@ -20,9 +20,9 @@ from mm3d.arrays import backend
 
 
 def arguments(tmp_path, library: str, *more: str) -> Namespace:
-    return parser().parse_args(["measure", "gpu", "--backend", library, "--scale", "tiny",
-                                "--repetitions",
-                                "2", "--max-repetitions", "2", "--out", str(tmp_path), *more])
+    return parser(["measure", "gpu"]).parse_args([
+        "measure", "gpu", "--backend", library, "--scale", "tiny", "--repetitions", "2",
+        "--max-repetitions", "2", "--out", str(tmp_path), *more])
 
 
 def records(tmp_path) -> dict:

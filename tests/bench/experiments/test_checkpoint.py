@@ -21,7 +21,8 @@ SMALL = ("--layers", "1", "--hidden", "8", "--heads", "2", "--repetitions", "2",
 
 
 def test_checkpoints_are_measured_beside_the_disk(tmp_path, capsys):
-    arguments = parser().parse_args(["measure", "checkpoint", *SMALL, "--out", str(tmp_path)])
+    words = ["measure", "checkpoint", *SMALL, "--out", str(tmp_path)]
+    arguments = parser(words).parse_args(words)
     assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
     path, = tmp_path.glob("*.h5")
     run = run_file.read_run(path)

@@ -1,16 +1,18 @@
 """The benchmark of one layer, at a tiny size, and beside a made-up reference."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+import mm3d
 from bench.__main__ import parser
-from bench.errors import UsageError
-from bench.experiments.layer.layer import KINDS
+from bench.errors import UsageError, WrongResult
+from bench.experiments.layer.layer import Beside, COLOSSAL, KINDS, count_sides
 from bench.records import run_file
 from bench.records.kinds.layer import tables
 from bench.verbs.measure import layer
 from made_up_torch import make_up
-from refused import refused
-from support import run_ranks
+from refused import refused, run_verb
 
 QUICK = ("--hidden", "32", "--head-size", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
          "--max-repetitions", "2", "--grid", "1x2x2", "--dtype", "float64")
@@ -39,21 +41,32 @@ class Subject:
 """
 
 
-def reference(folder, factor):
-    return make_up(folder, f"FACTOR = {factor}\n{SUBJECT}")
+def made_up(comm, folder, subject) -> str:
+    """The path of an interpreter that rank 0 writes."""
+    if comm.rank == 0:
+        make_up(folder, subject)
+    comm.Barrier()
+    return str(folder / "python")
 
 
-def measured(folder, *options, **env):
-    done = run_ranks(4, "-m", "bench", "measure", "layer", *QUICK, *options, "--out", str(folder),
-                     **env)
-    files = list(folder.glob("*.h5"))
-    return done, run_file.read_run(files[0]) if files else None
+def reference(comm, folder, factor):
+    return made_up(comm, folder, f"FACTOR = {factor}\n{SUBJECT}")
 
 
-def test_a_layer_is_measured_beside_a_reference(tmp_path):
-    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1), "--overlap",
-                         MALLOC_ARENA_MAX="3", LD_PRELOAD="/nowhere/here/fake.so")
-    assert done.returncode == 0, done.stdout + done.stderr
+def measured(comm, folder, *options):
+    """The status, what is printed, and the record, if there is one."""
+    status, said = run_verb(comm, "measure", "layer", *options, "--out", str(folder / "out"))
+    files = list((folder / "out").glob("*.h5"))
+    return status, " ".join(said.split()), run_file.read_run(files[0]) if files else None
+
+
+@pytest.mark.ranks(4)
+def test_a_layer_is_measured_beside_a_reference(comm, shared_tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/here/fake.so")
+    status, text, run = measured(comm, shared_tmp_path, *QUICK, "--torch",
+                                 reference(comm, shared_tmp_path, 1), "--overlap")
+    assert status == 0, text
     found = {name: variable.values for name, variable in run.variables.items()}
     assert run.kind == "layer" and len(run.checks) == 2 * 14
     assert all(check.passed for check in run.checks)
@@ -67,7 +80,6 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert (found["memory"][0] > 0).all()
     assert found["product_samples"].shape[0] == 2 and found["product_flops"] < found["flops"]
     assert found["torch_flops"] == found["flops"] and (found["product_samples"] > 0).all()
-    text = " ".join(done.stdout.split())
     assert "it / layer" in text and "one thread multiplies at" in text
     # What a user sets for PyTorch, without folders, which may name a person.
     settings = "LD_PRELOAD=fake.so MALLOC_ARENA_MAX=3"
@@ -77,31 +89,30 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert tables([run])[0].rows[0][0] == 32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", [
-    "mpi", pytest.param("shared", marks=pytest.mark.slow)])
-def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):
-    done, run = measured(tmp_path, MM3D_TRANSPORT=transport)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.ranks(4)
+def test_alone_it_is_verified_with_the_serial_scheme(comm, shared_tmp_path):
+    status, text, run = measured(comm, shared_tmp_path, *QUICK)
+    assert status == 0, text
     assert len(run.checks) == 2 * 14 and run.configuration["reference"] == "none"
     assert np.isnan(run.variables["ratio"].values[2:, 0]).all()
     counted, parameters = run.variables["memory"].values[0], 8 * 2 * (12 * 32 ** 2 + 13 * 32) / 4
-    assert (counted > parameters).all() and run.configuration["transport"] == transport
+    assert (counted > parameters).all() and run.configuration["transport"] == "mpi"
 
 
-@pytest.mark.slow
-def test_what_differs_from_the_reference_gets_no_times(tmp_path):
-    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1.001))
-    assert done.returncode == 1 and run is None
-    assert "differs from PyTorch: output has a relative error of 0.001" in done.stdout
+@pytest.mark.ranks(4)
+def test_what_differs_from_the_reference_gets_no_times(comm, shared_tmp_path):
+    status, text, run = measured(comm, shared_tmp_path, *QUICK, "--torch",
+                                 reference(comm, shared_tmp_path, 1.001))
+    assert status == 1 and run is None
+    assert "differs from PyTorch: output has a relative error of 0.001" in text
 
 
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("hidden, head", [(100, 64), (200, 64), (32, 64)])
 def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
-    arguments = parser().parse_args(["measure", "layer", "--hidden", f"64,{hidden}",
-                                     f"--head-size={head}",
-                                     "--out", "/dev/null/out"])
+    arguments = parser(["measure", "layer"]).parse_args([
+        "measure", "layer", "--hidden", f"64,{hidden}", f"--head-size={head}", "--out",
+        "/dev/null/out"])
     with pytest.raises(UsageError,
                        match=f"--hidden {hidden} --head-size {head}: a head of at least"):
         layer.run(arguments, comm)
@@ -120,7 +131,7 @@ def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message
 
 
 # In the place of ColossalAI: the serial scheme on rank 0, and made-up counts.
-COLOSSAL = f"""{SUBJECT}
+COUNTED = f"""{SUBJECT}
     about = {{"colossal": "0.0"}}
 
     def count(self):
@@ -128,37 +139,35 @@ COLOSSAL = f"""{SUBJECT}
 """
 
 
-def beside_colossal(folder, ranks, *options):
-    done = run_ranks(ranks, "-m", "bench", "measure", "layer", "--hidden", "32", "--head-size",
-                     "8", "--seq", "8", "--repetitions", "2", "--max-repetitions", "2", "--dtype",
-                     "float64", *options, "--out", str(folder / "out"))
-    files = list((folder / "out").glob("*.h5"))
-    return done, run_file.read_run(files[0]) if files else None
-
-
-def test_calls_and_words_stand_beside_those_of_colossalai(tmp_path):
+@pytest.mark.ranks(8)
+def test_calls_and_words_stand_beside_those_of_colossalai(comm, shared_tmp_path):
     """A block, 32 features, 8 sequences of 16: what was counted of ColossalAI 0.5.0, too."""
-    done, run = beside_colossal(
-        tmp_path, 8, "--batch", "8", "--seq", "16", "--keep", "both", "--colossal",
-        make_up(tmp_path, f"FACTOR, WORDS = 1, 20024 - 3.5\n{COLOSSAL}"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    python = made_up(comm, shared_tmp_path, f"FACTOR, WORDS = 1, 20024 - 3.5\n{COUNTED}")
+    status, text, run = measured(
+        comm, shared_tmp_path, "--hidden", "32", "--head-size", "8", "--batch", "8", "--seq", "16",
+        "--repetitions", "2", "--max-repetitions", "2", "--dtype", "float64", "--keep", "both",
+        "--colossal", python)
+    assert status == 0, text
     assert run.configuration["reference"].startswith("ColossalAI 0.0, PyTorch made up, gloo")
     assert run.configuration["keep"] == "both" and run.scales["kind"][2] == "ColossalAI"
     words, calls = run.raw["words"].values, run.raw["calls"].values
     assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
     assert (calls[1] == 36).all()
-    text = " ".join(done.stdout.split())
     assert "it / layer" in text and "(ColossalAI)" in text
     (row,) = tables([run])[0].rows
     assert {"ColossalAI", "both", "62.0", "36.0", "20024"} <= set(map(str, row))
 
 
-def test_other_words_than_those_of_colossalai_are_refused(tmp_path):
-    done, run = beside_colossal(
-        tmp_path, 8, "--batch", "8", "--keep", "both", "--colossal",
-        make_up(tmp_path, f"FACTOR, WORDS = 1, 20024\n{COLOSSAL}"))
-    assert done.returncode == 1 and run is None
-    assert "with ColossalAI: with --keep both they should be equal" in done.stdout
+@pytest.mark.ranks(2)
+def test_other_words_than_those_of_colossalai_are_refused(comm):
+    """On all ranks, where both keep what they gather."""
+    scheme = mm3d.scheme("3d", comm, grid=(2, 1, 1), keep="both")
+    subject = SimpleNamespace(scheme=scheme, count=lambda: [62, 20020])
+    reference = SimpleNamespace(take_turn=lambda what: {"calls": 36, "words": 20021 + comm.rank})
+    with pytest.raises(WrongResult, match="a rank moves 20020.0 words .*, and 20021.5 with "
+                                          "ColossalAI: with --keep both they should be equal"):
+        count_sides(subject, Beside(COLOSSAL, "python"), reference)
+    scheme.grid.free()
 
 
 @pytest.mark.ranks(8)

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from bench.__main__ import parser
 from bench.checks import freivalds, operation
 from bench.errors import WrongResult
-from bench.experiments.products import collectives
+from bench.experiments.products import collectives, gemm
 from bench.experiments.products.problem import Problem, Replay, WholeProduct, product_grid
 from bench.instruments import sampling
 from bench.instruments.timing import Limits
@@ -17,11 +17,12 @@ from bench.records.measurements import Measurements, Variable
 from bench.reports.micro_tables import format_record
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
+from mm3d.grid.split import Split
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.transport import choice
-from refused import refused
-from support import run_python, run_ranks
+from refused import refused, run_verb
+from support import run_ranks
 
 QUICK = ("--repetitions", "2", "--max-repetitions", "2")
 
@@ -36,30 +37,28 @@ MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
 
 
 # The words of ab, abt, atb forward: which matrices cross directions of two ranks.
-@pytest.mark.parametrize("scheme, ranks, grid, words", [
-    ("3d", 4, "1x2x2", [MN + MK, MN + MK, MN + NK]),
-    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-        ("2d", 4, "2x2", [MN + NK, NK + MK, MN + MK]),
-        ("3d", 8, "2x2x2", [MN + NK + MK] * 3), ("1d", 3, "3", [2 * MN] * 3)))])
-def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words):
-    done = run_ranks(ranks, "-m", "mpi4py", "-m", "bench", "measure", "matmul", "--shape",
-                     "19,14,23",
-                     "--form", "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
-                     "--dtype", "float64", "--calls", "2", *QUICK, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs = [run_file.read_run(path) for path in sorted(tmp_path.glob("*.h5"))]
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("scheme, grid, words", [("3d", "1x2x2", [MN + MK, MN + MK, MN + NK]),
+                                                 ("2d", "2x2", [MN + NK, NK + MK, MN + MK])])
+def test_matmul_measures_verified_products(comm, shared_tmp_path, scheme, grid, words):
+    status, said = run_verb(comm, "measure", "matmul", "--shape", "19,14,23", "--form",
+                            "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
+                            "--dtype", "float64", "--calls", "2", *QUICK, "--out",
+                            str(shared_tmp_path))
+    assert status == 0, said
+    runs = [run_file.read_run(path) for path in sorted(shared_tmp_path.glob("*.h5"))]
     assert [run.configuration["form"] for run in runs] == ["ab", "abt", "atb"]
     for run in runs:
         found = {name: variable.values for name, variable in run.variables.items()}
         assert run.kind == "matmul" and len(run.checks) == 12
         assert all(check.passed for check in run.checks)
-        assert found["times"].shape == (2, 2, 3, ranks, 2)
+        assert found["times"].shape == (2, 2, 3, 4, 2)
         assert found["flops"].tolist() == [2 * 19 * 14 * 23, 4 * 19 * 14 * 23]
-        assert found["least_words"][0] == cost.lower_bound(19, 14, 23, ranks)
+        assert found["least_words"][0] == cost.lower_bound(19, 14, 23, 4)
         product, _, one = found["seconds"][0, :, 0]
         assert product > 0 and one > 0 and found["efficiency"][0, 0] > 0
         assert run.variables["times"].dims == ("phase", "repetition", "kind", "rank", "edge")
-    assert "2 repetitions of 2 calls, ended by repetitions" in " ".join(done.stdout.split())
+    assert "2 repetitions of 2 calls, ended by repetitions" in " ".join(said.split())
     assert [run.variables["words"].values[0].sum() for run in runs] == words
 
 
@@ -126,59 +125,37 @@ def test_the_whole_product_is_that_of_its_matrices(comm):
         problem.grid.free()
 
 
-WRONG = """
-import sys
-import mm3d
-from mm3d.grid.split import Split
-from bench.__main__ import main
-scatter = Split.reduce_scatter
-
-def wrong(self, a):
-    out = scatter(self, a)
-    if self.axis.comm.rank == 1:
-        out *= 1.001
-    return out
-
-Split.reduce_scatter = wrong
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("words, named", [("collectives", "reduce_scatter of "),
-                                          ("matmul --shape 32", "a random vector: off by")])
-def test_a_wrong_sum_writes_no_times(tmp_path, words, named):
+                                          ("matmul --shape 32", ": off by ")])
+def test_a_wrong_sum_writes_no_times(comm, shared_tmp_path, monkeypatch, words, named):
     """One rank has a thousandth too much; four ranks name what is wrong."""
-    script = tmp_path / "wrong.py"
-    script.write_text(WRONG)
-    done = run_ranks(4, str(script), "measure", *words.split(), "--grid", "1x2x2", *QUICK, "--out",
-                     str(tmp_path / "out"))
-    assert done.returncode == 1, done.stderr
-    assert named in done.stdout and "no times were written" in done.stdout
-    assert "GFLOP" not in done.stdout and not list((tmp_path / "out").glob("*.h5*"))
+    right = Split.reduce_scatter
+
+    def wrong(self, a):
+        out = right(self, a)
+        if self.axis.comm.rank == 1:
+            out *= 1.001
+        return out
+    monkeypatch.setattr(Split, "reduce_scatter", wrong)
+    status, said = run_verb(comm, "measure", *words.split(), "--grid", "1x2x2", *QUICK, "--out",
+                            str(shared_tmp_path / "out"))
+    assert status == 1 and named in said and "no times were written" in said
+    assert "GFLOP" not in said and not list((shared_tmp_path / "out").glob("*.h5*"))
 
 
-def test_a_wrong_product_of_one_rank_writes_no_times(tmp_path):
-    script = tmp_path / "wrong.py"
-    script.write_text("""
-import sys
-from bench.__main__ import main
-from mm3d.arrays import products
-right = products.matmul
+@pytest.mark.ranks(1)
+def test_a_wrong_product_of_one_rank_writes_no_times(comm, tmp_path, monkeypatch):
+    right = gemm.matmul
 
-def wrong(a, b, empty=None):
-    out = right(a, b, empty)
-    out[-1, -1] += 1
-    return out
-
-products.matmul = wrong
-sys.exit(main(sys.argv[1:]))
-""")
-    done = run_python(str(script), "measure", "gemm", "--sizes", "8", "--threads", "1", *QUICK,
-                      "--out",
-                      str(tmp_path / "out"))
-    assert done.returncode == 1, done.stderr
-    assert "C of 8 x 8" in done.stdout and "no times were written" in done.stdout
+    def wrong(a, b):
+        out = right(a, b)
+        out[-1, -1] += 1
+        return out
+    monkeypatch.setattr(gemm, "matmul", wrong)
+    status, said = run_verb(comm, "measure", "gemm", "--sizes", "8", "--threads", "1", *QUICK,
+                            "--out", str(tmp_path / "out"))
+    assert status == 1 and "C of 8 x 8" in said and "no times were written" in said
     assert not list((tmp_path / "out").glob("*.h5*"))
 
 
@@ -212,8 +189,8 @@ def test_collectives_are_checked_exactly(comm, kind):
 
 
 def test_gemm(tmp_path, capsys):
-    arguments = parser().parse_args(["measure", "gemm", "--sizes", "8,32", "--threads", "1",
-                                     *QUICK, "--out", str(tmp_path)])
+    arguments = parser(["measure", "gemm"]).parse_args([
+        "measure", "gemm", "--sizes", "8,32", "--threads", "1", *QUICK, "--out", str(tmp_path)])
     assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
     run = only(tmp_path)
     assert run.kind == "gemm" and run.scales["size"] == [8, 32]
@@ -226,12 +203,13 @@ def test_gemm(tmp_path, capsys):
     assert "Rate of C = A B" in capsys.readouterr().out
 
 
-def test_collectives(tmp_path):
-    done = run_ranks(4, "-m", "bench", "measure", "collectives", "--grid", "2x1x2", "--least",
-                     "64", "--most", "1100", *QUICK, "--out", str(tmp_path),
-                     MM3D_TRANSPORT="shared")
-    assert done.returncode == 0, done.stderr
-    run = only(tmp_path)
+@pytest.mark.ranks(4)
+def test_collectives(comm, shared_tmp_path, monkeypatch):
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    status, said = run_verb(comm, "measure", "collectives", "--grid", "2x1x2", "--least", "64",
+                            "--most", "1100", *QUICK, "--out", str(shared_tmp_path))
+    assert status == 0, said
+    run = only(shared_tmp_path)
     assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
     assert run.scales["collective"] == list(COLLECTIVES)
     assert len(run.checks) == 36 and all(check.error == 0 for check in run.checks)
@@ -246,7 +224,7 @@ def test_collectives(tmp_path):
     assert run.configuration["transports"] == "shared shared"
     read = [[kind in ("all_gather", "broadcast")] for kind in COLLECTIVES]
     assert (np.isnan(found["bandwidth"]) == [read] * 2).all()
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in said.splitlines()]
     told = [line[1:] for line in lines if line[:1] == ["measured"]]
     assert told == [[str(count), "of", "36"] for count in range(3, 37, 3)]
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
@@ -258,7 +236,7 @@ def test_collectives(tmp_path):
     text = format_record(run)    # as of a device
     assert text.count("copies nothing") == 2 and "plain" not in text
     assert run.variables["beta"].units == "s byte-1"
-    assert "transport" in done.stdout
+    assert "transport" in said
 
 
 @pytest.mark.ranks(2)

@@ -374,9 +374,9 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
     ["--validate-every", "50"], ["--validation-batches", "4"], ["--save-every", "9"],
     ["--keep-checkpoints", "2"], ["--stop-file", "stop"]])
 def test_what_a_comparison_would_ignore_is_refused(options):
-    train.make_plan(parser().parse_args(["train", *options]))
+    train.make_plan(parser(["train"]).parse_args(["train", *options]))
     with pytest.raises(UsageError, match=f"--compare with {options[0]}: .*leave one of them out"):
-        train.make_plan(parser().parse_args(["train", "--compare", *options]))
+        train.make_plan(parser(["train"]).parse_args(["train", "--compare", *options]))
 
 
 @pytest.mark.parametrize("words, said", [
@@ -384,10 +384,10 @@ def test_what_a_comparison_would_ignore_is_refused(options):
     ("--momentum 0.9", "--momentum 0.9 would do nothing here: --optimizer sgd"),
     ("--lr-warmup 5 --optimizer sgd", "--lr-warmup 5 would do nothing here: --optimizer adamw")])
 def test_what_would_have_no_effect_is_refused(words, said):
-    train.make_plan(parser().parse_args([
+    train.make_plan(parser(["train"]).parse_args([
         "train", *"--zero 3 --data 2 --momentum 0 --lr-warmup 5".split()]))
     with pytest.raises(UsageError, match=said):
-        train.make_plan(parser().parse_args(["train", *words.split()]))
+        train.make_plan(parser(["train"]).parse_args(["train", *words.split()]))
 
 
 def test_families_are_what_must_be_equal_to_the_bit():

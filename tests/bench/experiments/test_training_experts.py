@@ -154,7 +154,7 @@ def test_progress_warns_of_experts_that_get_nothing():
     (["--gate", "sigmoid-bias", "--bias-rate", "0.01", "--z-loss", "0", "--expert-every", "1"],
      {"gate": "sigmoid-bias", "bias_rate": 0.01, "z": 0.0, "every": 1})])
 def test_every_option_of_experts_can_be_given(options, expected):
-    plan = train.make_plan(parser().parse_args(["train", "--experts", "4", *options]))
+    plan = train.make_plan(parser(["train"]).parse_args(["train", "--experts", "4", *options]))
     assert plan.experts == Experts(4, **{"gate": "mixtral", **expected})
 
 
@@ -181,4 +181,4 @@ def test_every_convention_is_verified(chosen):
     (["--experts", "4", "--convention", "huggingface", "--capacity", "1"], "drops no token")])
 def test_options_of_experts_that_do_not_fit_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
-        train.make_plan(parser().parse_args(["train", *options]))
+        train.make_plan(parser(["train"]).parse_args(["train", *options]))

@@ -124,7 +124,7 @@ def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
 def test_a_trace_that_cannot_be_written_costs_no_row(comm, shared_tmp_path, capsys):
     """It is named, all rows are measured and journalled as done, and the status is not 0."""
     out, bad = shared_tmp_path / "out", f"t-weak-1d-sp-p{comm.size:03d}-tiny.json"
-    arguments = parser().parse_args([
+    arguments = parser(["run"]).parse_args([
         "run", "--preset", "tiny", "--scheme", "1d-sp", "--repetitions", "1", "--max-repetitions",
         "1", "--out", str(out), "--trace", str(shared_tmp_path / "t.json")])
     if comm.rank == 0:

@@ -9,23 +9,40 @@ from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.statistics import median_interval
 
 
+class Moved:
+    """A clock that moves where a step takes time, and nowhere else."""
+
+    offset_error = 0.0
+
+    def __init__(self):
+        self.time = 100.0
+
+    def now(self):
+        return self.time
+
+    @staticmethod
+    def resolution():
+        return 0.25
+
+
 @pytest.mark.ranks(1, 4)
 def test_samples_of_every_rank_without_warm_up(comm):
-    calls = []
+    calls, clock = [], Moved()
 
     def forward():
         calls.append("forward")
         # The second step, the first that counts, is the slow one; the warm-up is slower still.
-        time.sleep({1: 0.2, 2: 0.05}.get(calls.count("forward"), 0.0))
+        clock.time += {1: 8.0, 2: 2.0}.get(calls.count("forward"), 1.0)
         return calls.count("forward")
 
     def backward(saved):
         assert saved == calls.count("forward")
         calls.append("backward")
-        time.sleep(0.05 if comm.rank == comm.size - 1 else 0.0)
+        clock.time += 0.5 if comm.rank == comm.size - 1 else 0.0
 
     repeated = timing.Step(forward, backward, comm, lambda: calls.append("idle"),
                            lambda: calls.append("prepare"))
+    repeated.clock = clock
     found = timing.measure(repeated, 1, timing.Limits(3, 3))
     step = ["prepare", "idle", "forward", "idle", "idle", "backward", "idle"]
     assert calls == 4 * step
@@ -33,15 +50,15 @@ def test_samples_of_every_rank_without_warm_up(comm):
         assert found is None
         return
     samples = found.samples
-    assert found.ended_by == "repetitions" and 0 < found.clock_resolution < 1e-3
-    assert found.clock_offset_error == 0
+    assert (found.ended_by, found.clock_resolution, found.clock_offset_error) == (
+        "repetitions", 0.25, 0.0)
+    # The last rank begins later by what it took before.
     for phase, late in found.late.items():
-        assert late.shape == samples[phase].shape
-        assert (late.min(axis=1) == 0).all() and late.max() < 5
-    assert samples["forward"].shape == samples["backward"].shape == (3, comm.size)
-    assert 0.05 <= samples["forward"][0].min() and samples["forward"].max() < 0.2
-    assert (samples["backward"][:, -1] >= 0.05).all()
-    assert step_seconds.typical(samples["backward"]) >= 0.05
+        assert late.shape == samples[phase].shape and (late[:, :-1] == 0).all()
+        assert late[:, -1].tolist() == ([0.5, 1.0, 1.5] if comm.size > 1 else [0.0] * 3)
+    assert samples["forward"].tolist() == [[2.0] * comm.size, *2 * [[1.0] * comm.size]]
+    assert samples["backward"].tolist() == 3 * [[0.0] * (comm.size - 1) + [0.5]]
+    assert step_seconds.typical(samples["backward"]) == 0.5
 
 
 def test_statistics():
@@ -85,7 +102,7 @@ def test_what_ends_the_repetitions():
 @pytest.mark.ranks(4)
 def test_repetitions_end_on_all_ranks_when_the_median_is_known(comm):
     counts = []
-    step = timing.Step(lambda: time.sleep(0.05), lambda saved: counts.append(1), comm,
+    step = timing.Step(lambda: time.sleep(1e-3), lambda saved: counts.append(1), comm,
                        lambda: None)
     found = timing.measure(step, 0, timing.Limits(6, 9, width=1e6))
     assert len(counts) == 6
@@ -125,9 +142,10 @@ def test_told_to_stop(comm, after, kept):
 
 
 @pytest.mark.ranks(1, 4)
-def test_repetitions_that_follow_a_warm_up_end_alike_on_all_ranks(comm):
+def test_repetitions_that_follow_a_warm_up_end_alike_on_all_ranks(comm, monkeypatch):
     """Seconds are counted from the first that counts; rank 0 alone computes intervals."""
-    seen, asked = [], []
+    seen, asked, clock = [], [], Moved()
+    monkeypatch.setattr(timing, "perf_counter", clock.now)
 
     def intervals():
         asked.append(comm.rank)
@@ -136,8 +154,8 @@ def test_repetitions_that_follow_a_warm_up_end_alike_on_all_ranks(comm):
     repetitions = timing.Repetitions(timing.Limits(2, 9, 0.2), comm, intervals, warmup=2)
     for counts in repetitions:
         seen.append(counts)
-        time.sleep(0.0 if counts else 0.15)
+        clock.time += 0.0 if counts else 0.15
         if len(seen) == 5 and comm.rank == 0:
-            time.sleep(0.25)
+            clock.time += 0.25
     assert seen == [False, False, True, True, True] and repetitions.ended_by == "seconds"
     assert asked == [0, 0] * (comm.rank == 0)

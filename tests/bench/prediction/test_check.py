@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 from msgspec.structs import replace
 
-from bench.__main__ import main
+from bench.__main__ import main, parser
 from bench.errors import WrongResult
 from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction import (beside_measured, machine_file, machine_model, planner,
@@ -18,7 +18,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
-from refused import refused
+from refused import refused, run_verb
 from support import run_ranks
 
 CPU = machine_model.load_machine("cpu")
@@ -109,9 +109,9 @@ def test_every_work_is_verified_and_measured_once_a_round(comm):
     product, *_, layer = work_list.list_works(comm.size, [(8, 8, 8)], [(64, 4, 8, 16, 2)],
                                               schemes=["3d"])
     lines, turns = [], []
-    samples, checks = whole_steps.measure_works([[layer], [product, layer]], comm, "float32", 0, 2,
+    samples, checks = whole_steps.measure_works([[layer], [product, layer]], comm, "float32", 0, 5,
                                                 lines.append, turns.append)
-    assert samples.shape == (2, 3, 2) and (samples > 0).all() and turns == [1, 2] * 2
+    assert samples.shape == (5, 3, 2) and (samples > 0).all() and turns == [*range(1, 6)] * 2
     first, other, last = samples.min(axis=0).sum(axis=-1)
     assert min(first, last) > other
     assert "checked the results of 3 of 3 plans" in lines
@@ -162,17 +162,15 @@ def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     problem.grid.free()
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("check")
-    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "predict", "--machine", "cpu", "--matmul",
-                    "48", "--layer", "32,4,4,8", "--rounds", "2", "--out", str(folder))
-    assert run.returncode == 0, run.stderr
-    return run, folder
-
-
-def test_every_scheme_and_grid_is_measured_and_written(measured):
-    run, folder = measured
+@pytest.mark.ranks(2)
+def test_every_scheme_and_grid_is_measured_written_and_read_again(comm, shared_tmp_path, capsys):
+    """`predict --results` prints what was printed when it was measured; of merged files too."""
+    folder = shared_tmp_path / "measured"
+    status, said = run_verb(comm, "predict", "--machine", "cpu", "--matmul", "48", "--layer",
+                            "32,4,4,8", "--rounds", "2", "--out", str(folder))
+    assert status == 0, said
+    if comm.rank:
+        return
     (path,) = folder.glob("*.h5")
     record = run_file.read_run(path)
     assert record.kind == "check" and all(check.passed for check in record.checks)
@@ -185,31 +183,30 @@ def test_every_scheme_and_grid_is_measured_and_written(measured):
     samples = record.variables["samples"].values
     assert samples.shape == (len(grids), 2, 2) and (samples > 0).all()
     products = sum(kind == "matmul" for kind, _, _ in grids)
-    assert f"matmul: {products} runs, error" in run.stdout and "1 x 2 x 1" in run.stdout
-
-
-def test_results_are_read_again(measured, capsys):
-    """`predict --results` prints what was printed when it was measured."""
-    run, folder = measured
+    assert f"matmul: {products} runs, error" in said and "1 x 2 x 1" in said
     found, problems = beside_measured.read_measured_folder(str(folder))
-    (path,) = folder.glob("*.h5")
-    assert len(found) == len(run_file.read_run(path).scales["work"]) and not problems
+    assert len(found) == len(record.scales["work"]) and not problems
     assert all(min(one.seconds.values()) > 0 for one in found)
-    assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
-    assert capsys.readouterr().out.strip() in run.stdout.replace("written", "\nwritten")
-
-
-def test_a_merged_file_is_read_and_a_damaged_one_named(measured, tmp_path, capsys):
-    _, folder = measured
-    assert main(["merge", str(tmp_path / "all.h5"), str(folder)]) == 0
-    (tmp_path / "cut.h5").write_bytes((tmp_path / "all.h5").read_bytes()[:3000])
     capsys.readouterr()
-    assert main(["predict", "--machine", "cpu", "--results", str(tmp_path)]) == 0
+    assert read_again(folder) == 0
+    again = capsys.readouterr().out
+    assert again.strip() in said.replace("written", "\nwritten")
+    (shared_tmp_path / "merged").mkdir()
+    everything, torn = (shared_tmp_path / "merged" / name for name in ("all.h5", "cut.h5"))
+    assert main(["merge", str(everything), str(folder)]) == 0
+    torn.write_bytes(everything.read_bytes()[:3000])
+    capsys.readouterr()
+    assert read_again(torn.parent) == 0
     merged, _, left_out = capsys.readouterr().out.partition("\nLeft out:\n")
-    assert " ".join(left_out.split()).startswith(
-        f"- {tmp_path / 'cut.h5'} is truncated, damaged")
-    assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
-    assert capsys.readouterr().out == merged
+    assert " ".join(left_out.split()).startswith(f"- {torn} is truncated, damaged")
+    assert merged == again
+
+
+def read_again(folder) -> int:
+    """The status of ``bench predict --results``, which is not for all ranks."""
+    words = ["predict", "--machine", "cpu", "--results", str(folder)]
+    arguments = parser(words).parse_args(words)
+    return arguments.verb_file.run(arguments, MPI.COMM_SELF)
 
 
 @pytest.mark.slow

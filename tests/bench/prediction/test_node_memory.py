@@ -69,7 +69,7 @@ def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch
     """No rank makes a model of it; a row that nobody has named may be left out."""
     def run(out: str, *words: str) -> int:
         out = str(shared_tmp_path / out)    # of its own: a folder is claimed until the job ends
-        arguments = parser().parse_args(["run", *FEW, *words, "--out", out])
+        arguments = parser(["run"]).parse_args(["run", *FEW, *words, "--out", out])
         return verbs.load("run").run(arguments, comm)
 
     def made(*arguments, **options):

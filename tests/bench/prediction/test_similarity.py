@@ -157,7 +157,7 @@ def test_speed_ups_have_intervals_over_runs(tmp_path):
 
 def test_a_short_emulation_has_the_rows_of_the_speed_ups():
     """Unless others are asked for."""
-    command = parser().parse_args(["reproduce", "--preset=emulated-tiny"])
+    command = parser(["reproduce"]).parse_args(["reproduce", "--preset=emulated-tiny"])
     assert {row.gpus for row in reproduce.rows_of_options(command)} == {8, 64}
     command.ranks = [16]
     assert {row.gpus for row in reproduce.rows_of_options(command)} == {16}

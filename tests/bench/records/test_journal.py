@@ -57,7 +57,8 @@ def reproduce_here(tmp_path, monkeypatch, capsys):
     what it printed."""
     def measure(cases, words, progress):
         rows = ",".join(f"{one.row.table}:{one.row.scheme}" for one in cases)
-        assert run.run(parser().parse_args(["run", f"--rows={rows}", *words]), MPI.COMM_SELF) == 0
+        arguments = parser(["run"]).parse_args(["run", f"--rows={rows}", *words])
+        assert run.run(arguments, MPI.COMM_SELF) == 0
         for line in capsys.readouterr().out.splitlines():
             progress.row(line)
 
@@ -284,7 +285,7 @@ def test_ranks_that_no_row_has(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("named", ["weak:3d", "weak:3d,strong:3d"])
 def test_rows_of_other_rank_counts(named):
     """What would do is named, and rows beside those that fit are left out."""
-    arguments = parser().parse_args(["run", "--rows", named])
+    arguments = parser(["run"]).parse_args(["run", "--rows", named])
     rows = selection.rows_by_name(named, 4)
     with pytest.raises(UsageError) as caught:
         run.make_cases(rows, 4, arguments, Variant())
@@ -311,14 +312,14 @@ def test_a_row_is_there_once_however_often_it_is_named():
     (["--rows", "weak"], "--rows weak: give a table and a scheme, as in weak:3d"),
     (["--rows", ""], "--rows : give a table and a scheme")])
 def test_rows_are_named_in_one_way(comm, options, message):
-    arguments = parser().parse_args(["run", "--out", "/dev/null/out", *options])
+    arguments = parser(["run"]).parse_args(["run", "--out", "/dev/null/out", *options])
     with pytest.raises(UsageError, match=message):
         run.run(arguments, comm)
 
 
 @pytest.mark.ranks(1, slow=(4,))
 def test_rows_that_are_left_out_are_said(comm, shared_tmp_path, capfd):
-    arguments = parser().parse_args([
+    arguments = parser(["run"]).parse_args([
         "run", *SMALL[:2], *SMALL[4:], "--rows", "weak:1d-sp,strong:2d,weak:3d,strong:2d",
         "--out", str(shared_tmp_path)])
     assert run.run(arguments, comm) == 0

@@ -89,7 +89,8 @@ CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "r
 
 @pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("number", (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS))
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, *(
+    pytest.param(n, marks=pytest.mark.slow) for n in (errno.EIO, errno.EDQUOT))])
 def test_an_error_of_any_call_of_the_system(tmp_path, monkeypatch, number):
     """One call after another fails: a save says so and the one before is the newest, or it is
     whole; the next save removes what is left."""

@@ -25,7 +25,7 @@ def words_of_ends(comm, grid, scheme="3d", **options) -> int:
     return found - sum(sum(words.values()) for words in inside.values())
 
 
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(8, slow=(4,))
 @pytest.mark.parametrize("tied", [True, False])
 def test_words_of_the_ends_by_hand(comm, tied):
     """In 3-D, of M tokens, a vocabulary V and h features.

@@ -89,9 +89,9 @@ def of_three(model, order: str) -> dict[str, np.ndarray]:
     return run(model, "Fa Fb Fc Ba Bb Bc " + " ".join(f"W{name}" for name in order))
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.ranks(1, slow=(4, 8))
 def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
-    """And those of vectors in that of the input's halves."""
+    """And those of vectors in that of the input's halves; each rank adds up its own."""
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **SIZES["uneven"])

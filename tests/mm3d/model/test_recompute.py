@@ -78,7 +78,7 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
         expected = {}
         for overlap in (False, True):
             scheme = mm3d.scheme("3d", comm, grid, "numpy", overlap=overlap, keep=keep)
-            for name in ("full", "uniform:2", "uniform:2+selective"):
+            for name in ("uniform:2", "uniform:2+selective"):
                 if keep != "none" and parse_policy(name).selective:
                     continue
                 scheme.grid.reset_traffic()

@@ -69,13 +69,15 @@ def test_the_diagonal_of_3d(comm):
 
 @grids_and_squares
 def test_adding_to_and_scaling_every_row(comm):
-    """Exact integers, in every space of every scheme; also rows of 3-D by whole sequences."""
-    for side in chain(sides(comm), sides(comm, "3d", rows="sequences")):
-        for shape, unit in CASES:
+    """Exact integers, in every space of every scheme; also rows of 3-D by whole sequences. On 8
+    ranks each space has one of the cases in turn."""
+    every = chain(sides(comm), sides(comm, "3d", rows="sequences"))
+    for turn, side in enumerate(every):
+        for shape, unit in CASES if comm.size < 8 else CASES[turn % len(CASES):][:1]:
             check_owners(comm, side, shape, unit)
             check_adding(side, shape, unit)
             check_scaling(side, shape, unit)
-        for dtype in ("float64", "float32", "float16"):
+        for dtype in ("float32", "float16"):
             check_types(side, dtype)
 
 

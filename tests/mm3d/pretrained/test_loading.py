@@ -89,7 +89,7 @@ def test_a_parameter_that_the_family_does_not_have(tmp_path):
 
 # --- What they compute ------------------------------------------------------------------------
 
-@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2"])
 def test_numpy_computes_the_same(comm, folder, kind):
     """From the tensors as the files have them, so that no order of heads can be wrong twice."""
@@ -101,7 +101,7 @@ def test_numpy_computes_the_same(comm, folder, kind):
             assert not differences(model, logits, plain_loss(logits, DATA[1]), DATA), place
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 8, slow=(4,))
 @kinds
 def test_the_way_back_has_the_same_bits(comm, folder, shared_tmp_path, kind):
     """In one file or in many, from every mesh; another mesh then computes the same."""
