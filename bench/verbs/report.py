@@ -16,7 +16,8 @@ NEEDED = {"format": "", "parts": "", "figure_format": "figures", "out": "page"} 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
-    parser.add_argument("folder", metavar="DIR", help="folder with the .h5 files")
+    parser.add_argument("folder", metavar="DIR", help=(
+        "folder with the .h5 files; with --figures also a trace (.json), drawn beside it"))
     parser.add_argument("--parts", action="store_true", default=None, help=(
         "print the parts of the time of each run, and its figures of merit, instead"))
     options.add_format(parser, formats.FORMATS)

@@ -110,7 +110,7 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     Parameters
     ----------
     folder : path
-        With the results.
+        With the results; or a trace, the file of ``--trace``, whose name ends in .json.
     formats : tuple of str
         Formats of `style.METADATA`.
     names : str
@@ -128,13 +128,17 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     UsageError
         When no figure has such a name.
     """
-    found = read_folder(folder)
-    drawings = [one for one in make_drawings(found)
+    if Path(folder).suffix == ".json" and not Path(folder).is_dir():    # a trace
+        home, every = Path(folder).parent, [_by_name("trace.trace_drawing")(folder)]
+    else:
+        found = read_folder(folder)
+        home, every = found.folder, list(make_drawings(found))
+    drawings = [one for one in every
                 if one.name.casefold().startswith(tuple(names.casefold().split(",")))]
     if names and not drawings:
         raise UsageError(f"--figures {names}: none of "
-                         f"{', '.join(one.name for one in make_drawings(found)) or 'no figures'}")
-    drawn, left_out = style.save_drawings(drawings, found.folder, formats)
+                         f"{', '.join(one.name for one in every) or 'no figures'}")
+    drawn, left_out = style.save_drawings(drawings, home, formats)
     if not drawn and not left_out:
         left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
     return drawn, left_out
