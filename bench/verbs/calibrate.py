@@ -80,7 +80,7 @@ def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
     """
     base = machine_model.load_machine(arguments.machine) if arguments.machine else None
     if base and (base.passes or base.collectives):
-        raise UsageError(f"--machine {arguments.machine} has curves that calibrate measured, which "
+        raise UsageError(f"--machine {arguments.machine} has what calibrate measured, which "
                          f"would hide what logs say: a supplied machine such as dgx-a100 would do")
     logs = fitting.read_logs(arguments.logs)
     links, rates = fitting.fit_links(logs.series), fitting.fit_rates(logs.products)

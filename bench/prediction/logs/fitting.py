@@ -167,43 +167,37 @@ def make_tree(name: str, logs: Logs, links: Sequence[LinkFit], rates: dict[str, 
     logs, links, rates
         What was read and fitted.
     base : Machine or None
-        A machine whose figures stand for what the logs do not say.
+        A machine whose figures stand for what logs do not say.
 
     Returns
     -------
     dict
         The fields, as far as they are known; `missing_fields` names others.
     """
-    tree = msgspec.to_builtins(base, str_keys=True) if base else {"sources": {}}
-    sources = {key: f"of {base.name}: {text}" for key, text in base.sources.items()} if base else {}
-    programs = dict.fromkeys(one.program for one in logs.series)
-    said = [*programs, *["a table of products"] * bool(rates)]
-    tree |= {"name": name, "about": f"fitted to {', '.join(said)}"
-             + (f"; all else of {base.name}" if base else "")}
+    tree = msgspec.to_builtins(base, str_keys=True) if base else {}
+    sources = {key: f"of {base.name}: {text}" for key, text in tree.get("sources", {}).items()}
+    others = f"; others of {base.name}" if base else ""
+    programs = [*dict.fromkeys(one.program for one in logs.series),
+                *["a table of products"] * bool(rates)]
+    tree |= {"name": name, "about": f"fitted to {', '.join(programs)}{others}"}
     if logs.per_node:
         tree["ranks_per_node"], sources["ranks_per_node"] = logs.per_node, "most ranks of a host"
     achieved = dict(tree.get("achieved", {}))
     for one in links:
-        level = dict(tree.get(one.link, {}))
-        level |= {key: value for key, value in (("seconds_per_message", one.latency),
-                                                ("bytes_per_second", one.rate)) if value is not None}
-        tree[one.link], achieved[one.link] = level, 1.0
-        sources[one.link] = link_source(one)
+        known = {"seconds_per_message": one.latency, "bytes_per_second": one.rate}
+        tree[one.link] = tree.get(one.link, {}) | {
+            key: value for key, value in known.items() if value is not None}
+        achieved[one.link], sources[one.link] = 1.0, link_source(one)
     if rates:
-        first = next(iter(rates))
-        tree |= {"gemm_rate": dict(tree.get("gemm_rate", {})) | {
-                     dtype: fit.rate for dtype, fit in rates.items()},
-                 "gemm_half_size": list(rates[first].half), "gemm_seconds": rates[first].start,
-                 "gemm_deviations": rates[first].deviations}
+        first, text = next(iter(rates)), f"{', '.join(logs.tables)}: {', '.join(rates)}"
+        own = {"gemm_half_size": list(rates[first].half), "gemm_seconds": rates[first].start,
+               "gemm_deviations": rates[first].deviations}
+        sources |= dict.fromkeys(own, f"{text}; {first}") | {"gemm_rate": text + others}
+        tree |= own | {"gemm_rate": tree.get("gemm_rate", {}) | {
+            dtype: fit.rate for dtype, fit in rates.items()}}
         achieved["gemm"] = 1.0
-        text = f"{', '.join(logs.tables)}: {', '.join(rates)}"
-        sources |= dict.fromkeys(("gemm_half_size", "gemm_seconds", "gemm_deviations"),
-                                 f"{text}; {first}") | {"gemm_rate": text + (
-            f"; others of {base.name}" if base else "")}
-    tree["achieved"] = achieved
-    sources["achieved"] = "1: what the logs' programs reach alone" + (
-        f"; others of {base.name}" if base else "")
-    return tree | {"sources": sources}
+    sources["achieved"] = f"1: what the logs' programs reach alone{others}"
+    return tree | {"achieved": achieved, "sources": sources}
 
 
 def link_source(one: LinkFit) -> str:

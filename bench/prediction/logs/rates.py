@@ -50,7 +50,9 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
         if not any(cell.strip() for cell in row) or row[0].startswith("#"):
             continue
         try:
-            dtype, shape, seconds = _product(dict(zip(columns, row, strict=True)), told[0])
+            if len(row) != len(columns):
+                raise ValueError(f"{len(row)} columns, where the heading has {len(columns)}")
+            dtype, shape, seconds = _product(dict(zip(columns, row)), told[0])
         except ValueError as error:
             problems.append(f"{name}:{reader.line_num}: {error}")
             continue
@@ -64,7 +66,10 @@ def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:
     dtype = DTYPES.get(row["dtype"].strip().lower())
     if dtype is None:
         raise ValueError(f"dtype {row['dtype']!r}: {', '.join(DTYPES)} would do")
-    shape, value = tuple(int(row[name]) for name in "mnk"), float(row[told])
+    try:
+        shape, value = tuple(int(row[name]) for name in "mnk"), float(row[told])
+    except ValueError:
+        raise ValueError(f"no numbers in {','.join(row.values())!r}") from None
     if min(shape) < 1 or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{' x '.join(map(str, shape))}, {value:g} {told}: no product and time")
     flops = 2.0 * math.prod(shape)

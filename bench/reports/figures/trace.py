@@ -65,7 +65,7 @@ def draw_trace(document: dict[str, Any]):
     panel.set(xlim=(0, end), ylim=(len(lanes) - (0.5 if flat else 0.1), -0.6), xlabel="time (ms)")
     panel.grid(visible=False, axis="y")
     about = document.get("otherData", {})
-    panel.set_title(str(about.get("title", "")), pad=8 if flat else 96, fontweight="bold")
+    panel.set_title(str(about.get("title", "")), pad=8 if flat else 84, fontweight="bold")
     _legend(figure, pieces, len(lanes), looks)
     figure.supxlabel(_remark(about, flat), fontsize=8.5)
     return figure
