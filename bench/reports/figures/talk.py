@@ -92,7 +92,7 @@ def speed_ups(rows) -> list[SpeedUp]:
         most = max((line[1] for line in lines), default=0)
         for over, ranks, published, _, _, emulated, low, *_ in lines:
             name, _, like = over.removeprefix("over ").partition(", batch of ")
-            if ranks == most and like != title(PROPOSED):    # of equal batches, the less favourable
+            if ranks == most and like != title(PROPOSED):
                 found.append(SpeedUp(table, name + ", equal batch" * bool(like), ranks,
                                      published.value, emulated.value, low.value,
                                      MARK not in emulated.text))
