@@ -77,7 +77,7 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path,
                 # Overlap gathers vectors ahead, before layers: these alone have no name.
                 operand = event["args"].get("operand")
                 assert operand in event["name"] if operand else (
-                    overlap and event["args"]["collective"] == "broadcast")
+                    overlap and event["args"]["phase"] == "forward")
         assert seen == everyone[rank]
         for (phase, part), microseconds in own_times(document)[rank].items():
             if part != "other":    # which has what the clock saw beside the spans, too
