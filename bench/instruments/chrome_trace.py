@@ -1,13 +1,15 @@
-"""Write traces for Chrome and Perfetto: one track a rank, with nested spans.
+"""Write and read traces for Chrome and Perfetto: one track a rank, with nested spans.
 
 The format is the "JSON object format" of the Trace Event Format: complete events (``"ph": "X"``)
 with ``ts`` and ``dur`` in microseconds, and metadata events (``"M"``) that name the tracks.
 """
 
 import json
+import math
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
+from bench.errors import StoreError
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Span
 from bench.records import atomic
@@ -92,7 +94,7 @@ def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict
 def write_file(path: Path, trace: dict[str, Any]) -> int:
     """Write a trace as a whole; return 0, or 1 after printing why it cannot be written."""
     try:
-        atomic.replace(path, json.dumps(trace))
+        atomic.replace(path, json.dumps(trace, allow_nan=False))
     except OSError as error:
         say(f"not written: the trace {path} ({error.strerror})")
         return 1
@@ -109,3 +111,100 @@ def trace_file(file: str, name: str, cases: int) -> Path:
     """Return the file of the case `name`: `file`, with its name in it if there are several."""
     path = Path(file)
     return path if cases == 1 else path.with_name(f"{path.stem}-{name}{path.suffix or '.json'}")
+
+
+# What each kind of metadata event states.
+STATED = {"process_name": ("name", str), "thread_name": ("name", str),
+          "thread_sort_index": ("sort_index", int)}
+FIELDS = {"name": str, "ph": str, "ts": (int, float), "pid": int, "tid": int, "args": dict}
+
+
+def find_problems(document: Any) -> list[str]:
+    """List what breaks the Trace Event Format, of what this program writes of it; [] if nothing.
+
+    Spans of a track must lie within each other or apart, to the nanosecond: Perfetto leaves out
+    others.
+    """
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list):
+        return ["there is no list traceEvents"]
+    found = [f"displayTimeUnit {document['displayTimeUnit']!r}: ms or ns would do"] * (
+        document.get("displayTimeUnit", "ms") not in ("ms", "ns"))
+    found += [f"event {number}: {problem}" for number, event in enumerate(events)
+              if (problem := _event_problem(event))]
+    return found or [*_track_problems(events)]
+
+
+def _event_problem(event: Any) -> str:
+    """Describe what is wrong with one event; "" if nothing is."""
+    if not isinstance(event, dict):
+        return "is no object"
+    for key, kind in FIELDS.items():
+        if not isinstance(event.get(key), kind) or isinstance(event[key], bool):
+            return f"{key} is {event.get(key)!r}"
+    if event["ph"] == "M":
+        key, kind = STATED.get(event["name"], ("", object))
+        return "" if isinstance(event["args"].get(key), kind) and key else (
+            f"{event['name']} states {event['args']!r}")
+    if event["ph"] != "X":
+        return f"ph is {event['ph']!r}, where X and M are written"
+    numbers = event["ts"], event.get("dur")
+    if not all(isinstance(one, (int, float)) and math.isfinite(one) and one >= 0
+               for one in numbers):
+        return f"ts and dur are {numbers}"
+    return "" if isinstance(event.get("cat"), str) else f"cat is {event.get('cat')!r}"
+
+
+def _track_problems(events: list[dict[str, Any]]) -> Iterator[str]:
+    """Find tracks without a name, and spans that overlap another of their track."""
+    named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
+    for track, spans in group_tracks(events).items():
+        if track not in named:
+            yield f"track {track} has no name"
+        around: list[int] = []
+        for one in spans:
+            start, end = nanoseconds(one)
+            while around and start >= around[-1]:
+                around.pop()
+            if around and end > around[-1]:
+                yield f"track {track}: {one['name']} at {one['ts']} us ends after the span around"
+            around.append(end)
+
+
+def group_tracks(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return the spans by process and track, in the order in which they begin, outer ones first.
+    """
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for one in events:
+        if one["ph"] == "X":
+            found.setdefault((one["pid"], one["tid"]), []).append(one)
+    for spans in found.values():
+        spans.sort(key=lambda one: (nanoseconds(one)[0], -one["dur"]))
+    return found
+
+
+def nanoseconds(event: dict[str, Any]) -> tuple[int, int]:
+    """Return begin and end of a span in whole nanoseconds, as Perfetto stores them."""
+    start, length = (round(1000 * event[key]) for key in ("ts", "dur"))
+    return start, start + length
+
+
+def read_trace(path: str | Path) -> dict[str, Any]:
+    """Read a trace that this program has written.
+
+    Raises
+    ------
+    StoreError
+        When the file is no such trace; names the first problem.
+    """
+    try:
+        document = json.loads(Path(path).read_bytes())
+        problems = find_problems(document)
+    except OSError as error:
+        problems = [f"cannot be read ({error.strerror})"]
+    except ValueError as error:
+        problems = [f"is no JSON ({error})"]
+    if problems:
+        more = f", and {len(problems) - 1} more" * (len(problems) > 1)
+        raise StoreError(f"trace {path}: {problems[0]}{more}")
+    return document

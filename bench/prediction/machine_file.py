@@ -1,6 +1,7 @@
 """Write machine files in TOML."""
 
 from pathlib import Path
+from typing import Any, Sequence
 
 import msgspec
 
@@ -12,7 +13,7 @@ from mm3d.console import say
 
 HEADER = """\
 # A machine's model for `python -m bench`: `sources` says where each figure is from,
-# `bench.prediction.machine_model.Machine` its units.
+# `python -m bench plan --machine help` what each is, and its unit.
 """
 
 
@@ -37,20 +38,35 @@ def publish_machine(machine: Machine | None, path: Path, comm) -> int:
     """
     problem = ""
     if comm.rank == 0:
-        try:
-            atomic.replace(path, format_machine(machine))
-        except OSError as error:
-            problem = error.strerror or str(error)
-        say(f"failed: machine file {path} could not be written ({problem}); what was there is "
-            f"untouched" if problem else f"machine file: {path}")
+        problem = write_machine(path, msgspec.to_builtins(machine, str_keys=True))
     return comm.bcast(int(bool(problem)))
+
+
+def write_machine(path: Path, tree: dict[str, Any], missing: Sequence[str] = ()) -> str:
+    """Write the fields of a machine to a file and print its name; return why it cannot, or "".
+
+    Fields that are `missing` are named in the file, for its user to add.
+    """
+    problem = ""
+    try:
+        atomic.replace(path, format_tree(tree, missing))
+    except OSError as error:
+        problem = error.strerror or str(error)
+    say(f"failed: machine file {path} could not be written ({problem}); what was there is "
+        f"untouched" if problem else f"machine file: {path}")
+    return problem
 
 
 def format_machine(machine: Machine) -> str:
     """Format a machine as TOML, its numbers with six digits."""
+    return format_tree(msgspec.to_builtins(machine, str_keys=True))
+
+
+def format_tree(tree: dict[str, Any], missing: Sequence[str] = ()) -> str:
+    """Format the fields of a machine as TOML; the first lines name those that are missing."""
     import tomli_w
-    plain = msgspec.to_builtins(machine, str_keys=True)
-    return HEADER + tomli_w.dumps(_round_numbers(plain))
+    lines = "".join(f"# missing: {name}\n" for name in missing)
+    return HEADER + lines + tomli_w.dumps(_round_numbers(tree))
 
 
 def _round_numbers(value):

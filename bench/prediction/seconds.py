@@ -81,6 +81,19 @@ def barriers(event: Collective) -> int:
     return 2 if event.kind in ("all_reduce", "all_to_all") else 1
 
 
+def message_steps(event: Collective) -> int:
+    """Count the messages that follow each other in a collective: log2 of its ranks a barrier."""
+    return math.ceil(math.log2(event.size)) * barriers(event)
+
+
+def ring_bytes(event: Collective) -> float:
+    """Return the bytes that move through each rank: of rings, (g-1)/g of the whole array."""
+    g = event.size
+    return event.bytes * {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
+                          "all_reduce": 2 * (g - 1) / g, "all_to_all": (g - 1) / g}.get(
+                              event.kind, 1.0)
+
+
 def collective_terms(machine: Machine, event: Collective) -> Terms:
     """Predict the seconds of a collective along all parallel lines of the grid at once, by term.
 
@@ -102,10 +115,7 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
             return {"node": curve.at(event.bytes),
                     "latency": barriers(event) * waiting_seconds(machine, event)}
     g = event.size
-    share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
-             "all_reduce": 2 * (g - 1) / g, "all_to_all": (g - 1) / g}.get(event.kind, 1.0)
-    steps = math.ceil(math.log2(g)) * barriers(event)
-    moved = share * event.bytes
+    steps, moved = message_steps(event), ring_bytes(event)
     within = moved / machine.node.bytes_per_second
     widest, times = link_level(g, event.stride, machine.ranks_per_node, machine.transport,
                                event.kind in ROOTED)

@@ -1,14 +1,19 @@
-"""Measure this machine, with as many ranks as mpirun starts; write all samples and its model."""
+"""Measure this machine with all ranks, or read others' logs; write the machine's model."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Callable
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, WrongResult
+from bench.errors import StoreError, UsageError, WrongResult
 from bench.prediction import machine_file, machine_model
 from bench.prediction.calibration import fit, measure
 from bench.prediction.calibration.record import read_calibration
+from bench.prediction.logs import fitting
+from bench.prediction.logs.reading import LogFile
+from bench.reports.formats import render
+from bench.reports.log_tables import log_parts
 from bench.command_line import measuring
 from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
@@ -26,16 +31,63 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", metavar="FILE",
                         help="measure nothing, and fit the model to the samples in this file, "
                              "which calibrate wrote")
+    parser.add_argument("--from", dest="logs", nargs="+", type=log_file, metavar="FILE", help=(
+        "measure nothing, and fit links and products to logs of nccl-tests, OSU and IMB and to "
+        "CSV tables with columns dtype, m, n, k and tflops (or gflops, seconds, ms, us); "
+        "network:16=FILE says what a log does not: its link (node or network), and its ranks"))
+    parser.add_argument("--machine", metavar="NAME", help=(
+        "with --from, take what the logs do not say from this machine: a supplied one or a .toml "
+        "file"))
     measuring.add_stall(parser)
     measuring.add_cluster(parser)
+
+
+def log_file(text: str) -> LogFile:
+    """Return the log that ``FILE``, ``LINK=FILE`` or ``LINK:RANKS=FILE`` names."""
+    found = re.fullmatch(r"(node|network)(?::(\d+))?=(.+)", text)
+    return LogFile(found[3], found[1], int(found[2] or 0)) if found else LogFile(text)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure or read samples, and write the file of a model fitted to them; 0 when written.
 
-    Errors are those of `calibrate`.
+    Errors are those of `calibrate` and `fit_logs`.
     """
+    if arguments.machine and not arguments.logs:
+        raise UsageError(f"--machine {arguments.machine} would do nothing here: give --from too, "
+                         f"or leave it out")
+    if arguments.logs and arguments.samples:
+        raise UsageError("--from and --samples: one of them would do")
+    if arguments.logs:
+        path = Path(arguments.out)
+        machine_file.check_writable(path, comm)
+        return comm.bcast(make_on_rank_0(lambda: fit_logs(path, arguments), comm, UsageError))
     return calibrate(arguments, comm, measure.measure_samples)
+
+
+def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
+    """Fit a machine to logs, print the fit and its residuals, and write the file.
+
+    Returns
+    -------
+    int
+        0 when it is written, 1 when it cannot be.
+
+    Raises
+    ------
+    UsageError
+        When a file cannot be read, no line of them can be used, or ``--machine`` was measured.
+    """
+    base = machine_model.load_machine(arguments.machine) if arguments.machine else None
+    if base and (base.passes or base.collectives):
+        raise UsageError(f"--machine {arguments.machine} has what calibrate measured, which "
+                         f"would hide what logs say: a supplied machine such as dgx-a100 would do")
+    logs = fitting.read_logs(arguments.logs)
+    links, rates = fitting.fit_links(logs.series), fitting.fit_rates(logs.products)
+    tree = fitting.make_tree(path.stem, logs, links, rates, base)
+    missing = fitting.missing_fields(tree)
+    say(render(log_parts(logs, links, rates, missing)) + "\n")
+    return int(bool(machine_file.write_machine(path, tree, missing)))
 
 
 def calibrate(arguments: argparse.Namespace, comm, measure_samples: Callable) -> int:

@@ -11,12 +11,14 @@ from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
-NEEDED = {"format": "", "parts": "", "figure_format": "figures", "out": "page"}    # "": tables
+NEEDED = {"format": "", "parts": "", "figure_format": "figures", "talk": "figures",
+          "out": "page"}    # "": tables
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``report``."""
-    parser.add_argument("folder", metavar="DIR", help="folder with the .h5 files")
+    parser.add_argument("folder", metavar="DIR", help=(
+        "folder with the .h5 files; with --figures also a trace (.json), drawn beside it"))
     parser.add_argument("--parts", action="store_true", default=None, help=(
         "print the parts of the time of each run, and its figures of merit, instead"))
     options.add_format(parser, formats.FORMATS)
@@ -25,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "commas between"))
     parser.add_argument("--figure-format", metavar="NAMES", type=options.some_of(*METADATA), help=(
         "png, svg or pdf, or several with commas between (default png)"))
+    parser.add_argument("--talk", action="store_true", default=None, help=(
+        "with --figures, draw those for a talk: 16:9, large letters, one message"))
     parser.add_argument("--page", action="store_true", help=(
         "write tables and figures into one HTML page instead"))
     parser.add_argument("--out", metavar="FILE", help="the page (default DIR/report.html)")
@@ -44,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     left_out: list[Exception] = []
     if draws:
         drawn, left_out = every_figure.draw_figures(
-            folder, tuple(arguments.figure_format or ["png"]), arguments.figures)
+            folder, tuple(arguments.figure_format or ["png"]), arguments.figures,
+            bool(arguments.talk))
         say(*drawn, *[f"not drawn: {why}" for why in left_out])
     if arguments.page:
         say(page.write_page(folder, arguments.out))

@@ -9,7 +9,7 @@ from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.document import Notes
-from bench.reports.formats import render
+from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
 from bench.command_line import options
 from bench.command_line.number_types import fraction, fractions
@@ -52,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="draw all of them: .png, .svg or .pdf")
     parser.add_argument("--curves", metavar="FILE", help=(
         "draw bubble, activations and messages against 1 to M micro-batches"))
+    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,16 +69,21 @@ def run(arguments: argparse.Namespace) -> int:
     timelines |= {name: schedule_costs.timed(name, pipeline) for name in arguments.beside}
     warnings = [f"MEMORY: {name} {problem}" for name, timeline in timelines.items()
                 if (problem := schedule_costs.over_memory(timeline, pipeline))]
-    say(format_schedule(first.schedule))
-    say(render([schedule_tables.costs(timelines), schedule_tables.cost_notes(),
-                schedule_tables.chains(timelines),
-                *([Notes("More than the memory", warnings)] if warnings else [])]))
+    text, parts = format_schedule(first.schedule), [
+        schedule_tables.costs(timelines), schedule_tables.cost_notes(),
+        schedule_tables.chains(timelines),
+        *[Notes("More than the memory", warnings)] * bool(warnings)]
+    if arguments.format == "text":
+        say(text)
+    else:
+        parts = [Notes("Schedule", text.splitlines()), *parts]
+    say(render(parts, arguments.format))
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
     if arguments.curves:
         draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
                              schedule_costs.costs_by_microbatches(names, pipeline)))
-    return style.draw_pictures(draws)
+    return style.draw_pictures(draws, arguments.format)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:

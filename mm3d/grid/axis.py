@@ -7,6 +7,8 @@ collectives take and return arrays.  A transport moves the bytes (`mm3d.transpor
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
+from typing import Any
 
 from mpi4py import MPI
 
@@ -54,7 +56,14 @@ class Traffic:
                          for one in fields(self)))
 
 
-class TrafficCounts(dict[tuple[str, str], Traffic]):
+class Shown:
+    """Show an object in notebooks as it prints."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+class TrafficCounts(Shown, dict[tuple[str, str], Traffic]):
     """Hold traffic by (direction, collective); printed it is a table.
 
     >>> print(TrafficCounts({("x", "all_gather"): Traffic(calls=2, words=64)}))
@@ -63,25 +72,23 @@ class TrafficCounts(dict[tuple[str, str], Traffic]):
     all                       2         64
     """
 
-    def __str__(self) -> str:
-        return self.beside()
-
     def beside(self, closed_form: Mapping[tuple[str, str], float] | None = None) -> str:
         """Format as a table, beside the words of the closed form, by the same keys.
 
         See `mm3d.model.cost.step_words` for those of a step.
         """
-        rows = [["collective", "along", "calls", "words", "closed form, mean"]]
-        for direction, kind in dict.fromkeys([*self, *(closed_form or ())]):
-            one = self.get((direction, kind), Traffic())
-            stated = (closed_form or {}).get((direction, kind), 0)
-            rows.append([kind, direction, f"{one.calls}", f"{one.words}", f"{stated:.10g}"])
-        rows.append(["all", "", f"{sum(one.calls for one in self.values())}",
-                     f"{sum(one.words for one in self.values())}",
-                     f"{sum((closed_form or {}).values()):.10g}"])
+        stated, whole = dict(closed_form or {}), ("", "all")
+        stated[whole] = sum(stated.values())
+        found = dict.fromkeys([*self, *stated], Traffic()) | self
+        found[whole] = sum(self.values(), Traffic())
+        rows = [("collective", "along", "calls", "words", "closed form, mean"),
+                *((kind, direction, one.calls, one.words, f"{stated.get(key, 0):.10g}")
+                  for key, one in found.items() for direction, kind in [key])]
         return "\n".join(f"{kind:15}{along:7}{calls:>5}{words:>11}"
-                         + f"{stated:>19}" * (closed_form is not None)
-                         for kind, along, calls, words, stated in rows)
+                         + f"{form:>19}" * (closed_form is not None)
+                         for kind, along, calls, words, form in rows)
+
+    __str__ = beside
 
 
 class Axis:
@@ -216,10 +223,7 @@ class Axis:
         """
         if self.size == 1:
             return a
-        out = self.transport.broadcast(a, root)
-        received = int(self.rank != root)
-        self._count("broadcast", a, received * a.size, received)
-        return out
+        return self._counted("broadcast", a, root, self.transport.broadcast(a, root))
 
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of `a` over all ranks on the rank `root`; None on the others.
@@ -229,10 +233,7 @@ class Axis:
         """
         if self.size == 1:
             return a
-        out = self.transport.reduce(a, root)
-        sent = int(self.rank != root)
-        self._count("reduce", a, sent * a.size, sent)
-        return out
+        return self._counted("reduce", a, root, self.transport.reduce(a, root))
 
     def all_to_all(self, a: Array, sends: list[int], receives: list[int], dim: int = 0) -> Array:
         """Send a block of `a` to every rank, and join the blocks that they send to this one.
@@ -277,25 +278,25 @@ class Axis:
         """Start a `broadcast` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        pending = self.transport.begin_broadcast(a, root)
-        received = int(self.rank != root)
-        self._count("broadcast", a, received * a.size, received)
-        return pending
+        return self._counted("broadcast", a, root, self.transport.begin_broadcast(a, root))
 
     def begin_reduce(self, a: Array, root: int) -> Pending:
         """Start a `reduce` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        pending = self.transport.begin_reduce(a, root)
-        sent = int(self.rank != root)
-        self._count("reduce", a, sent * a.size, sent)
-        return pending
+        return self._counted("reduce", a, root, self.transport.begin_reduce(a, root))
 
     def _check(self, counts: list[int], length: int, expected: int) -> None:
         """Raise ValueError unless an array `length` long fits the blocks of `counts`."""
         if length != expected or len(counts) != self.size:
             raise ValueError(f"an array {length} long does not fit blocks of {counts} on rank "
                              f"{self.rank} of {self.size} along {self.name}")
+
+    def _counted(self, collective: str, a: Array, root: int, result: Any) -> Any:
+        """Count a collective of one root; return its result."""
+        moved = int(self.rank != root)
+        self._count(collective, a, moved * a.size, moved)
+        return result
 
     def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
         """Add one call of a collective on `a` to the traffic."""

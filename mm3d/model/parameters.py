@@ -9,12 +9,13 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype, namespace
 from mm3d.arrays.host_arrays import check_real
+from mm3d.grid.axis import Shown
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
 
 
-class Parameter:
+class Parameter(Shown):
     """Hold this rank's block of a trained array and of its gradient.
 
     Parameters
@@ -144,7 +145,7 @@ class Parameter:
         return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)
 
 
-class Trained:
+class Trained(Shown):
     """Change all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]

@@ -5,7 +5,7 @@ of the matrices give the blocks.  Both are compared in each step: what a picture
 what the running code counts, and every term of a sum is added once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, Mapping
@@ -95,17 +95,62 @@ class Recorder(Observer):
 
 
 @dataclass(frozen=True)
-class _Subject:
-    """Describe the product on one rank: of a layer or of plain matrices, behind one interface.
+class Subject:
+    """Describe what one rank runs, so that its events are recorded.
 
-    `layouts` has the layout and the global shape of A, B and C by name; `run` computes the
-    product, or its gradients.
+    Attributes
+    ----------
+    grid : Grid
+        The ranks.
+    model : object
+        What is observed, see `mm3d.tracing.observe.observed`.
+    run : callable
+        Runs it.
+    layouts : dict
+        Of a product: the layout and the global shape of A, B and C by name.
     """
 
     grid: Any
     model: Any
-    layouts: dict[str, tuple[Layout, tuple[int, ...]]]
     run: Callable[[], Any]
+    layouts: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
+
+
+def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], Subject],
+            kinds: tuple[type, ...]) -> tuple[Subject, list[tuple[Recorded, ...]]]:
+    """Run dry on every rank of a grid what `make` returns for its scheme.
+
+    Parameters
+    ----------
+    scheme : type of Scheme
+        The parallelism, with its default options.
+    grid : GridShape
+        The ranks.
+    make : callable
+        Returns the `Subject` of a rank.
+    kinds : tuple of type
+        The events that are recorded.
+
+    Returns
+    -------
+    Subject, list of tuple of Recorded
+        The subject of rank 0; and the events in order, each with those of all ranks.
+
+    Raises
+    ------
+    ValueError
+        When the scheme cannot use the grid.
+    """
+    scheme.check_grid(grid)
+    backend = backends.get(DryBackend())
+    subjects = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend))
+                for rank in range(grid.ranks)]
+    found = []
+    for one in subjects:
+        recorder = Recorder(one.grid, kinds)
+        recorder.observe(one.run, one.model)
+        found.append(recorder.found)
+    return subjects[0], [*zip(*found, strict=True)]
 
 
 def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],
@@ -143,35 +188,28 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
     if form not in LAYERS and scheme.matrix_product is None:
         raise ValueError(f"scheme {scheme.name!r} has no products of plain matrices: the form "
                          f"{' or '.join(LAYERS)}, of a layer, would do")
-    scheme.check_grid(grid)
     make = _layer_product if form in LAYERS else _matrix_product
-    backend = backends.get(DryBackend())
-    subjects = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend), form, shape,
-                     backward) for rank in range(grid.ranks)]
-    layouts = subjects[0].layouts
-    replay = Replay("ab" if form in LAYERS else form, grid, layouts, shape)
-    recorders = [Recorder(one.grid, (Gemm, Collective)) for one in subjects]
-    for recorder, one in zip(recorders, subjects):
-        recorder.observe(one.run, one.model)
-    recorded = [*zip(*(one.found for one in recorders), strict=True)]
+    first, recorded = run_dry(scheme, grid, lambda own: make(own, form, shape, backward),
+                              (Gemm, Collective))
+    replay = Replay("ab" if form in LAYERS else form, grid, first.layouts, shape)
     return Story(scheme.name, form, grid, replay.shapes,
-                 {name: layout.spec for name, (layout, _) in layouts.items()},
+                 {name: layout.spec for name, (layout, _) in first.layouts.items()},
                  replay.stored("ABC" if backward else "AB"),
                  tuple(replay.steps(recorded, backward)),
                  _closed_form(scheme, grid, form, shape, backward))
 
 
 def _matrix_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
-                    backward: bool) -> _Subject:
+                    backward: bool) -> Subject:
     product = scheme.matrix_product(scheme.grid, form, shape)
     layouts = {name: (product.layouts[name], product.shapes[name]) for name in "ABC"}
     A, B, C = _empty_blocks(scheme.grid, layouts)
     run = partial(product.backward, C, A, B) if backward else partial(product.forward, A, B)
-    return _Subject(scheme.grid, SimpleNamespace(product=product), layouts, run)
+    return Subject(scheme.grid, SimpleNamespace(product=product), run, layouts)
 
 
 def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
-                   backward: bool) -> _Subject:
+                   backward: bool) -> Subject:
     M, N, K = shape
     # Rows are sequences of one position, or positions of one sequence where these are divided.
     rows = {dim for one in scheme.layouts(scheme.grid.shape, M, 1)
@@ -191,7 +229,7 @@ def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
     # A chain of one layer, as `observed` sees it.
     layer = SimpleNamespace(product=product)
     model = SimpleNamespace(layers=SimpleNamespace(layers=[layer]))
-    return _Subject(scheme.grid, model, layouts, run)
+    return Subject(scheme.grid, model, run, layouts)
 
 
 def _empty_blocks(grid: Any, layouts: Mapping[str, tuple[Layout, tuple[int, ...]]]) -> list:

@@ -6,7 +6,6 @@ The layer runs dry on every rank; its events give the collectives and their word
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from mm3d.arrays import backend as backends
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import without_faces
 from mm3d.grid.shape import GridShape
@@ -14,10 +13,8 @@ from mm3d.model.cost import moves
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_moves import Recorder
-from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.tracing.block_moves import Subject, run_dry
 from mm3d.tracing.events import Collective, Layer
-from mm3d.transport.communicators import DryCommunicator
 
 Rectangle = tuple[int, int, int, int]    # rows and columns: first, last + 1
 
@@ -109,21 +106,13 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
     ValueError
         When the scheme cannot use the grid, or sizes do not go together.
     """
-    backend, found = backends.get(DryBackend()), []
-    for rank in range(grid.ranks):
-        model = Transformer(scheme(DryCommunicator(grid.ranks, rank), grid, backend), layers=1,
-                            **sizes)
-        x, dy = model.random("input"), model.random("output gradient")
-        if backward:
-            _, saved = model.forward(x)
-        recorder = Recorder(model.grid, (Layer, Collective))
-        recorder.observe(lambda: model.backward(dy, saved) if backward else model.forward(x),
-                         model)
-        found.append(recorder.found)
+    first, recorded = run_dry(scheme, grid, lambda own: _layer(own, sizes, backward),
+                              (Layer, Collective))
+    model = first.model
     spaces = {layer.name: _space_of(layer) for chain in model.layers.layers
               for layer in chain.layers}
     parts: list[list] = []
-    for events in zip(*found, strict=True):
+    for events in recorded:
         event = events[0].event
         if isinstance(event, Layer):
             parts += [[event, []]] * (event.name in spaces)    # not the residual around them
@@ -134,6 +123,16 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
         _part(event.part, spaces[event.name], model, moved) for event, moved in parts),
         backward, tuple(moves(scheme.name, grid, model.sizes)[
             "backward" if backward else "forward"].values()))
+
+
+def _layer(scheme: Scheme, sizes: Mapping[str, int], backward: bool) -> Subject:
+    """Make one layer on one rank, and its pass."""
+    model = Transformer(scheme, layers=1, **sizes)
+    x, dy = model.random("input"), model.random("output gradient")
+    if not backward:
+        return Subject(model.grid, model, lambda: model.forward(x))
+    _, saved = model.forward(x)
+    return Subject(model.grid, model, lambda: model.backward(dy, saved))
 
 
 def small_sizes(scheme: type[Scheme], grid: GridShape) -> dict[str, int]:

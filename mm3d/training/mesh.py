@@ -9,7 +9,7 @@ from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.agreement import same_arguments
-from mm3d.grid.axis import Axis
+from mm3d.grid.axis import Axis, Shown
 from mm3d.grid.grid import join_ranks
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
@@ -20,7 +20,7 @@ from mm3d.transport.choice import choose_device
 Sizes = tuple[int, ...] | GridShape
 
 
-class Mesh:
+class Mesh(Shown):
     """Arrange ranks as replicas of a pipeline, whose stages have a scheme on a grid of their own.
 
     Each replica takes a part of the sequences of a batch; with `context` neighbouring replicas

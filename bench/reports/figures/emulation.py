@@ -27,6 +27,24 @@ MARKS = (1, 1.5, 2, 3, 5, 7)    # of an axis, in each decade
 MARGIN = 1.12    # factor by which an axis extends above and below the data
 
 
+def comparable_rows(results: Results) -> list[Emulated]:
+    """Return the emulated rows of results, of one cluster, machine and scale.
+
+    Raises
+    ------
+    LeftOut
+        When the machine is unknown, or rows were emulated at several scales.
+    """
+    try:
+        groups = group_rows(emulated_rows(results))
+    except UsageError as error:
+        raise LeftOut(str(error)) from error
+    if len(groups) != 1:
+        raise LeftOut(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
+                      f"would do")
+    return groups[0]
+
+
 def draw_emulated(results: Results):
     """Draw seconds a sequence, published and emulated, and words a rank, against ranks.
 
@@ -41,14 +59,7 @@ def draw_emulated(results: Results):
     """
     from matplotlib import rc_context
     from matplotlib.ticker import EngFormatter
-    try:
-        groups = group_rows(emulated_rows(results))
-    except UsageError as error:
-        raise LeftOut(str(error)) from error
-    if len(groups) != 1:
-        raise LeftOut(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
-                      f"would do")
-    rows = [one for one in groups[0] if not one.row.like]
+    rows = [one for one in comparable_rows(results) if not one.row.like]
     cluster = rows[0].cluster
     where = cluster.describe() if cluster else "emulated"
     with rc_context(LARGE):

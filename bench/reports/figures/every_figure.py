@@ -49,6 +49,9 @@ EMULATED = {"scaling": (_by_name("emulation.draw_emulated"),
                         "Seconds a sequence against ranks, weak and strong scaling, published "
                         "beside emulated, and the words that a rank sends."),
             **dict(itertools.islice(FIGURES.items(), 2, None))}
+# For a talk: one message, in large letters.
+TALK = {"talk": (_by_name("talk.draw_talk"),
+                 "Speed-ups of 3-D on the most ranks, published beside emulated.")}
 # The figures of microbenchmarks, by kind.
 MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {"products": {
     "words-of-products": (_by_name("products.draw_words_against_ranks"),
@@ -72,12 +75,13 @@ def make_drawings(found: FolderContents) -> Iterator[Drawing]:
                            link_sweep.make_sweep_drawings([*found.measurements, *joined]))
 
 
-def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:
-    """List the figures of the rows of every preset."""
+def make_row_drawings(found: FolderContents, talk: bool = False) -> Iterator[Drawing]:
+    """List the figures of the rows of every preset, or those for a `talk`."""
     for results in found.results:
         # It becomes part of a file's name, and a record may contain any text.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
-        chosen = EMULATED if waited_rows(results) else FIGURES
+        waited = waited_rows(results)
+        chosen = (TALK if waited else {}) if talk else EMULATED if waited else FIGURES
         for name, (draw, about) in chosen.items():
             yield Drawing(f"{name}-{preset}", about, partial(draw, results))
 
@@ -104,17 +108,19 @@ def _sizes(record: Measurements) -> str:
 
 
 def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
-                 names: str = "") -> tuple[list[Path], list[LeftOut]]:
+                 names: str = "", talk: bool = False) -> tuple[list[Path], list[LeftOut]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
     Parameters
     ----------
     folder : path
-        With the results.
+        With the results; or a trace, the file of ``--trace``, whose name ends in .json.
     formats : tuple of str
         Formats of `style.METADATA`.
     names : str
         Beginnings of the names of figures, with commas between; "" draws all.
+    talk : bool
+        Whether to draw those for a talk, instead.
 
     Returns
     -------
@@ -128,13 +134,18 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     UsageError
         When no figure has such a name.
     """
-    found = read_folder(folder)
-    drawings = [one for one in make_drawings(found)
+    if Path(folder).suffix == ".json" and not Path(folder).is_dir():    # a trace
+        home, every = Path(folder).parent, [_by_name("trace.trace_drawing")(folder)]
+    else:
+        found = read_folder(folder)
+        home = found.folder
+        every = list(make_row_drawings(found, True) if talk else make_drawings(found))
+    drawings = [one for one in every
                 if one.name.casefold().startswith(tuple(names.casefold().split(",")))]
     if names and not drawings:
         raise UsageError(f"--figures {names}: none of "
-                         f"{', '.join(one.name for one in make_drawings(found)) or 'no figures'}")
-    drawn, left_out = style.save_drawings(drawings, found.folder, formats)
+                         f"{', '.join(one.name for one in every) or 'no figures'}")
+    drawn, left_out = style.save_drawings(drawings, home, formats)
     if not drawn and not left_out:
         left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
     return drawn, left_out

@@ -1,7 +1,7 @@
 """Draw the shares of the parts in the time of a step."""
 
 import itertools
-from typing import Iterable
+from typing import Iterable, Sequence
 
 from bench.cases.paper import HEADINGS, title
 from bench.records.folder import Results
@@ -35,7 +35,7 @@ def draw_time_shares(results: Results):
     if not traced:
         raise LeftOut("no run says where its time went (it was measured before that was "
                       "recorded, or with --traced 0)")
-    looks = part_styles(results.runs[key] for key in traced)
+    looks = part_styles(results.runs[key].directions for key in traced)
     most = max(sum(key[0] == table for key in traced) for table in HEADINGS)
     figure, panels = make_figure(2, 1, (max(10, 2.2 + PAIR * most), 7.2), (
         "Where the time goes, in the mean over ranks and traced repetitions"))
@@ -76,10 +76,10 @@ def _name_groups(panel, runs: list[Run]) -> None:
             panel.axvline(own[0] - 0.5, color="0.6", linewidth=0.8, linestyle=":")
 
 
-def part_styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
-    """Return colour and hatching of all parts in the runs, from the bottom of the stack."""
+def part_styles(grids: Iterable[Sequence[str]]) -> dict[str, tuple[str, str | None]]:
+    """Return colour and hatching of all parts on grids, by directions, from the stack's bottom."""
     # Larger grids first: they give the order of the directions.
-    of_grids = sorted((run.directions for run in runs), key=len, reverse=True)
+    of_grids = sorted(grids, key=len, reverse=True)
     directions = dict.fromkeys(itertools.chain.from_iterable(of_grids))
     further = dict(zip((name for name in directions if name not in COLOURS),
                        itertools.cycle(FURTHER)))

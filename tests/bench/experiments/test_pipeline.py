@@ -1,4 +1,5 @@
 """Pipelines that are measured: what follows from times, verification, files, refusals."""
+import json
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ from bench.errors import WrongResult
 from bench.experiments.pipeline import subject
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
+from bench.instruments.chrome_trace import find_problems
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.reports.figures import measured_timelines
@@ -82,7 +84,9 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     assert ("each to the bit" in text) == (not waits) and "emulated" not in text
     for title, timeline in measured_timelines.timelines(record).items():
         assert ("WAITS" in title) == bool(waits) and timeline.makespan > 0
-    events = [one for one in make_action_trace(record)["traceEvents"] if one["ph"] == "X"]
+    trace = json.loads(json.dumps(make_action_trace(record), allow_nan=False))
+    assert find_problems(trace) == []
+    events = [one for one in trace["traceEvents"] if one["ph"] == "X"]
     assert len(events) == 2 * 2 * 9    # measured, and the clock's
     assert {one["name"] for one in events} == {
         f"{kind}{stage}.{micro}" for kind in "FBW" for stage in (0, 1) for micro in range(3)}

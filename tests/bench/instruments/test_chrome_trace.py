@@ -1,69 +1,56 @@
 """Traces for Chrome and Perfetto: the format's rules, nesting, and what they add up to."""
 import json
+import re
 
 import pytest
 
 import mm3d
-from bench.__main__ import parser
+from bench.__main__ import main, parser
 from bench.errors import StoreError, UsageError
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import chrome_trace, step_tracing, timing
 from bench.instruments.clock import Clock
-from bench.instruments.spans import part_names
+from bench.instruments.spans import Span, part_names
 from bench.records import run_file
 from bench.records.journal import Journal
+from bench.reports.figures import style, trace
 from bench.verbs import run
 from bench.command_line.publish import check_trace_file
 from mm3d.tracing.events import PHASES
 from models import SIZES, Parallelism
-from support import run_ranks
+from support import ROOT, run_ranks
 
 
 def tracks(document: dict) -> dict[int, list[dict]]:
-    """The complete events of each rank, after the format's rules have been checked."""
+    """The complete events of each rank, of a trace that keeps the format's rules."""
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
-    found: dict[int, list[dict]] = {}
-    named = set()
-    for event in document["traceEvents"]:
-        assert event["pid"] == 0 and isinstance(event["tid"], int)
-        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
-            if event["name"] == "thread_name":
-                named.add(event["tid"])
-            continue
-        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0
-        assert event["cat"] in ("phase", "layer", "gemm", "collective", "wait")
-        found.setdefault(event["tid"], []).append(event)
-    assert named == set(found)
+    assert chrome_trace.find_problems(json.loads(json.dumps(document))) == []
+    assert {event["cat"] for event in document["traceEvents"] if event["ph"] == "X"} <= {
+        "phase", "layer", "gemm", "collective", "wait"}
+    return {track: events for (_, track), events in chrome_trace.group_tracks(
+        document["traceEvents"]).items()}
+
+
+def own_times(document: dict) -> dict[int, dict[tuple[str, str], float]]:
+    """Own microseconds of each track by phase and part, as the figure of the trace has them."""
+    found: dict[int, dict[tuple[str, str], float]] = {}
+    for (track, events), pieces in zip(tracks(document).items(),
+                                       trace.lanes_of(document["traceEvents"]).values()):
+        own = found.setdefault(track, {})
+        for event, piece in zip(events, pieces, strict=True):
+            key = event["args"]["phase"], event["args"]["part"]
+            own[key] = own.get(key, 0) + 1000 * piece.own
     return found
 
 
-def nested(events: list[dict]) -> dict[tuple[str, str], float]:
-    """Own microseconds by phase and part, of a track whose events lie in each other or apart."""
-    own: dict[tuple[str, str], float] = {}
-    around: list[tuple[int, int, tuple]] = []
-    for event in events:
-        start = round(1000 * event["ts"])
-        end = start + round(1000 * event["dur"])
-        while around and start >= around[-1][1]:
-            around.pop()
-        key = event["args"]["phase"], event["args"]["part"]
-        if around:
-            assert around[-1][0] <= start <= end <= around[-1][1], event["name"]
-            own[around[-1][2]] -= (end - start) / 1000
-        own[key] = own.get(key, 0) + (end - start) / 1000
-        around.append((start, end, key))
-    return own
-
-
 @pytest.mark.ranks(1, 4, 8)
-def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path):
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path, overlap):
     """Per rank: collectives of one step, and the parts that the record has."""
     grids = {1: (1, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2)}
     folder = comm.bcast(str(tmp_path))
     file = chrome_trace.trace_file(f"{folder}/trace.json", "a", 1)
-    with Parallelism("3d", grids[comm.size]).on(comm, "numpy") as scheme:
+    with Parallelism("3d", grids[comm.size], {"overlap": overlap}).on(comm, "numpy") as scheme:
         model = mm3d.Transformer(scheme, **SIZES["few"])
         x, dy = model.random("input"), model.random("output gradient")
         step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
@@ -87,9 +74,12 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path)
             if event["cat"] == "collective":
                 key = event["args"]["axis"], event["args"]["collective"]
                 seen[key] = seen.get(key, 0) + 1
-                assert event["args"]["operand"] in event["name"]
+                # Overlap gathers vectors ahead, before layers: these alone have no name.
+                operand = event["args"].get("operand")
+                assert operand in event["name"] if operand else (
+                    overlap and event["args"]["phase"] == "forward")
         assert seen == everyone[rank]
-        for (phase, part), microseconds in nested(events).items():
+        for (phase, part), microseconds in own_times(document)[rank].items():
             if part != "other":    # which has what the clock saw beside the spans, too
                 kept = seconds[PHASES.index(phase), rank, part_names("xyz").index(part)]
                 assert microseconds == pytest.approx(1e6 * kept, abs=1.0), part
@@ -97,11 +87,79 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path)
         assert {"layers.0.attention.qkv", "layers.1.mlp.gelu", "forward"} <= names
 
 
-def test_what_does_not_nest_is_seen():
-    """The test's own check: two events that overlap are refused."""
-    event = {"ts": 0.0, "dur": 5.0, "name": "a", "args": {"phase": "forward", "part": "gemm"}}
-    with pytest.raises(AssertionError):
-        nested([event, {**event, "ts": 2.0, "dur": 5.0}])
+def made_up_trace() -> dict:
+    """Two ranks, each with a phase, and in it a product, a wait and a collective."""
+    def span(name, kind, start, end, **of):
+        given = {"axis": "", "collective": "", "operand": "", "bytes": 0, "flops": 0} | of
+        return Span(name, kind, "forward", start=start, end=end, own=end - start, **given)
+    track = [span("gemm 2 x 3 x 4", "gemm", 1.0, 2.5, flops=48),
+             span("wait along y", "wait", 2.5, 3.0, axis="y", collective="all_gather"),
+             span("all-gather A along y", "collective", 3.0, 3.75, axis="y",
+                  collective="all_gather", operand="A", bytes=24),
+             span("forward", "phase", 1.0, 4.0)]
+    return chrome_trace.make_trace([track, track[2:]], ["rank 0", "rank 1"], "a test",
+                                   {"title": "a test", "clock_offset_error_s": [0.0, 2e-6]})
+
+
+BREAK = {    # what is changed, and what is said of it
+    "no list": (lambda trace: trace.update(traceEvents={}), "there is no list traceEvents"),
+    "unit": (lambda trace: trace.update(displayTimeUnit="s"), "displayTimeUnit 's'"),
+    "kind": (lambda trace: trace["traceEvents"][-1].update(ph="B"), "ph is 'B'"),
+    "no name": (lambda trace: trace["traceEvents"][0].pop("name"), "event 0: name is None"),
+    "track": (lambda trace: trace["traceEvents"][-1].update(tid="1"), "tid is '1'"),
+    "true": (lambda trace: trace["traceEvents"][-1].update(pid=True), "pid is True"),
+    "time": (lambda trace: trace["traceEvents"][-1].update(ts=float("nan")), "ts and dur are"),
+    "length": (lambda trace: trace["traceEvents"][-1].pop("dur"), "ts and dur are"),
+    "category": (lambda trace: trace["traceEvents"][-1].pop("cat"), "cat is None"),
+    "metadata": (lambda trace: trace["traceEvents"][1].update(args={}), "thread_name states {}"),
+    "nameless": (lambda trace: trace["traceEvents"].pop(1), "track (0, 0) has no name"),
+    "overlap": (lambda trace: trace["traceEvents"][-1].update(dur=9e6), "ends after the span")}
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_what_breaks_the_format_is_seen(name, tmp_path):
+    change, said = BREAK[name]
+    document = made_up_trace()
+    assert chrome_trace.find_problems(document) == []
+    change(document)
+    assert any(said in problem for problem in chrome_trace.find_problems(document))
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    with pytest.raises(StoreError, match=r"^trace .*t\.json: "):
+        chrome_trace.read_trace(tmp_path / "t.json")
+
+
+def test_own_times_are_those_outside_of_inner_spans():
+    found = own_times(made_up_trace())
+    assert found[0] == {("forward", "other"): pytest.approx(0.25e6),
+                        ("forward", "gemm"): 1.5e6, ("forward", "waiting"): 0.5e6,
+                        ("forward", "all_gather y"): 0.75e6}
+    assert found[1][("forward", "other")] == pytest.approx(2.25e6)
+
+
+def test_the_figure_has_a_lane_a_rank_and_names_the_longest_spans(tmp_path, capsys):
+    path = tmp_path / "step.json"
+    assert chrome_trace.write_file(path, made_up_trace()) == 0
+    assert main(["report", str(path), "--figures"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'step.png'}\n"
+    with style.figure_style():
+        figure = trace.draw_trace(chrome_trace.read_trace(path))
+        (panel,) = figure.axes
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["rank 0", "rank 1"]
+    texts = {text.get_text() for text in panel.texts}
+    assert texts == {"gemm 2 x 3 x 4", "wait along y", "all-gather A along y", "forward"}
+    legend = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert legend == {"matrix products: 750 ms", "collectives along y: 750 ms",
+                      "waiting: 250 ms", "other: 1.25e+03 ms"}
+    path.write_text("{")
+    assert main(["report", str(path), "--figures"]) == 2
+    assert "step.json: is no JSON" in capsys.readouterr().err
+
+
+def test_three_verbs_write_traces_and_each_is_tested():
+    """`run` and `measure matmul` below, `measure pipeline` in tests/bench/experiments."""
+    writers = {path.stem for path in (ROOT / "bench").rglob("*.py")
+               if re.search(r"chrome_trace\.write_\w+\(", path.read_text())}
+    assert writers == {"run", "matmul", "pipeline"}
 
 
 def test_several_cases_have_a_file_each():

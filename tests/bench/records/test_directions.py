@@ -147,7 +147,7 @@ def test_the_figure_stacks_directions_of_all_runs(tmp_path):
     runs = [with_directions("xyz", rows[0]), with_directions("sdxyz", rows[1])]
     for row, run in zip(rows, runs):
         run_file.write_run(run, tmp_path, make_case(row, "laptop").name)
-    looks = time_shares.part_styles(runs)
+    looks = time_shares.part_styles(run.directions for run in runs)
     assert list(looks) == ["gemm", *"sdxyz", "elementwise", "waiting", "other"]
     assert [looks[c] for c in "xyz"] == [(time_shares.COLOURS[c], time_shares.HATCHES[c])
                                          for c in "xyz"]

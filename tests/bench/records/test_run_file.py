@@ -2,6 +2,7 @@
 import multiprocessing
 import os
 import random
+import re
 import resource
 import time
 
@@ -12,7 +13,9 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import run_file
+from bench.reports import paper_tables
 from records import made_up
+from support import ROOT
 
 ROW = select_rows("weak", "3d")[0]
 
@@ -56,6 +59,23 @@ def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):
         moved = traffic.bytes.sel(axis="x", collective="all_gather", rank=ROW.gpus - 1)
         assert moved.attrs["units"] == "byte"
         np.testing.assert_array_equal(moved, run.traffic["bytes"][:, -1, 0, 0])
+
+
+def test_the_page_s_lines_open_results_with_xarray_and_pandas(tmp_path, monkeypatch):
+    """Of `bench/records/README.rst`, as they stand; the median is that of the tables."""
+    for name in ("xarray", "h5netcdf", "pandas"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    page = (ROOT / "bench/records/README.rst").read_text("utf-8")
+    lines = re.search(r":name: open-results\n\n((?:   .*\n|\n)+)", page)[1]
+    run = made_up(ROW)
+    run_file.write_run(run, tmp_path, "a").rename(tmp_path / "run.h5")
+    (tmp_path / "tables.csv").write_text(paper_tables.format_tables(tmp_path, "csv"))
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec(re.sub("^   ", "", lines, flags=re.MULTILINE), found)
+    assert found["forward"] == np.median(run.samples["forward"].max(axis=1))
+    assert found["rows"]["table"].nunique() > 1 and len(found["frame"]) == run.samples[
+        "forward"].size
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path):

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.emulation.row import of_run
-from bench.reports.figures import emulation, every_figure, style
+from bench.reports.figures import emulation, every_figure, style, talk
 from records import emulated_run, made_up
 
 SECONDS = {"1d": 30.0, "2d": 120.0, "3d": 60.0}
@@ -103,3 +104,34 @@ def test_rows_of_several_scales_are_left_out_with_the_reason(results):
     results.runs[key] = replace(run, configuration=run.configuration | {"waited_scale": 8.0})
     with pytest.raises(style.LeftOut, match="2 clusters, machines or scales: one would do"):
         emulation.draw_emulated(results)
+
+
+def test_a_figure_for_a_talk_says_what_the_tables_say(results):
+    """Published beside emulated; its message claims only what may be quoted."""
+    rows = emulation.comparable_rows(results)
+    found = talk.speed_ups(rows)
+    assert [(one.table, one.over, one.ranks, round(one.emulated, 1), one.quotable)
+            for one in found] == [("weak", "1-D", 64, 6.4, False), ("weak", "2-D", 64, 2.0, False),
+                                  ("strong", "1-D", 64, 1.0, True), ("strong", "2-D", 64, 2.0,
+                                                                     True)]
+    assert talk.message(found) == "3-D beside other schemes on 64 ranks"
+    strong = found[2:]
+    assert talk.message(strong) == "On 64 ranks 3-D is faster than 2-D, as published"
+    assert talk.message([replace(one, low=1.01) for one in strong]) == (
+        "On 64 ranks 3-D is faster than 1-D and 2-D, as published")
+    assert talk.message([replace(one, low=1.01, published=0.9) for one in strong]).endswith("2-D")
+    with style.figure_style():
+        figure = talk.draw_talk(results)
+    figure.draw_without_rendering()
+    assert figure.get_size_inches().tolist() == [16, 9]
+    (panel,) = figure.axes
+    assert {text.get_text() for text in panel.texts} >= {"6.40*", "2.00*", "2.00", "1.38"}
+    assert min(text.get_fontsize() for text in [*panel.texts, *panel.get_yticklabels()]) >= 20
+
+
+def test_report_draws_the_figures_for_a_talk_alone(folder, tmp_path, capsys):
+    assert main(["report", str(folder), "--figures", "--talk"]) == 0
+    assert capsys.readouterr().out == f"{folder}/talk-emulated-waited-work.png\n"
+    (folder / "talk-emulated-waited-work.png").unlink()
+    assert main(["report", str(folder), "--talk"]) == 2
+    assert "--talk would do nothing here: give --figures too" in capsys.readouterr().err

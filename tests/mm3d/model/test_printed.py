@@ -1,5 +1,6 @@
 """Models, parameters and traffic say what they are, on ranks that do not exist."""
 from collections import Counter
+from html import unescape
 
 import pytest
 
@@ -56,3 +57,21 @@ def test_traffic_prints_what_only_the_closed_form_has():
         "reduce         y          0          0                1.5",
         "all                       1          6                1.5"]
     assert "closed" not in str(counts)
+
+
+def test_a_notebook_shows_what_is_printed():
+    """All of it, in letters of one width, and nothing of it is read as HTML."""
+    model = model_of("3d", (2, 2, 2))
+    mesh = mm3d.Mesh(DryCommunicator(8), stages=2, grid=(2, 2, 1),
+                     backend=backends.get(DryBackend()))
+    for one in (model, model.parameters[0], model.traffic(), mesh):
+        shown = one._repr_html_()
+        assert shown.startswith("<pre>") and "<" not in shown[5:-6], shown
+        assert unescape(shown.removeprefix("<pre>").removesuffix("</pre>")) == str(one)
+    assert TrafficCounts({("<x>", "a & b"): Traffic()})._repr_html_().count("&lt;x&gt;") == 1
+
+
+def test_ipython_takes_it_for_html():
+    formatters = pytest.importorskip("IPython.core.formatters", reason="IPython is missing")
+    found, _ = formatters.DisplayFormatter().format(TrafficCounts(), include=["text/html"])
+    assert found["text/html"].startswith("<pre>collective")

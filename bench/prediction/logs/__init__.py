@@ -1,0 +1,1 @@
+"""Logs of other benchmarks, of which a machine file is made."""
