@@ -25,11 +25,14 @@ from bench.verbs import train
 from jobs.own_options import list_verb_problems
 from mm3d.config import Config, Division
 from mm3d.grid.shape import GridShape
+from mm3d.model.architecture import Architecture
 from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
 from support import status_of
 
 SMALL = ModelFile("small", layers=4, hidden=256, heads=4, vocab=512, seq=128)
+LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=320,
+                     biases="none")
 PLAN = ["plan", "--machine", "dgx-a100"]
 
 
