@@ -195,12 +195,14 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
         search.Search(replace(asked, gpt=one)).run()
 
 
+@pytest.mark.parametrize("model", ["megatron-1t", "llama-2-7b", "llama-3-8b"])
 @pytest.mark.parametrize("machine, error", [("dgx-a100", .03), ("dgx-h100", .03),
                                             ("longhorn", .15)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_closed_forms_of_a_layer_are_near_its_dry_run(machine, error, recompute):
-    """With softmax in memory, with scores in registers, and with this library's own passes."""
-    asked = Training(load_model("llama-2-7b"), 8, 8, 2048, "float32", load_machine(machine))
+def test_closed_forms_of_a_layer_are_near_its_dry_run(model, machine, error, recompute):
+    """With softmax in memory, with scores in registers, and with this library's own passes; of a
+    GPT, of SwiGLU with RMSNorm and rotary positions, and with 4 heads of queries for each key."""
+    asked = Training(load_model(model), 8, 8, 2048, "float32", load_machine(machine))
     for scheme, grid in asked.shapes():
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
