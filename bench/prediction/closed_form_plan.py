@@ -6,7 +6,7 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Iterable, Mapping, NamedTuple
+from typing import Iterable, Mapping
 
 import numpy as np
 
@@ -82,10 +82,16 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     return moved / least if least > 0 else math.nan
 
 
-class LayerKind(NamedTuple):
+@dataclass(frozen=True)
+class LayerKind:
     """What decides how much elementwise work each element of activations is.
 
-    `how` is an architecture without sizes, `group` the heads that share one of keys.
+    Attributes
+    ----------
+    how : Architecture
+        An architecture without sizes.
+    group : int
+        The heads of queries that share one of keys.
     """
 
     how: Architecture = PLAIN

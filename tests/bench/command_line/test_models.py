@@ -54,7 +54,7 @@ def training_of(words: list[str]) -> tuple:
     ("gpt2 --seq 1025", "model file gpt2: --seq 1025: the table of positions of gpt2 ends at 1024"),
     ("none.json", "model file none.json: .*No such file"),
     ("FILE", "features that nothing here computes: .*'deepseek_v3', q_lora_rank")])
-def test_what_is_wrong_with_a_model_is_one_line_under_every_verb(words, said, verb, file, capsys):
+def test_a_wrong_model_is_told_in_one_line_under_every_verb(words, said, verb, file, capsys):
     path = file("llama", model_type="deepseek_v3", q_lora_rank=3)
     assert status_of(main, [*VERBS[verb].split(), "--model",
                             *words.replace("FILE", path).split()]) == 2
