@@ -3,6 +3,9 @@
 import argparse
 import math
 import shlex
+from typing import Iterable
+
+import msgspec
 
 from bench.command_line import expert_options, options
 from bench.command_line.number_types import MOST_RANKS
@@ -11,7 +14,8 @@ from bench.prediction.model_file import ModelFile, load_model
 
 LAYERS = {"layers": 24, "seq": 512}    # without --model
 CHANGES = ("layers", "seq", "vocab")    # of a model, where a verb has such an option
-SAID = ("hidden", "heads", "untied", "experts", *expert_options.LAYERS)    # by the model
+SAID = ("hidden", "heads", "untied")    # by the model
+EXPERTS = ("experts", *expert_options.LAYERS)    # by a model that has some
 
 
 def add_named(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +23,7 @@ def add_named(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=(
         "sizes, architecture and experts of a published model, such as llama-3-70b, or of a file, "
         "a .toml or a config.json of Hugging Face; --layers and --seq are then other numbers of "
-        "its layers, and of tokens in a sequence"))
+        "its layers, and of tokens in a sequence, and --experts are for a model without"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +40,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def read_model(arguments: argparse.Namespace) -> ModelFile | None:
     """Return the model that ``--model`` names, with the sizes of `CHANGES` that were given.
 
-    All of its sizes are set as options.  None without ``--model``.
+    One without experts has those of the options.  All sizes are set as options.  None without
+    ``--model``.
 
     Raises
     ------
@@ -45,13 +50,11 @@ def read_model(arguments: argparse.Namespace) -> ModelFile | None:
     """
     if arguments.model is None:
         return None
-    for name in SAID:
-        value = getattr(arguments, name, None)
-        if value is not None and value is not False:
-            said = "" if value is True else " none" if value == math.inf else f" {value}"
-            raise UsageError(f"--{name.replace('_', '-')}{said}: --model {arguments.model} says "
-                             f"it: leave one of them out")
     found = load_model(arguments.model, **_changes(arguments))
+    for word in _words(arguments, SAID if found.experts is None else (*SAID, *EXPERTS)):
+        raise UsageError(f"{word}: --model {arguments.model} says it: leave one of them out")
+    if found.experts is None:
+        found = msgspec.structs.replace(found, experts=expert_options.experts_of(arguments))
     for name in ("layers", "hidden", "heads", "seq"):
         setattr(arguments, name, getattr(found, name))
     return found
@@ -70,9 +73,16 @@ def read_sizes(arguments: argparse.Namespace) -> ModelFile | None:
 
 def words_of(arguments: argparse.Namespace) -> str:
     """Return the options that name the model, before `read_model` sets others."""
-    changed = [f" --{name} {value}" for name, value in _changes(arguments).items()
-               if value is not None and name != "seq"]
-    return f"--model {shlex.quote(arguments.model)}{''.join(changed)}"
+    changed = _words(arguments, ("layers", "vocab", *EXPERTS))
+    return " ".join([f"--model {shlex.quote(arguments.model)}", *changed])
+
+
+def _words(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Return those of some options that were given, as words."""
+    given = {name: getattr(arguments, name, None) for name in names}
+    return [f"--{name.replace('_', '-')}" + (
+        "" if value is True else " none" if value == math.inf else f" {value}")
+        for name, value in given.items() if value is not None and value is not False]
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, int | None]:

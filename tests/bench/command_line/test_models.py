@@ -49,7 +49,8 @@ def training_of(words: list[str]) -> tuple:
     ("llama-3-71b", "'llama-3-71b' is unknown.*did you mean llama-3-70b"),
     ("llama-3-8b --hidden 64", "--hidden 64: --model llama-3-8b says it: leave one of them out"),
     ("llama-3-8b --heads 4", "--heads 4: --model llama-3-8b says it"),
-    ("llama-3-8b --experts 4", "--experts 4: --model llama-3-8b says it"),
+    ("mixtral-8x7b --experts 4", "--experts 4: --model mixtral-8x7b says it"),
+    ("llama-3-8b --balance 0.1", "--balance 0.1 would do nothing here: --experts 8"),
     ("mixtral-8x7b --capacity none", "--capacity none: --model mixtral-8x7b says it"),
     ("gpt2 --seq 1025", "model file gpt2: --seq 1025: the table of positions of gpt2 ends at 1024"),
     ("none.json", "model file none.json: .*No such file"),
@@ -86,6 +87,12 @@ def test_train_takes_the_architecture_and_other_numbers_of_layers_and_tokens(kin
         expected.hidden, expected.heads, expected.architecture, expected.experts)
     assert plan.architecture.kv_heads == 3 and bool(plan.experts) == (kind == "mixtral")
     assert not [*list_verb_problems("train", words)]
+
+
+def test_a_model_without_experts_may_get_some(file):
+    plan, _ = training_of(["--model", file("llama"), "--experts", "4", "--expert-every", "1"])
+    assert (plan.experts.count, plan.experts.every) == (4, 1)
+    assert plan.architecture.perceptron == "swiglu"
 
 
 @pytest.mark.ranks(4)
