@@ -80,12 +80,14 @@ class Model:
     def settings(self) -> dict[str, Any]:
         """Return all fields as settings of a record, those of experts and architecture prefixed.
 
-        Fields that are None are left out, and the architecture's that are as by default.
+        Fields that are None are left out, and the architecture's that are as by default; several
+        numbers are a text.
         """
         found = {name: value for name, value in asdict(self).items() if name != FIELD}
         found |= {f"{FIELD}_{name}": value for name, value in self.architecture.given().items()}
         found |= {PREFIX + name: value for name, value in (found.pop("experts") or {}).items()}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
+                for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)

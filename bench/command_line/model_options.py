@@ -1,21 +1,29 @@
 """Define and read ``--model``, which names a model or a file instead of sizes."""
 
 import argparse
+import math
+import shlex
+from typing import Iterable
 
-from bench.command_line import options
+import msgspec
+
+from bench.command_line import expert_options, options
 from bench.command_line.number_types import MOST_RANKS
 from bench.errors import UsageError
-from bench.prediction.model_file import GptFile, load_model
+from bench.prediction.model_file import ModelFile, load_model
 
 LAYERS = {"layers": 24, "seq": 512}    # without --model
-SAID = ("layers", "hidden", "heads", "experts")    # by the model
+CHANGES = ("layers", "seq", "vocab")    # of a model, where a verb has such an option
+SAID = ("hidden", "heads", "untied")    # by the model
+EXPERTS = ("experts", *expert_options.LAYERS)    # by a model that has some
 
 
 def add_named(parser: argparse.ArgumentParser) -> None:
     """Add ``--model``."""
     parser.add_argument("--model", metavar="NAME", help=(
         "sizes, architecture and experts of a published model, such as llama-3-70b, or of a file, "
-        "a .toml or a config.json of Hugging Face; --seq changes the length of its sequences"))
+        "a .toml or a config.json of Hugging Face; --layers and --seq are then other numbers of "
+        "its layers, and of tokens in a sequence, and --experts are for a model without"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -25,29 +33,58 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_named(parser)
     options.add_sizes(parser, hidden="that of --model", **LAYERS, batch=384, heads=(
         "those of the paper's row of this --hidden, or heads of 128 features"))
-    options.add_dtype(parser, "float16", "float32", "float64")
+    options.add_dtype(parser, "float16", "bfloat16", "float32", "float64")
     parser.set_defaults(**dict.fromkeys(LAYERS))
 
 
-def read_model(arguments: argparse.Namespace) -> GptFile | None:
-    """Return the model that ``--model`` names; set the sizes that are not given.
+def read_model(arguments: argparse.Namespace) -> ModelFile | None:
+    """Return the model that ``--model`` names, with the sizes of `CHANGES` that were given.
+
+    One without experts has those of the options.  All sizes are set as options.  None without
+    ``--model``.
 
     Raises
     ------
     UsageError
-        When there is no such model, or sizes are given twice or not at all.
+        When there is no such model, or an option says what it says.
     """
     if arguments.model is None:
-        if arguments.hidden is None:
-            raise UsageError("--hidden is missing: --hidden 1024 would do, or --model llama-3-8b")
-        found = None
-    else:
-        for name in SAID:
-            if getattr(arguments, name) is not None:
-                raise UsageError(f"--{name} {getattr(arguments, name)}: --model "
-                                 f"{arguments.model} says it: leave one of them out")
-        found = load_model(arguments.model)
+        return None
+    found = load_model(arguments.model, **_changes(arguments))
+    for word in _words(arguments, SAID if found.experts is None else (*SAID, *EXPERTS)):
+        raise UsageError(f"{word}: --model {arguments.model} says it: leave one of them out")
+    if found.experts is None:
+        found = msgspec.structs.replace(found, experts=expert_options.experts_of(arguments))
     for name in ("layers", "hidden", "heads", "seq"):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, getattr(found, name, LAYERS.get(name)))
+        setattr(arguments, name, getattr(found, name))
     return found
+
+
+def read_sizes(arguments: argparse.Namespace) -> ModelFile | None:
+    """Return the result of `read_model`; set the sizes that are not given without ``--model``."""
+    found = read_model(arguments)
+    if found is None and arguments.hidden is None:
+        raise UsageError("--hidden is missing: --hidden 1024 would do, or --model llama-3-8b")
+    for name, default in LAYERS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    return found
+
+
+def words_of(arguments: argparse.Namespace) -> str:
+    """Return the options that name the model, before `read_model` sets others."""
+    changed = _words(arguments, ("layers", "vocab", *EXPERTS))
+    return " ".join([f"--model {shlex.quote(arguments.model)}", *changed])
+
+
+def _words(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Return those of some options that were given, as words."""
+    given = {name: getattr(arguments, name, None) for name in names}
+    return [f"--{name.replace('_', '-')}" + (
+        "" if value is True else " none" if value == math.inf else f" {value}")
+        for name, value in given.items() if value is not None and value is not False]
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, int | None]:
+    """Return the sizes that were given beside ``--model``."""
+    return {name: getattr(arguments, name, None) for name in CHANGES}

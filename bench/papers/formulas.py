@@ -123,8 +123,7 @@ def active_parameters(model: str) -> Fraction:
 def model_flops(model: str, sequence: int, passes: int = 1) -> int:
     """Count the operations of a sequence in a model: forward, or with backward 3 passes."""
     found = load_model(model)
-    sizes = ModelSizes(found.layers, found.hidden, found.heads, 1, sequence, found.architecture)
-    layers = cost.flops(sizes, found.experts)["forward"]
+    layers = cost.flops(found.sizes(1, sequence), found.experts)["forward"]
     return passes * (layers + 2 * sequence * found.hidden * found.vocab)
 
 

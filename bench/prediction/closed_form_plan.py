@@ -4,7 +4,7 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Iterable, Mapping
 
@@ -17,6 +17,7 @@ from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.architecture import CHOICES, INNER_FACTOR, PLAIN, Architecture
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -81,9 +82,36 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     return moved / least if least > 0 else math.nan
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What decides how much elementwise work each element of activations is.
+
+    Attributes
+    ----------
+    how : Architecture
+        An architecture without sizes.
+    group : int
+        The heads of queries that share one of keys.
+    """
+
+    how: Architecture = PLAIN
+    group: int = 1
+
+    @classmethod
+    def of(cls, sizes: ModelSizes) -> "LayerKind":
+        """Return the kind of the layers of a model."""
+        return cls(Architecture(**{name: getattr(sizes.architecture, name) for name in CHOICES}),
+                   sizes.group)
+
+    def small(self, hidden: int, batch: int, seq: int) -> ModelSizes:
+        """Return the sizes of one such layer with 4 heads of keys."""
+        how = self.how if self.group == 1 else replace(self.how, kv_heads=4, head=hidden // 4)
+        return ModelSizes(1, hidden, 4 * self.group, batch, seq, how)
+
+
 @cache
-def elementwise_coefficients(kernels: str = "own",
-                             attention: str = "flash") -> tuple[np.ndarray, np.ndarray]:
+def elementwise_coefficients(kernels: str = "own", attention: str = "flash",
+                             kind: LayerKind = LayerKind()) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
     These words are linear in the numbers of `BlockSizes.elements`.  For each of forward and
@@ -93,13 +121,15 @@ def elementwise_coefficients(kernels: str = "own",
     ----------
     kernels, attention : str
         As of `bench.prediction.machine_model.Machine`.
+    kind : LayerKind
+        The kind of the layer.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
-        trace = with_kernels(
-            dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq),
-            kernels, attention, "float32", 64)
-        rows.append(line_elements(ranks, ModelSizes(1, 256, 4, 4, seq)))
+        sizes = kind.small(256, 4, seq)
+        trace = with_kernels(dry_run.trace_step("1d", ranks, **sizes), kernels, attention,
+                             "float32", sizes.head)
+        rows.append(line_elements(ranks, sizes))
         for phase in PHASES:
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
             found[phase].append(moved / 4)
@@ -133,30 +163,28 @@ class BlockSizes:
             grid.ranks_along(divided_directions(without_faces(letters)))
             for letters in (*one[0].split(","), one[1])) for one in (outer, inner))
         self.sequences, self.positions, self.features = inside
-        self.heads = largest_block(sizes["heads"], self.features)
+        self.heads = sizes.group * largest_block(sizes.kv_heads, self.features)
 
     def attention_products(self, dtype: str) -> Gemm:
         """Return the batch of products of attention in a forward pass."""
         batch, seq = self.sizes["batch"], self.sizes["seq"]
         pairs = largest_block(batch, self.sequences) * self.heads
-        return Gemm(2 * pairs, largest_block(seq, self.positions),
-                    self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
+        return Gemm(2 * pairs, largest_block(seq, self.positions), self.sizes.head, seq, dtype)
 
     def elements(self) -> np.ndarray:
         """Count elements of an outer activation, of inner ones and of the scores.
 
-        Inner ones are those of attention, in whole heads, and a part of the perceptron's that is
-        as wide as the outer one.
+        Inner ones are those of attention, in whole heads with their queries, and a quarter of the
+        perceptron's, which is as wide as the outer one by default.
         """
         batch, seq, hidden = self.sizes.batch, self.sizes.seq, self.sizes.hidden
         sequences, positions, features = self.outside
         rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
-        inner = self.sizes.inner
         return np.array([
             largest_block(batch, sequences) * largest_block(seq, positions)
             * largest_block(hidden, features),
             rows * self.heads * self.sizes.head,
-            rows * largest_block(inner, self.features) * hidden / inner,
+            rows * largest_block(self.sizes.inner, self.features) / INNER_FACTOR,
             rows * seq * self.heads], float)
 
 
@@ -220,7 +248,6 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
 def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
               stack: Stack) -> tuple[dict[str, PhaseWork], dict[str, float]]:
     """Return the work of a rank in each phase, and the words that it moves."""
-    stack.architecture.require_plain("a plan by closed forms")    # elementwise work is fitted
     size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, sizes)
@@ -242,8 +269,8 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
     spent["backward"]["gemm"] = (2 + again) * forward
     if machine.kernels == "own" or flash:    # scores are multiplied once more
         spent["backward"]["gemm"] += attention / 2
-    for phase, coefficients in zip(PHASES, elementwise_coefficients(machine.kernels,
-                                                                    machine.attention)):
+    for phase, coefficients in zip(PHASES, elementwise_coefficients(
+            machine.kernels, machine.attention, LayerKind.of(sizes))):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.

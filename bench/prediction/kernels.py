@@ -25,6 +25,7 @@ from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
 ATTENTION = "attention"    # the part whose products are of scores
 RESIDUAL = "residual"
+ROTARY = "rotary"       # saves nothing, so that backward reads no input again
 OWN_PRODUCTS = {"forward": 2, "backward": 5}    # of scores, in the dry run
 SOFTMAX_PRODUCTS = {"forward": 2, "backward": 4}
 # Arrays of scores that kernels read and write.  Forward: softmax and dropout one each way;
@@ -97,7 +98,8 @@ def boundary_bytes(event: Boundary, phase: str, part: str, weighted: bool) -> in
         return event.given * backward
     if part == RESIDUAL:
         return 2 * event.made + event.given    # the sum of two arrays
-    return event.given + event.made + event.made * backward    # backward reads the input again
+    again = backward and _plain(part) != ROTARY
+    return event.given + event.made + event.made * again    # backward reads the input again
 
 
 def _plain(part: str) -> str:

@@ -77,10 +77,11 @@ def check_verification(run: Run) -> Iterator[str]:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
     names = {check.quantity for check in serial}
-    wanted = 2 + layers * cost.PARAMETER_ARRAYS
+    arrays = cost.parameter_arrays(ModelSizes.from_settings(run.configuration))
+    wanted = 2 + layers * arrays
     if not {"output", "input gradient"} <= names or len(names) != wanted:
         yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
-               f"output, its input's gradient and {cost.PARAMETER_ARRAYS} parameters a layer")
+               f"output, its input's gradient and {arrays} parameters a layer")
     yield from check_residuals(run, own)
 
 

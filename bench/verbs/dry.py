@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "for it (default longhorn)"))
     parser.add_argument("--vocab", type=options.whole(1), metavar="N", help=(
         "with --stages: count a GPT, with embedding, head and loss for N tokens, and with "
-        "--machine predict a whole step of its training by AdamW"))
+        "--machine predict a whole step of its training by AdamW (default: those of --model)"))
     options.add_untied(parser)
     expert_options.add_assumed(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
@@ -83,14 +83,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
-    gpt = model_options.read_model(arguments)
+    gpt = model_options.read_sizes(arguments)
     grids.divide_among_replicas(arguments)
-    sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     ranks = pipeline_options.stage_ranks(arguments)
-    experts = expert_options.experts_of(arguments)
-    if gpt is not None:
-        sizes, experts = replace(sizes, architecture=gpt.architecture), gpt.experts
+    if gpt is None:
+        sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
+        experts = expert_options.experts_of(arguments)
+    else:
+        sizes, experts = gpt.sizes(arguments.batch), gpt.experts
         arguments.causal, arguments.experts = True, experts and experts.count
+        if arguments.stages:
+            arguments.vocab, arguments.untied = gpt.vocab, not gpt.tied
     _refuse_without_effect(arguments, experts)
     stack = Stack(**sizes, dtype=arguments.dtype, causal=arguments.causal or bool(arguments.vocab),
                   recompute=arguments.recompute, experts=experts)

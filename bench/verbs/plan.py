@@ -11,7 +11,7 @@ from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.costs.layer_costs import list_layer_costs
 from bench.prediction.costs.printed_costs import list_costs
-from bench.prediction.model_file import ModelFile, load_model
+from bench.prediction.model_file import ModelFile
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
 from bench.reports import predicted_pipelines
@@ -40,8 +40,8 @@ SIZES_OF_LAYERS = {"layers": 24, "batch": 384, "seq": 512}
 DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
 # What a training needs to be planned.
 SUCH = {"gpus": "512", "model": "llama-3-70b", "batch": "512"}
-OF_LAYERS = ("ranks", "hidden", "layers", "heads", "recompute", "data", "stages", "schedule",
-             "microbatches", "zero", "shards", "experts", "costs", "pictures")
+OF_LAYERS = ("ranks", "recompute", "data", "stages", "schedule", "microbatches", "zero", "shards",
+             "costs", "pictures")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -151,14 +151,15 @@ def _trainings(arguments: argparse.Namespace) -> int:
     """Print the plans of whole trainings; return 0."""
     _require(arguments, *SUCH)
     _refuse(arguments, OF_LAYERS,
-            "with --gpus the plan says it, or the model; leave it, or --gpus and --model, out")
-    gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
+            "with --gpus the plan says it; leave it, or --gpus and --model, out")
+    asked = model_options.words_of(arguments)
+    gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
     if gpt.experts is not None:
         raise UsageError(f"--model {arguments.model} has experts, which plans of whole trainings "
                          f"do not know: a model without would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
-    training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
-                        machine, arguments.hide_sums, arguments.machine)
+    training = Training(gpt, arguments.gpus, arguments.batch, gpt.seq, dtype, machine,
+                        arguments.hide_sums, arguments.machine, asked)
     with StatusLine() as status:
         found = Search(training, status.show).run()
     parts = training_plans.training_parts(training, found, arguments.all, arguments.top)
@@ -182,7 +183,7 @@ def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
     from bench.reports.plans.rule_tables import rule_parts
-    _refuse(arguments, ("gpus", "model", "all", "batch", "seq", *OF_LAYERS),
+    _refuse(arguments, ("gpus", "model", "all", "experts", *SIZES, *OF_LAYERS),
             f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
@@ -201,9 +202,9 @@ def _map(arguments: argparse.Namespace) -> int:
             "with --map the plans say it; leave it, or --map, out")
     if max(arguments.map) > MOST_RANKS:
         raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
-    gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
+    gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
-    asked = Asked(gpt, arguments.batch, arguments.seq or gpt.seq, dtype, machine)
+    asked = Asked(gpt, arguments.batch, gpt.seq, dtype, machine)
     rates = [factor * machine.network.bytes_per_second for factor in FACTORS]
     with StatusLine() as status:
         places = [*map_kinds(asked, arguments.map, rates, status.show)]

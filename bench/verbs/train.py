@@ -20,8 +20,8 @@ from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.reports.figures import style
-from bench.command_line import (config_options, expert_options, measuring, options,
-                                pipeline_options)
+from bench.command_line import (config_options, expert_options, measuring, model_options,
+                                options, pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.clock import wait_patiently
@@ -57,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "learn the bytes of this file (default: the English text of Python's own help)"))
     config_options.add_mesh(parser)
     config_options.add_fields(parser, Division, ["in_flight"])
+    model_options.add_named(parser)
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
     config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
@@ -164,13 +165,16 @@ def run_on(comm, arguments: argparse.Namespace, plan: Plan, division: Division) 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Make the plan of a training from the given options, and defaults for the others."""
-    start = COMPARED if arguments.compare else TRAINED
+    start, named = COMPARED if arguments.compare else TRAINED, model_options.read_model(arguments)
     given = {name: value for name in start.settings()
              if (value := getattr(arguments, OPTIONS.get(name, name), None)) is not None}
     if arguments.compare:
         refuse_unused(arguments)
-    plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied,
-                   "experts": expert_options.experts_of(arguments)})
+    if named is None:    # its vocabulary is the text's in any case
+        given |= {"tied": not arguments.untied, "experts": expert_options.experts_of(arguments)}
+    else:
+        given |= {name: getattr(named, name) for name in ("tied", "experts", "architecture")}
+    plan = Plan(**{**start.settings(), **given})
     refuse_without_effect(plan, config_options.read(Division, arguments))
     return plan
 
@@ -247,8 +251,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if arguments.sample:
         state = training.model.state()
         if comm.rank == 0:
-            written = plain_gpt.write_sample(state, training.plan.heads, arguments.sample,
-                                             experts=training.plan.experts)
+            written = plain_gpt.write_sample(state, training.plan, arguments.sample)
             say(f"\nwhat the model writes, {arguments.sample} bytes:\n"
                 f"{written.decode(errors='replace')}")
         wait_patiently(comm)

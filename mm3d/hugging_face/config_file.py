@@ -66,11 +66,31 @@ def model_from_config(path: str | Path, *, batch: int, seq: int, **fields: Any) 
         longer than its table of positions.
     """
     found = model_fields(read_config(path), str(path))
+    return Model(**{"seq": take_length(found, seq, str(path))} | found | {"batch": batch} | fields)
+
+
+def take_length(found: dict[str, Any], seq: int | None, name: str) -> int:
+    """Return the length of sequences, and take "positions" out of the result of `model_fields`.
+
+    Parameters
+    ----------
+    found : dict
+        The result, which is changed.
+    seq : int or None
+        The length that is asked for; None for the longest.
+    name : str
+        What messages call the model.
+
+    Raises
+    ------
+    ValueError
+        When a table of positions ends before.
+    """
     positions = found.pop("positions")
-    if found["architecture"].positions == "learned" and seq > positions:
-        raise ValueError(f"seq={seq}: the table of positions of {path} ends at {positions}: that "
+    if seq is not None and found["architecture"].positions == "learned" and seq > positions:
+        raise ValueError(f"seq={seq}: the table of positions of {name} ends at {positions}: that "
                          f"at most would do")
-    return Model(**found | {"batch": batch, "seq": seq} | fields)
+    return positions if seq is None else seq
 
 
 def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> dict[str, Any]:

@@ -29,7 +29,6 @@ from mm3d.schemes.words import Words
 Key = tuple[str, str]    # direction and kind of collective
 Moves = list[Move]
 
-PARAMETER_ARRAYS = 12    # of a layer
 # The parts of a layer, in pairs: "selective" recomputes the first of each from its input.
 ATTENTION = (("norm", "qkv"), ("attention", "proj"))
 PERCEPTRON = (("norm", "up"), ("gelu", "down"))
@@ -136,6 +135,12 @@ def parameters(sizes: ModelSizes) -> int:
     return sizes.layers * (norms + sum(
         one.N * one.K + one.K * _has_bias(part, sizes)
         for part in ("qkv", "proj", "up", "down") for one in _products_of(part, sizes, None)))
+
+
+def parameter_arrays(sizes: ModelSizes) -> int:
+    """Count the arrays of parameters of a layer without experts; one of 2019 has 12."""
+    parts = ("qkv", "proj", "up", "down")
+    return 2 * vectors_of_norm(sizes) + sum(1 + _has_bias(part, sizes) for part in parts)
 
 
 def vectors_of_norm(sizes: ModelSizes) -> int:

@@ -100,12 +100,25 @@ class PlainExperts:
         return y
 
     def _expert(self, e: int) -> tuple:
-        """Compute an expert: its tokens, their gates and choices; slope, GELU and result."""
+        """Compute an expert: its tokens, their gates and choices; slope, activation and result.
+
+        With SwiGLU the slope is None: `gradients` are those of GELU.
+        """
         a = self.a
         tokens, choice = np.nonzero((self.chosen == e) & self.kept)
         gate = self.gates[tokens, choice][:, None]
-        g, slope = gelu(self.x[tokens] @ a["up.weight"][e] + a["up.bias"][e])
-        return tokens, gate, choice, (slope, g, g @ a["down.weight"][e] + a["down.bias"][e])
+        up = a["up.weight"][e]
+        u = self.x[tokens] @ up.reshape(len(up), -1) + self._bias("up", e)
+        if up.ndim == 3:    # (hidden, 2, features)
+            opened, u = np.split(u, 2, -1)
+            g, slope = opened / (1 + np.exp(-opened)) * u, None
+        else:
+            g, slope = gelu(u)
+        return tokens, gate, choice, (slope, g, g @ a["down.weight"][e] + self._bias("down", e))
+
+    def _bias(self, name: str, e: int) -> np.ndarray | float:
+        """Return the bias of a product of an expert, as a vector; 0 where it has none."""
+        return self.a[f"{name}.bias"][e].reshape(-1) if f"{name}.bias" in self.a else 0.0
 
     def gradients(self, dy: np.ndarray) -> dict[str, np.ndarray]:
         """Compute the gradients of x, as "input", and of all parameters from the output's."""

@@ -9,10 +9,11 @@ from typing import Mapping
 import numpy as np
 
 from bench.experiments.experts.plain import PlainExperts
+from mm3d.config import Model
+from mm3d.model.architecture import PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 
 State = Mapping[str, np.ndarray]
-EPS = 1e-5
 
 
 class Routing:
@@ -36,7 +37,7 @@ class Routing:
         self._chosen: dict[str, np.ndarray] = {}
         self.part = 0
 
-    def compute(self, part: "_Part", x: np.ndarray) -> np.ndarray:
+    def compute(self, part: "Part", x: np.ndarray) -> np.ndarray:
         """Compute a layer of experts, and add the losses of its router."""
         key = f"{self.part} {part.prefix}"
         begins = f"{part.prefix}experts."
@@ -50,53 +51,107 @@ class Routing:
         return layer.output().reshape(x.shape)
 
 
-def logits(state: State, tokens: np.ndarray, heads: int,
+def logits(state: State, tokens: np.ndarray, model: Model,
            routing: Routing | None = None) -> np.ndarray:
     """Compute the logits of every position, (batch, seq, vocab), in the type of the parameters.
 
     A model with experts needs a `routing`, and computes them in float64.
     """
-    x = state["embedding.weight"][tokens] + state["positions.weight"][:tokens.shape[1]]
-    layer = 0
-    while f"layers.{layer}.ln1.weight" in state:
-        p = _Part(state, f"layers.{layer}.")
-        x = x + p.linear("attention.proj", attention(
-            p.linear("attention.qkv", p.norm("ln1", x)), heads))
-        wide = p.norm("ln2", x)
-        if f"layers.{layer}.experts.router.weight" in state:
-            x = x + routing.compute(p, wide)
-        else:
-            x = x + p.linear("mlp.down", gelu(p.linear("mlp.up", wide)))
-        layer += 1
-    x = _Part(state, "").norm("norm", x)
+    how, x = model.architecture, state["embedding.weight"][tokens]
+    if how.positions == "learned":
+        x = x + state["positions.weight"][:tokens.shape[1]]
+    for number in range(model.layers):
+        x = Part(state, f"layers.{number}.", how).layer(x, model.heads, routing=routing)
+    x = Part(state, "", how).norm("norm", x)
     return x @ (state["head.weight"] if "head.weight" in state else state["embedding.weight"].T)
 
 
-class _Part:
-    """The linear layers and norms whose names begin with `prefix`."""
+class Part:
+    """The linear layers and norms whose names begin with `prefix`, of an architecture."""
 
-    def __init__(self, state: State, prefix: str) -> None:
-        self.state, self.prefix = state, prefix
+    def __init__(self, state: State, prefix: str, how: Architecture = PLAIN) -> None:
+        self.state, self.prefix, self.how = state, prefix, how
+
+    def layer(self, x: np.ndarray, heads: int, causal: bool = True,
+              routing: Routing | None = None) -> np.ndarray:
+        """Compute a layer."""
+        head = self.how.head or x.shape[-1] // heads
+        x = x + self.linear("attention.proj", attention(
+            self.linear("attention.qkv", self.norm("ln1", x)), heads, head, self.how, causal))
+        wide = self.norm("ln2", x)
+        if f"{self.prefix}experts.router.weight" in self.state:
+            return x + routing.compute(self, wide)
+        u = self.linear("mlp.up", wide)
+        return x + self.linear("mlp.down", gelu(u) if self.how.perceptron == "gelu" else swiglu(u))
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        weight, bias = (self.state[f"{self.prefix}{name}.{part}"] for part in ("weight", "bias"))
-        return x @ weight + bias
+        """Compute x W + b; the dimensions of W after the first are joined."""
+        weight, bias = (self.state.get(f"{self.prefix}{name}.{part}") for part in (
+            "weight", "bias"))
+        y = x @ weight.reshape(len(weight), -1)
+        return y if bias is None else y + bias.reshape(-1)
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        weight, bias = (self.state[f"{self.prefix}{name}.{part}"] for part in ("weight", "bias"))
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt(np.mean(centred ** 2, -1, keepdims=True) + EPS) * weight + bias
+        """Normalize rows."""
+        weight, bias = (self.state.get(f"{self.prefix}{name}.{part}") for part in (
+            "weight", "bias"))
+        if self.how.norm == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        y = x / np.sqrt(np.mean(x ** 2, -1, keepdims=True) + self.how.epsilon) * weight
+        return y if bias is None else y + bias
 
 
-def attention(qkv: np.ndarray, heads: int) -> np.ndarray:
-    """Compute causal attention of all heads from Q | K | V, (batch, seq, 3 hidden)."""
-    batch, seq, width = qkv.shape
-    q, k, v = qkv.reshape(batch, seq, 3, heads, -1).transpose(2, 0, 3, 1, 4)
-    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]).astype(q.dtype)
-    scores = np.where(np.tri(seq, dtype=bool), scores, -np.inf)
+def attention(qkv: np.ndarray, heads: int, head: int, how: Architecture = PLAIN,
+              causal: bool = True) -> np.ndarray:
+    """Compute attention of all heads from the queries of each group, K and V.
+
+    Parameters
+    ----------
+    qkv : ndarray
+        (batch, seq, (group + 2) x features of all keys).
+    heads, head : int
+        Heads of queries, and features of each.
+    how : Architecture
+        Says how many heads share a key, whether positions rotate, and the window.
+    causal : bool
+        Whether a position attends only to itself and those before it.
+
+    Returns
+    -------
+    ndarray
+        (batch, seq, heads x head).
+    """
+    batch, seq, _ = qkv.shape
+    kv = how.kv_heads or heads
+    parts = qkv.reshape(batch, seq, heads // kv + 2, kv, head).transpose(0, 2, 3, 1, 4)
+    q, k = parts[:, :-2], parts[:, -2]
+    if how.positions == "rotary":
+        q, k = rotated(q, how), rotated(k, how)
+    scores = q @ k[:, None].swapaxes(-1, -2) / np.sqrt(head).astype(q.dtype)
+    back = np.arange(seq)[:, None] - np.arange(seq)
+    if causal:
+        scores = np.where((back < 0) | (back >= (how.window or seq)), -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    mixed = weights / weights.sum(-1, keepdims=True) @ v
-    return mixed.swapaxes(1, 2).reshape(batch, seq, width // 3)
+    mixed = weights / weights.sum(-1, keepdims=True) @ parts[:, None, -1]
+    return mixed.transpose(0, 3, 2, 1, 4).reshape(batch, seq, heads * head)
+
+
+def rotated(a: np.ndarray, how: Architecture) -> np.ndarray:
+    """Rotate (..., positions, features), as complex numbers."""
+    half = a.shape[-1] // 2
+    speed = how.rotary_base ** (-np.arange(half) / half)
+    if how.rotary_scaling:
+        factor, low, high, original = how.rotary_scaling
+        for i, one in enumerate(speed):
+            length = 2 * np.pi / one
+            if length > original / low:
+                speed[i] = one / factor
+            elif length >= original / high:
+                smooth = (original / length - low) / (high - low)
+                speed[i] = (1 - smooth) * one / factor + smooth * one
+    turned = (a[..., :half] + 1j * a[..., half:]) * np.exp(
+        1j * np.arange(a.shape[-2])[:, None] * speed)
+    return np.concatenate([turned.real, turned.imag], -1).astype(a.dtype)
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -104,7 +159,13 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi).astype(x.dtype) * (x + 0.044715 * x ** 3)))
 
 
-def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int,
+def swiglu(x: np.ndarray) -> np.ndarray:
+    """Compute SiLU of the first half of the features times the second half."""
+    gate, u = np.split(x, 2, -1)
+    return u * gate / (1 + np.exp(-gate))
+
+
+def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, model: Model,
               routing: Routing | None = None) -> float:
     """Compute the mean cross entropy of all targets, sequence by sequence.
 
@@ -116,7 +177,7 @@ def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int,
                                                 np.split(targets, parts))):
         if routing:
             routing.part, routing.losses = number, 0.0
-        found = logits(state, some, heads, routing).astype(np.float64)
+        found = logits(state, some, model, routing).astype(np.float64)
         found -= found.max(-1, keepdims=True)
         chosen = np.take_along_axis(found, wanted[..., None], -1)[..., 0]
         total += float(np.sum(np.log(np.exp(found).sum(-1)) - chosen))
@@ -124,16 +185,16 @@ def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int,
     return total / targets.size + losses
 
 
-def write_sample(state: State, heads: int, length: int, seed: int = 0, start: bytes = b"\n",
-                 temperature: float = 0.8, experts: ExpertOptions | None = None) -> bytes:
+def write_sample(state: State, model: Model, length: int, seed: int = 0,
+                 start: bytes = b"\n", temperature: float = 0.8) -> bytes:
     """Draw bytes that the model writes after `start`, one after another.
 
     Parameters
     ----------
     state : mapping
         Global parameters by name.
-    heads : int
-        Attention heads.
+    model : Model
+        What it is of; its experts are never full.
     length : int
         Number of bytes.
     seed : int
@@ -142,16 +203,14 @@ def write_sample(state: State, heads: int, length: int, seed: int = 0, start: by
         The text before the sample, not returned; at least one byte.
     temperature : float
         Logits are divided by it.
-    experts : ExpertOptions, optional
-        Those of a model that has some; none is full.
     """
     state = {name: np.asarray(a, np.float32) for name, a in state.items()}
-    draw, seq = np.random.default_rng(seed), len(state["positions.weight"])
+    draw, seq = np.random.default_rng(seed), model.seq
     written = list(start)
     for _ in range(length):
         seen = np.array([written[-seq:]])
-        routing = Routing(replace(experts, capacity=None)) if experts else None
-        last = logits(state, seen, heads, routing)[0, -1].astype(np.float64) / temperature
+        routing = Routing(replace(model.experts, capacity=None)) if model.experts else None
+        last = logits(state, seen, model, routing)[0, -1].astype(np.float64) / temperature
         weights = np.exp(last - last.max())
         written.append(int(draw.choice(len(weights), p=weights / weights.sum())))
     return bytes(written[len(start):])

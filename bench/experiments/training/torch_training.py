@@ -42,6 +42,10 @@ def check_torch(plan: Plan) -> None:
     if plan.dropout:
         raise UsageError(f"--torch with --dropout {plan.dropout:g}: PyTorch draws other masks; "
                          f"leave one of them out")
+    try:
+        plan.architecture.require_plain("--torch")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if plan.dtype not in ("float32", "float64"):
         raise UsageError(f"--torch with --dtype {plan.dtype}: float32 or float64 would do")
 
@@ -104,7 +108,6 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
 
 def describe_case(plan: Plan, steps: int, microbatches: int) -> dict[str, Any]:
     """Return the settings, the rates of all steps, and how tokens are routed."""
-    plan.architecture.require_plain("PyTorch's training beside it")
     routing = None
     if plan.experts is not None:
         routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,

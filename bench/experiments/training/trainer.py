@@ -149,8 +149,7 @@ class Training:
         self.model.dropout_step = None
         scale = self.model.loss_scale
         self.model.loss_scale = min(scale, VERIFIED_SCALE)
-        checks = verify(self.model, self.batch(0), self.plan.heads, self.plan.dtype, self.comm,
-                        self.plan.experts)
+        checks = verify(self.model, self.batch(0), self.plan, self.comm)
         self.model.loss_scale = scale
         return checks
 

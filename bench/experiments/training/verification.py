@@ -10,7 +10,7 @@ from bench.experiments.training import plain_gpt
 from bench.experiments.training.text import Batch
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
-from mm3d.model.experts.options import ExpertOptions
+from mm3d.config import Model
 
 STEP = 1e-5    # of the central difference; its own error is below 1e-6
 # Relative, of the loss and of the gradient.
@@ -18,8 +18,7 @@ TOLERANCES = {"float64": (1e-12, 1e-6), "float32": (1e-5, 1e-4), "float16": (1e-
               "bfloat16": (1e-2, 5e-2)}
 
 
-def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
-           experts: ExpertOptions | None = None) -> list[Check]:
+def verify(model: Any, batch: Batch, plan: Model, comm: Any) -> list[Check]:
     """Compare loss and gradient of a batch with a model in NumPy, float64; every rank calls it.
 
     The length of the whole gradient is compared with the central difference of NumPy's loss along
@@ -43,8 +42,9 @@ def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
     model.zero_gradients()
     checks = None
     if comm.rank == 0:
-        routing = plain_gpt.Routing(experts, model.schedule.microbatches) if experts else None
-        checks = compare_with_plain(loss, state, gradients, batch, heads, dtype, routing)
+        routing = plain_gpt.Routing(plan.experts, model.schedule.microbatches
+                                    ) if plan.experts else None
+        checks = compare_with_plain(loss, state, gradients, batch, plan, routing)
     wait_patiently(comm)
     checks = comm.bcast(checks)
     reject(difference_message(checks))
@@ -58,7 +58,7 @@ def difference_message(checks: Sequence[Check]) -> str:
 
 
 def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,
-                       batch: Batch, heads: int, dtype: str,
+                       batch: Batch, plan: Model,
                        routing: plain_gpt.Routing | None = None) -> list[Check]:
     """Compare a loss and gradients with those of the model in NumPy.
 
@@ -69,13 +69,13 @@ def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt
     length = math.sqrt(inner_product(slopes, slopes))
 
     def loss_of(state: plain_gpt.State) -> float:
-        return plain_gpt.mean_loss(state, *batch, heads, routing)
+        return plain_gpt.mean_loss(state, *batch, plan, routing)
     expected = loss_of(state)    # the first, which chooses the experts
     slope = slope_along(slopes, length, state, loss_of)
     direction, size = random_signs(state), math.sqrt(sum(a.size for a in state.values()))
     component = inner_product(slopes, direction) / size
     apart = component - slope_along(direction, size, state, loss_of)
-    of_loss, of_gradient = TOLERANCES[dtype]
+    of_loss, of_gradient = TOLERANCES[plan.dtype]
     return [Check("loss", abs(loss - expected) / expected, of_loss),
             Check("gradient", abs(length - slope) / slope, of_gradient),
             # The component's own size is random: the error is taken relative to its usual size.

@@ -12,7 +12,7 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
-from bench.prediction.model_file import GptFile
+from bench.prediction.model_file import ModelFile
 from bench.prediction.meshes.narrow_training import NarrowTraining
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.layer_work import Layer
@@ -80,7 +80,7 @@ class Place:
 class Asked:
     """What is mapped: a model with a batch on a machine, whose rate between nodes is changed."""
 
-    gpt: GptFile
+    gpt: ModelFile
     batch: int
     seq: int
     dtype: str

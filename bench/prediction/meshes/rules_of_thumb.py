@@ -13,7 +13,7 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
-from bench.prediction.model_file import GptFile, load_model
+from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.meshes.narrow_training import NarrowTraining
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.search import Search, TrainingPlan
@@ -37,6 +37,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Stages of the pipeline, replicas, and GPUs, as printed.
     batch : int
         Sequences of a step, of all replicas.
+    tflops, mfu : float
+        What was measured on this mesh, as printed: Tflop/s of a GPU, and MFU in percent; 0 where
+        nothing was.
     """
 
     size: str
@@ -46,6 +49,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: int
     gpus: int
     batch: int
+    tflops: float = 0.0
+    mfu: float = 0.0
 
     @property
     def contradictions(self) -> list[str]:
@@ -67,12 +72,15 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Where the batches are from.
     rules : tuple of Rule
         The rules.
+    remarks : tuple of str
+        Further remarks.
     """
 
     title: str
     source: str
     batches: str
     rules: tuple[Rule, ...]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,13 +140,13 @@ def load_rules(name: str) -> Rules:
     return found
 
 
-def fitting_tensor(gpt: GptFile, dtype: str, machine: Machine) -> int:
+def fitting_tensor(gpt: ModelFile, dtype: str, machine: Machine) -> int:
     """Return the tensor parallelism of the decision tree.
 
     It is 1, for replicas alone, where the state of a training fits one GPU.  Else the tree takes
     the lesser of a node's GPUs and of the state over a GPU's memory, here up to the next divisor.
     """
-    state = sum(state_by_kind(dtype, gpt.own_parameters, zero=0, shards=1).values())
+    state = sum(state_by_kind(dtype, gpt.parameters, zero=0, shards=1).values())
     needed = math.ceil(state / machine.memory_bytes)
     return next((ranks for ranks in range(1, machine.ranks_per_node)
                  if machine.ranks_per_node % ranks == 0 and ranks >= needed),

@@ -7,7 +7,7 @@ from typing import Iterable, Iterator, NamedTuple
 
 from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
-from bench.prediction.model_file import GptFile
+from bench.prediction.model_file import ModelFile
 from bench.prediction.pipeline_model import PipelineModel, build_once
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
@@ -80,7 +80,7 @@ class Training:
 
     Attributes
     ----------
-    gpt : GptFile
+    gpt : ModelFile
         The model; its sequences are as long as `seq` says.
     gpus, batch, seq : int
         GPUs in all; sequences of a step, of all replicas; tokens in a sequence.
@@ -93,9 +93,11 @@ class Training:
         `bench.prediction.training_step.predict_step`.
     named : str
         The name or file of the machine.
+    asked : str
+        The options that name the model; by default its own name.
     """
 
-    gpt: GptFile
+    gpt: ModelFile
     gpus: int
     batch: int
     seq: int
@@ -103,6 +105,7 @@ class Training:
     machine: Machine
     overlap: bool = False
     named: str = ""
+    asked: str = ""
 
     def microbatches(self, choice: Choice) -> int:
         """Return the micro-batches of a replica."""
@@ -112,7 +115,8 @@ class Training:
         """Return the layers, for so many sequences."""
         gpt = self.gpt
         return Stack(layers=layers or gpt.layers, hidden=gpt.hidden, heads=gpt.heads, batch=batch,
-                     seq=self.seq, dtype=self.dtype, causal=True, recompute=recompute)
+                     seq=self.seq, dtype=self.dtype, causal=True, recompute=recompute,
+                     architecture=gpt.architecture)
 
     def model(self, choice: Choice) -> PipelineModel:
         """Return the model that a plan is of, for exact predictions."""
@@ -140,10 +144,10 @@ class Training:
                      if self._has_heads(scheme, grid))
 
     def _has_heads(self, scheme: str, grid: GridShape) -> bool:
-        """Return whether each rank of a grid has a head, and features."""
+        """Return whether each rank of a grid has a head of keys, and features."""
         columns = [grid.ranks_along(divided_directions(without_faces(one[1])))
                    for one in find_scheme(scheme).layouts(grid, grid.ranks, self.seq)]
-        return columns[0] <= self.gpt.hidden and columns[1] <= self.gpt.heads
+        return columns[0] <= self.gpt.hidden and columns[1] <= self.gpt.sizes().kv_heads
 
     def meshes(self, places: int) -> Iterator[tuple[int, int]]:
         """List the numbers of replicas and of stages for stages of so many ranks."""
@@ -170,8 +174,9 @@ class Training:
         layers = self.gpt.layers
         if microbatches % stages == 0:
             for chunks in range(2, MOST_CHUNKS + 1):
-                if (layers % (stages * chunks) == 0
-                        and stages * chunks * microbatches <= MOST_ACTIONS):
+                equal = layers % (stages * chunks) == 0
+                uneven = layers % stages and layers >= stages * chunks    # as without chunks
+                if (equal or uneven) and stages * chunks * microbatches <= MOST_ACTIONS:
                     yield f"interleaved:{chunks}"
 
     def shards(self, choice: Choice) -> tuple[int | None, ...]:

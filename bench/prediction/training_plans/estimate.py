@@ -14,7 +14,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective
 
-ARRAYS_OF_LAYER, ARRAYS_OF_ENDS = 12, 4    # of parameters
+ARRAYS_OF_ENDS = 4    # of parameters
 
 
 class StageSizes(NamedTuple):
@@ -43,6 +43,7 @@ class Estimator:
 
     def __init__(self, training: Training) -> None:
         self.training = training
+        self.arrays = cost.parameter_arrays(training.gpt.sizes())    # of a layer
         self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products = map(
             cache, (self._sizes, self._moved, self._hop, self._tied, self._adamw, self._state,
                     self._products))
@@ -153,7 +154,7 @@ class Estimator:
         """Return the seconds of a layer with what ZeRO 2 and 3 move."""
         if choice.parts == 1 or choice.zero < 2:
             return work.forward + work.backward
-        where = choice.parts, strides["d"], sizes.of_layer, ARRAYS_OF_LAYER
+        where = choice.parts, strides["d"], sizes.of_layer, self.arrays
         gathered = self.moved("all_gather", *where) * (choice.zero == 3)
         over = gathered, (self.moved("reduce_scatter", *where)
                           + gathered * (1 + (choice.recompute == "full")))
@@ -163,7 +164,7 @@ class Estimator:
     def _last_sums(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
         """Return the seconds of sums over replicas, and of gathers, at the end of a step."""
         parts, copies = choice.parts, choice.data // choice.parts
-        arrays, found = ARRAYS_OF_LAYER * sizes.layers[0] + ARRAYS_OF_ENDS, 0.0
+        arrays, found = self.arrays * sizes.layers[0] + ARRAYS_OF_ENDS, 0.0
         for kind, moves in (("reduce_scatter", choice.zero < 2), ("all_gather", choice.zero < 3)):
             if moves and parts > 1:
                 found += self.moved(kind, parts, strides["d"], sizes.most, arrays)
@@ -176,7 +177,8 @@ class Estimator:
         gpt, parts = self.training.gpt, weight_parts(scheme, grid)
         share, more = divmod(gpt.layers, stages)
         table = gpt.vocab * gpt.hidden / parts
-        ends = [table + self.training.seq * gpt.hidden / parts, table]
+        learned = gpt.architecture.positions == "learned"
+        ends = [table + learned * self.training.seq * gpt.hidden / parts, table]
         if stages == 1:
             ends = [ends[0] + table * (not gpt.tied)] * 2
         layer = layer_parameters(scheme, grid, self.training.stack(1, "none", 1).sizes)

@@ -11,9 +11,9 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import (BlockSizes, PhaseWork, collectives_of,
-                                               elementwise_coefficients, grid_work,
-                                               line_elements)
+from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork,
+                                               collectives_of, elementwise_coefficients,
+                                               grid_work, line_elements)
 from bench.prediction.kernels import with_kernels
 from bench.prediction.pipeline_model import PipelineModel, build_once
 from bench.prediction.pipeline_seconds import HALVES
@@ -107,12 +107,12 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     """
     machine, size = training.machine, itemsize(training.dtype)
     blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
-    elements = blocks.elements()
+    elements, kind = blocks.elements(), LayerKind.of(blocks.sizes)
     moved = sum(words @ elements for words in elementwise_coefficients(
-        machine.kernels, machine.attention))
+        machine.kernels, machine.attention, kind))
     elements[-1] /= largest_block(layer.micro, blocks.sequences)
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
-        layer.recompute, training.dtype))
+        layer.recompute, training.dtype, kind))
     logits = _logits(training, layer)
     return (LayerBytes(saved, operands, working, max(working, size * LOGIT_ARRAYS * logits),
                        grown),
@@ -121,7 +121,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
 
 
 @cache
-def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, ...]:
+def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, ...]:
     """Return the words that a layer saves, and those of its further arrays in backward.
 
     After these are those of `LayerBytes.operands` and `LayerBytes.grown`.  All are per word of
@@ -129,12 +129,12 @@ def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, ...]:
     """
     rows, found, size = [], [], itemsize(dtype)
     for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (3, 2, 128), (1, 8, 128), (1, 2, 256)):
-        stack = Stack(layers=1, hidden=64, heads=4, batch=batch, seq=seq, causal=True, dtype=dtype,
-                      recompute=recompute)
+        sizes = kind.small(64, batch, seq)
+        stack = Stack(**sizes, causal=True, dtype=dtype, recompute=recompute)
         whole, apart = (traced_bytes([PipelineModel(
             build_once(name, 1, 1), "1d", (GridShape("x", (ranks,)),), stack).trace(layers)
             for layers in range(1, most + 1)]) for name, most in (("gpipe", 1), ("zb-h1", 2)))
-        rows.append(line_elements(ranks, ModelSizes(1, 64, 4, batch, seq)))
+        rows.append(line_elements(ranks, sizes))
         rows[-1][-1] /= batch
         found.append((whole.saved / size, whole.working / size, apart.operands / size,
                       apart.grown / size))
@@ -143,11 +143,11 @@ def words_of(recompute: str, dtype: str) -> tuple[np.ndarray, ...]:
 
 
 @cache
-def launches(kernels: str, attention: str, recompute: str) -> tuple[int, int]:
+def launches(kernels: str, attention: str, recompute: str, kind: LayerKind) -> tuple[int, int]:
     """Count the operations that a rank starts in a layer, forward and backward."""
-    trace = with_kernels(dry_run.trace_step("1d", 2, layers=1, hidden=64, heads=4, batch=2, seq=8,
-                                            recompute=recompute), kernels, attention,
-                         "float32", 16)
+    sizes = kind.small(64, 2, 8)
+    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute), kernels,
+                         attention, "float32", sizes.head)
     return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
                      and not isinstance(event, (Boundary, Collective, Overlapped)))
                  for phase in PHASES)
@@ -178,7 +178,7 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     machine, stack = training.machine, training.stack(layer.micro, layer.recompute, 1)
     found, _ = grid_work(layer.scheme, layer.grid, machine, stack)
     started = [machine.launch_seconds * count / machine.achieved.latency for count in launches(
-        machine.kernels, machine.attention, layer.recompute)]
+        machine.kernels, machine.attention, layer.recompute, LayerKind.of(stack.sizes))]
     halves = cost.flops_of_halves(stack.sizes)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute))
@@ -265,9 +265,9 @@ def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> 
 
 def _phase_seconds(training: Training, trace: Trace) -> tuple[float, float, float]:
     """Return the seconds of forward, of backward, and of W within it."""
-    machine, gpt = training.machine, training.gpt
+    machine = training.machine
     spent = trace_terms(machine, with_kernels(trace, machine.kernels, machine.attention,
-                                              training.dtype, gpt.hidden // gpt.heads))
+                                              training.dtype, training.gpt.sizes().head))
     seconds = {phase: achieved_seconds(machine, terms) for phase, terms in spent.items()}
     weights = seconds.get(HALVES[-1], 0.0)
     backward = sum(seconds.get(phase, 0.0) for phase in ("backward", *HALVES[1:]))

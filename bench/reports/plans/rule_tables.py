@@ -5,7 +5,7 @@ from typing import Sequence
 
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.machine_model import Machine
-from bench.prediction.meshes.rules_of_thumb import PLAIN, Rules, Tested
+from bench.prediction.meshes.rules_of_thumb import PLAIN, Rule, Rules, Tested
 from bench.prediction.training_plans.search import TrainingPlan
 from bench.prediction.training_step import SHARES
 from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
@@ -27,16 +27,22 @@ def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]
 
 def _rule_table(rules: Rules, found: Sequence[Sequence[Tested]]) -> Table:
     """Make the table of the rules as printed, and of what is trained."""
-    rows = []
+    rows, printed = [], any(rule.tflops or rule.mfu for rule in rules.rules)
+
+    def measured(rule: Rule) -> list[Cell]:
+        return [number_cell(value or math.nan, ".4g") for value in (rule.tflops, rule.mfu)
+                if printed]
     for rule, (one, *_) in zip(rules.rules, found):
         gpt = one.training.gpt
         rows.append([rule.size, " or ".join(map(str, rule.tensor)), rule.stages, rule.data,
-                     rule.gpus, gpt.name, number_cell(gpt.own_parameters / 1e9), rule.batch,
-                     one.training.seq])
+                     rule.gpus, gpt.name, number_cell(gpt.parameters / 1e9), rule.batch,
+                     one.training.seq, *measured(rule)])
     return Table(rules.title, [
         Column("model", align="<"), Column("TP"), Column("PP"), Column("DP"), Column("GPUs"),
-        Column("a GPT of", "the sizes of", align="<"), Column("parameters", "billion", align="."),
-        Column("sequences", "a step"), Column("tokens in", "a sequence")], rows)
+        Column("trained", align="<"), Column("parameters", "billion", align="."),
+        Column("sequences", "a step"), Column("tokens in", "a sequence"),
+        *(Column(*head, group="measured there", align=".") for head in (
+            ("Tflop/s", "a GPU"), ("MFU", "%")) if printed)], rows)
 
 
 def _plan_table(found: Sequence[Sequence[Tested]]) -> Table:
@@ -101,6 +107,7 @@ def _remarks(rules: Rules) -> Notes:
     return Notes("Remarks", [
         f"rules from: {rules.source}",
         f"sequences: {rules.batches}",
+        *rules.remarks,
         *(line for rule in rules.rules for line in rule.contradictions),
         f"a rule names a mesh alone: plain is {plain}; else the planner chooses the rest, and "
         f"plain or sequence-parallel 1-D, so that a rule loses by its mesh alone",

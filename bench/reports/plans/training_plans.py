@@ -130,17 +130,16 @@ def changes_table(training: Training, found: Found) -> Table:
 
 def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
     """Return the commands that count, train and submit a plan."""
-    gpt, choice, machine = training.gpt, plan.choice, training.machine
-    sizes = (f"--layers {gpt.layers} --hidden {gpt.hidden} --heads {gpt.heads} --batch "
-             f"{training.batch} --seq {training.seq} --dtype {training.dtype}")
+    choice, machine = plan.choice, training.machine
+    sizes = (f"{training.asked or f'--model {training.gpt.name}'} --batch {training.batch} --seq "
+             f"{training.seq} --dtype {training.dtype}")
     shards = f"--shards {choice.shards} " * bool(choice.shards)
     mesh = (f"--data {choice.data} --zero {choice.zero} {shards}--stages {choice.stages} "
             f"--schedule {choice.schedule} --microbatches {training.microbatches(choice)} "
             f"--scheme {choice.scheme} --grid {choice.grid.compact} --recompute "
-            f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)
-            + " --untied" * (not gpt.tied))
+            f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside))
     trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
-    return [f"python -m bench dry --ranks {training.gpus} {sizes} --vocab {gpt.vocab} {mesh} "
+    return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} "
             f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
             f"{training.named or machine.name}" + " --hide-sums" * training.overlap,
             f"mpirun -n {training.gpus} python -m bench train {trained}",
@@ -168,7 +167,7 @@ def remarks(training: Training, found: Found) -> Notes:
         "MFU: operations of all products over the seconds and the rate of products of the "
         "machine, forward and twice again backward, scores without regard to the mask, and the "
         "head (arXiv 2104.04473, equation 3); HFU: with those that recomputation repeats",
-        f"{gpt.name} here is a GPT of its sizes, without grouped queries and gated perceptrons: "
-        f"{gpt.difference}" + f"; sizes: {gpt.source}" * bool(gpt.source),
+        f"{gpt.name}: {gpt.parameters / 1e9:.4g} billion parameters"
+        + f"; sizes: {gpt.source}" * bool(gpt.source),
         "dry counts the rank that is full, and predicts the step; train has the bytes of its text "
         "as vocabulary; sites of jobs are in jobs/sites"])

@@ -53,7 +53,7 @@ def test_attention_and_gelu_of_the_plain_model_are_their_definitions():
     rng = np.random.default_rng(0)
     qkv = rng.standard_normal((1, 4, 3 * 6))
     q, k, v = (qkv[0, :, 6 * n:6 * n + 6] for n in range(3))
-    found = plain_gpt.attention(qkv, 2)[0]
+    found = plain_gpt.attention(qkv, 2, 3)[0]
     for head in range(2):
         part = slice(3 * head, 3 * head + 3)
         for row in range(4):

@@ -5,7 +5,7 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.prediction.meshes.kind_map import Asked, BOX, LINE, map_kinds
 from bench.prediction.machine_model import load_machine
-from bench.prediction.model_file import GptFile, load_model
+from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.meshes.rules_of_thumb import (PLAIN, check_rules, fitting_tensor, load_rules)
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
@@ -99,7 +99,7 @@ def test_a_rule_of_no_stage_is_refused(rules, tmp_path):
         load_rules(path)
 
 
-TINY_GPT = GptFile("tiny", 4, 64, 4, 100, 16, tied=False)
+TINY_GPT = ModelFile("tiny", 4, 64, 4, 100, 16, tied=False)
 ASKED = Asked(TINY_GPT, 8, 16, "float16", H100)
 RATES = [1e9, H100.network.bytes_per_second, 1e13]
 

@@ -14,7 +14,7 @@ from bench.errors import UsageError
 from bench.instruments.placement import mesh_order
 from bench.prediction import hop_seconds
 from bench.prediction.machine_model import load_machine
-from bench.prediction.model_file import SIZES, GptFile, load_model
+from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
@@ -25,11 +25,14 @@ from bench.verbs import train
 from jobs.own_options import list_verb_problems
 from mm3d.config import Config, Division
 from mm3d.grid.shape import GridShape
+from mm3d.model.architecture import Architecture
 from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
 from support import status_of
 
-SMALL = GptFile("small", layers=4, hidden=256, heads=4, vocab=512, seq=128)
+SMALL = ModelFile("small", layers=4, hidden=256, heads=4, vocab=512, seq=128)
+LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=320,
+                     biases="none")
 PLAN = ["plan", "--machine", "dgx-a100"]
 
 
@@ -81,7 +84,7 @@ def test_memory_by_dry_runs_of_layers_is_near_that_of_a_step_where_w_is_apart(re
         plan.memory["all"], rel=.02)
 
 
-UNEVEN = replace(SMALL, name="uneven", hidden=180, heads=6, vocab=509)
+UNEVEN = msgspec.structs.replace(SMALL, name="uneven", hidden=180, heads=6, vocab=509)
 
 
 class Uneven(search.Search):
@@ -187,17 +190,19 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
     assert said.startswith(f"the library refused {len(found.refused)} plans")
     assert next(iter(found.refused)) in said and said.endswith(": no such pipeline")
     refused = 1
-    one = replace(SMALL, layers=1)    # no stages
+    one = msgspec.structs.replace(SMALL, layers=1)    # no stages
     with pytest.raises(UsageError, match="can run none of .* no such pipeline"):
         search.Search(replace(asked, gpt=one)).run()
 
 
+@pytest.mark.parametrize("model", ["megatron-1t", "llama-2-7b", "llama-3-8b"])
 @pytest.mark.parametrize("machine, error", [("dgx-a100", .03), ("dgx-h100", .03),
                                             ("longhorn", .15)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_closed_forms_of_a_layer_are_near_its_dry_run(machine, error, recompute):
-    """With softmax in memory, with scores in registers, and with this library's own passes."""
-    asked = Training(load_model("llama-2-7b"), 8, 8, 2048, "float32", load_machine(machine))
+def test_closed_forms_of_a_layer_are_near_its_dry_run(model, machine, error, recompute):
+    """With softmax in memory, with scores in registers, and with this library's own passes; of a
+    GPT, of SwiGLU with RMSNorm and rotary positions, and with 4 heads of queries for each key."""
+    asked = Training(load_model(model), 8, 8, 2048, "float32", load_machine(machine))
     for scheme, grid in asked.shapes():
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
@@ -208,15 +213,22 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(machine, error, recompute)
             assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
 
 
+def written(model: ModelFile, folder) -> str:
+    """The path of a file that has the model."""
+    tree = {name: getattr(model, name) for name in ("name", *SIZES, "tied")}
+    tree["architecture"] = {name: [*value] if isinstance(value, tuple) else value
+                            for name, value in model.architecture.given().items()}
+    (folder / "model.toml").write_text(msgspec.toml.encode(tree).decode())
+    return str(folder / "model.toml")
+
+
 def test_dry_predicts_the_best_plan_as_it_is_printed(capsys, tmp_path):
-    path = tmp_path / "small.toml"
-    sizes = {name: getattr(SMALL, name) for name in ("name", *SIZES)}
-    path.write_text(msgspec.toml.encode(sizes).decode())
-    assert main([*PLAN, "--gpus", "2", "--model", str(path), "--batch", "2", "--all"]) == 0
+    path = written(SMALL, tmp_path)
+    assert main([*PLAN, "--gpus", "2", "--model", path, "--batch", "2", "--all"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     options = re.search(r"python -m bench (dry .*?) - mpirun", said)[1].split()
     assert main(options) == 0
-    assert "MFU" in said and "0 % beside" not in said
+    assert "MFU" in said and f"small: {SMALL.parameters / 1e9:.4g} billion parameters" in said
     assert "not searched: models with experts" in said and "library refused" not in said
 
 
@@ -235,8 +247,10 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     """Seconds and bytes of `dry` are the plan's, and `train` is on its mesh: it moves as much."""
     asked = training(8, 8, 100)
     (tmp_path / "mine.toml").write_text(msgspec.toml.encode(asked.machine).decode())
-    asked = replace(asked, named=str(tmp_path / "mine.toml"), overlap=overlap,
-                    gpt=replace(SMALL, vocab=256, tied=overlap))
+    gpt = msgspec.structs.replace(SMALL, vocab=256, tied=overlap,
+                                  architecture=LLAMA if overlap else SMALL.architecture)
+    asked = replace(asked, named=str(tmp_path / "mine.toml"), overlap=overlap, gpt=gpt,
+                    asked=f"--model {written(gpt, tmp_path)}")
     plan = search.Search(asked).predicted(choice)
     dry, trained, job = (line.split() for line in command_lines(asked, plan))
     assert main(dry[3:]) == 0

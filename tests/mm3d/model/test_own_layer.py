@@ -136,7 +136,7 @@ def test_parameters_have_the_names_of_their_layers(layers, recompute):
                                              "mlp.up", "mlp.down") for end in ("weight", "bias")]
     assert [p.name for p in model.parameters] == [
         f"layers.{n}.{name}" for n in range(layers) for name in of_layer]
-    assert len(of_layer) == cost.PARAMETER_ARRAYS
+    assert len(of_layer) == cost.parameter_arrays(model.sizes)
     assert sum(math.prod(p.shape) for p in model.parameters) == cost.parameters(model.sizes)
 
 
