@@ -1,10 +1,13 @@
 """Divide one dimension of a matrix over one direction of the process grid, and gather it."""
 
 import math
-from typing import Any
+from copy import copy
+from typing import Any, Sequence
+
+import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths, resized_shape
+from mm3d.arrays.blocks import block_indices, block_lengths, resized_shape
 from mm3d.grid.axis import Axis
 from mm3d.transport.pending import Pending
 
@@ -180,6 +183,55 @@ class FaceSplit(Split):
     def prefetch(self, a: Array) -> Array:
         """Return `a`: a broadcast is not begun ahead."""
         return a
+
+
+class JoinedSplit:
+    """Divide several arrays, joined to a flat one, along one axis: each like its own `Split`.
+
+    Parameters
+    ----------
+    splits : sequence of Split
+        One for each array, all along the same axis.
+    shapes : sequence of tuple of int
+        Shape of this rank's block of each array.
+
+    Attributes
+    ----------
+    axis : Axis
+        The direction.
+    shapes : list of tuple of int
+        Shapes of the arrays before the axis divides them.
+    """
+
+    def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:
+        self.axis, parts, start = splits[0].axis, [], 0
+        self.shapes = [resized_shape(shape, split.dim, split.extent)
+                       for shape, split in zip(shapes, splits, strict=True)]
+        for shape, split in zip(self.shapes, splits):
+            places = np.arange(start, start + math.prod(shape)).reshape(shape)
+            parts.append([places[index].ravel() for index in block_indices(
+                len(shape), split.dim, split.counts)])
+            start += places.size
+        # Collectives take the blocks of one rank after another, layers one array after another.
+        of_ranks = [np.concatenate(blocks) for blocks in zip(*parts)]
+        order, asarray = np.concatenate(of_ranks), self.axis.backend.asarray
+        self._flat = copy(splits[0])
+        self._flat.dim, self._flat.extent = 0, start
+        self._flat.counts = [len(one) for one in of_ranks]
+        self._sorted = bool((np.diff(order) == 1).all())
+        self._by_rank, self._by_array = (order, order) if self._sorted else (
+            asarray(order), asarray(np.argsort(order)))
+
+    def all_gather(self, a: Array) -> Array:
+        """Gather all arrays from the joined blocks of all ranks."""
+        return self._take(self._flat.all_gather(a), self._by_array)
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """Sum the joined arrays over the ranks; return this rank's joined blocks."""
+        return self._flat.reduce_scatter(self._take(a, self._by_rank))
+
+    def _take(self, a: Array, order: Array) -> Array:
+        return a if self._sorted else self.axis.backend.xp.take(a, order)
 
 
 class Gathered:

@@ -8,7 +8,7 @@ each of the P ranks has 1/P of the sum.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
@@ -157,6 +157,20 @@ class Words:
     def spaces(self, way: str) -> tuple[SpaceCosts, SpaceCosts]:
         """Return the spaces of A and C of a product; `way` is "up" or "down"."""
         return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
+
+    def vector_moves(self, vectors: Sequence[tuple[SpaceCosts, int]]
+                     ) -> tuple[list[Move], list[Move]]:
+        """List the gathers of a block's vectors, and the sums of their gradients.
+
+        Those that are stored alike share a call (`mm3d.model.vectors.join_vectors`).  Each is
+        given by its space and its length.
+        """
+        joined: dict[tuple[str, ...], tuple[SpaceCosts, int]] = {}
+        for one, n in vectors:
+            key = one.rows, one.features, one.vector
+            joined[key] = one, joined.get(key, (one, 0))[1] + n
+        return ([move for one, n in joined.values() for move in one.vector_gather_moves(n)],
+                [move for one, n in joined.values() for move in one.vector_reduce_moves(n)])
 
     def product_moves(self, product: ProductShape,
                       recomputed: bool = False) -> tuple[list[Move], list[Move]]:
