@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_indices, block_lengths, resized_shape
+from mm3d.arrays.blocks import block_lengths, resized_shape
 from mm3d.grid.axis import Axis
 from mm3d.transport.pending import Pending
 
@@ -204,23 +204,20 @@ class JoinedSplit:
     """
 
     def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:
-        self.axis, parts, start = splits[0].axis, [], 0
+        self.axis = splits[0].axis
         self.shapes = [resized_shape(shape, split.dim, split.extent)
                        for shape, split in zip(shapes, splits, strict=True)]
-        for shape, split in zip(self.shapes, splits):
-            places = np.arange(start, start + math.prod(shape)).reshape(shape)
-            parts.append([places[index].ravel() for index in block_indices(
-                len(shape), split.dim, split.counts)])
-            start += places.size
-        # Collectives take the blocks of one rank after another, layers one array after another.
-        of_ranks = [np.concatenate(blocks) for blocks in zip(*parts)]
-        order, asarray = np.concatenate(of_ranks), self.axis.backend.asarray
+        owners = np.concatenate([_owners(split, shape).ravel()
+                                 for split, shape in zip(splits, self.shapes)])
         self._flat = copy(splits[0])
-        self._flat.dim, self._flat.extent = 0, start
-        self._flat.counts = [len(one) for one in of_ranks]
-        self._sorted = bool((np.diff(order) == 1).all())
-        self._by_rank, self._by_array = (order, order) if self._sorted else (
-            asarray(order), asarray(np.argsort(order)))
+        self._flat.dim, self._flat.extent = 0, owners.size
+        self._flat.counts = np.bincount(owners, minlength=self.axis.size).tolist()
+        # Collectives take the blocks of one rank after another, layers one array after another.
+        self._by_rank = self._by_array = None    # where the two orders are the same
+        if (owners[1:] < owners[:-1]).any():
+            order = np.argsort(owners, kind="stable")
+            self._by_rank, self._by_array = map(self.axis.backend.asarray,
+                                                (order, np.argsort(order)))
 
     def all_gather(self, a: Array) -> Array:
         """Gather all arrays from the joined blocks of all ranks."""
@@ -230,8 +227,14 @@ class JoinedSplit:
         """Sum the joined arrays over the ranks; return this rank's joined blocks."""
         return self._flat.reduce_scatter(self._take(a, self._by_rank))
 
-    def _take(self, a: Array, order: Array) -> Array:
-        return a if self._sorted else self.axis.backend.xp.take(a, order)
+    def _take(self, a: Array, order: Array | None) -> Array:
+        return a if order is None else self.axis.backend.xp.take(a, order)
+
+
+def _owners(split: Split, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the rank that has each element of an array of `shape`."""
+    along = np.repeat(np.arange(split.axis.size), split.counts)
+    return np.broadcast_to(along.reshape(resized_shape((1,) * len(shape), split.dim, -1)), shape)
 
 
 class Gathered:

@@ -7,12 +7,13 @@ gradient, the sum over its own rows, which `Vector.reduce_gradient` adds up.
 """
 
 import math
-from typing import Any, Sequence
+from itertools import islice
+from typing import Any, Container, Sequence
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
-from mm3d.grid.split import Gathered, JoinedSplit, Split
+from mm3d.grid.split import Gathered, JoinedSplit
 from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
                                    sum_products, sum_rows)
 
@@ -102,10 +103,10 @@ class Vector:
         Array or None
             The stored block of the sum; None on ranks that store none.
         """
-        for axis in self._copies:
-            db = axis.all_reduce(db)
         for split in self._sub:
             db = split.reduce_scatter(db)
+        for axis in self._copies:    # of the part that is left: the fewest words
+            db = axis.all_reduce(db)
         if self._line is not None:
             db = self._line.reduce(db, self._root)
         return db
@@ -192,31 +193,54 @@ def gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
 
 
 class FlatVector(Vector):
-    """Join vectors of one space to a flat one: a call of a collective takes all of them.
+    """Join vectors of one space, beyond the directions that divide their features further."""
 
-    Algorithms 7 and 8 are those of `Vector`, and so are the words.
+    def __init__(self, vectors: Sequence[Vector]) -> None:
+        first = vectors[0]
+        self.space, self.grid, self._sub = first.space, first.grid, []
+        self._line, self._root, self._copies = first._line, first._root, first._copies
+        self.stored = [vector._block for vector in vectors]
+        self._block = (sum(map(math.prod, self.stored)),)
+
+
+class FlatVectors:
+    """Join vectors, of one or both spaces: each call of a collective takes all that it can.
+
+    These are Algorithms 7 and 8 of all of them, with the same words.
 
     Parameters
     ----------
-    vectors : sequence of Vector
-        Vectors along the features of one space.
-
-    Attributes
-    ----------
-    stored, gathered : list of tuple of int
-        Shapes of the vectors' blocks where they are stored, and of this rank's features.
+    spaces : sequence of sequence of Vector
+        The vectors of each space, which the same further directions divide.
     """
 
-    def __init__(self, vectors: Sequence[Vector]) -> None:
-        self.space, self.grid = vectors[0].space, vectors[0].grid
-        self._line, self._root, self._copies = (
-            vectors[0]._line, vectors[0]._root, vectors[0]._copies)
-        shapes = self.stored = [vector._block for vector in vectors]
-        self._block, self._sub = (sum(map(math.prod, shapes)),), []
-        for splits in zip(*(reversed(vector._sub) for vector in vectors)):
+    def __init__(self, spaces: Sequence[Sequence[Vector]]) -> None:
+        self._lines, self._sub = [FlatVector(vectors) for vectors in spaces], []
+        shapes = [shape for line in self._lines for shape in line.stored]
+        for splits in zip(*(reversed(vector._sub) for vectors in spaces for vector in vectors)):
             self._sub.insert(0, JoinedSplit(splits, shapes))
             shapes = self._sub[0].shapes
-        self.gathered = shapes
+        self._gathered = shapes
+
+    def gather_features(self, blocks: Sequence[Array]) -> list[Array]:
+        """Gather this rank's features of each vector from the stored blocks."""
+        rest, parts = iter(blocks), []
+        for line in self._lines:
+            parts.append(line.gather_features(_join([*islice(rest, len(line.stored))])))
+        flat = _join(parts)
+        for split in reversed(self._sub):
+            flat = split.all_gather(flat)
+        return _cut(flat, self._gathered)
+
+    def reduce_gradient(self, terms: Sequence[Array]) -> list[Array | None]:
+        """Sum each of the terms onto the ranks that store its block."""
+        flat, found = _join(terms), []
+        for split in self._sub:
+            flat = split.reduce_scatter(flat)
+        for line, part in zip(self._lines, _cut(flat, [line._block for line in self._lines])):
+            db = line.reduce_gradient(part)
+            found += [None] * len(line.stored) if db is None else _cut(db, line.stored)
+        return found
 
 
 class JoinedVectors:
@@ -224,44 +248,46 @@ class JoinedVectors:
 
     Parameters
     ----------
-    uses : sequence of (Parameter, Vector)
-        The parameters, with their storage.
-    flat : FlatVector, optional
+    spaces : sequence of sequence of (Parameter, Vector)
+        The parameters of each space, with their storage.
+    flat : FlatVectors, optional
         That of their vectors.
     """
 
-    def __init__(self, uses: Sequence[tuple[Any, Vector]], flat: FlatVector | None = None) -> None:
-        self.uses, self.parameters = uses, [parameter for parameter, _ in uses]
-        self.flat = flat or FlatVector([vector for _, vector in uses])
+    def __init__(self, spaces: Sequence[Sequence[tuple[Any, Vector]]],
+                 flat: FlatVectors | None = None) -> None:
+        self._spaces = spaces
+        self.parameters = [parameter for uses in spaces for parameter, _ in uses]
+        self.flat = flat or FlatVectors([[vector for _, vector in uses] for uses in spaces])
 
     def gather(self) -> list[Array]:
         """Gather this rank's features of each vector, see `Vector.gather_features`."""
-        b = self._join([parameter.value for parameter in self.parameters])
-        return _cut(self.flat.gather_features(b), self.flat.gathered)
+        return self.flat.gather_features([parameter.value for parameter in self.parameters])
 
-    def accumulate(self, terms: list[Array]) -> None:
+    def accumulate(self, terms: Sequence[Array]) -> None:
         """Add the sums of all ranks' terms to the gradients, see `Vector.reduce_gradient`."""
-        db = self.flat.reduce_gradient(self._join(terms))
-        parts = [None] * len(terms) if db is None else _cut(db, self.flat.stored)
-        for parameter, part in zip(self.parameters, parts):
-            parameter.accumulate(part)
+        for parameter, db in zip(self.parameters, self.flat.reduce_gradient(terms), strict=True):
+            parameter.accumulate(db)
 
-    def part(self, parameters: Sequence[Any]) -> "JoinedVectors":
+    def part(self, parameters: Container[Any]) -> "JoinedVectors":
         """Return some of them; itself for all."""
-        chosen = [use for use in self.uses if any(use[0] is one for one in parameters)]
-        return self if len(chosen) == len(self.uses) else JoinedVectors(chosen)
+        if all(parameter in parameters for parameter in self.parameters):
+            return self
+        chosen = ([use for use in uses if use[0] in parameters] for uses in self._spaces)
+        return JoinedVectors([uses for uses in chosen if uses])
 
-    def _join(self, blocks: list[Array]) -> Array:
-        """Copy arrays to a flat one, one after another; a single one is viewed."""
-        flat_blocks = [_flat(block) for block in blocks]
-        if len(blocks) == 1:
-            return flat_blocks[0]
-        sizes = [math.prod(block.shape) for block in blocks]
-        flat, start = self.flat.grid.backend.empty((sum(sizes),), blocks[0].dtype), 0
-        for size, block in zip(sizes, flat_blocks):
-            flat[start:start + size] = block
-            start += size
-        return flat
+
+def _join(blocks: Sequence[Array]) -> Array:
+    """Copy arrays to a flat one, one after another; a single one is viewed."""
+    flats = [_flat(block) for block in blocks]
+    if len(flats) == 1:
+        return flats[0]
+    sizes, start = [math.prod(block.shape) for block in blocks], 0
+    whole = backend_of(blocks[0]).empty((sum(sizes),), blocks[0].dtype)
+    for size, flat in zip(sizes, flats):
+        whole[start:start + size] = flat
+        start += size
+    return whole
 
 
 def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
@@ -275,7 +301,7 @@ def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]:
-    """Join the vectors of each block of a model that are stored alike.
+    """Join the vectors of each block of a model that the same further directions divide.
 
     A block is a layer of the Transformer, the first two parts of a parameter's name.  Vectors that
     no rank moves are left out.
@@ -290,17 +316,18 @@ def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]
     dict
         By the identity of each parameter the vectors that it is joined with.
     """
-    groups: dict[tuple, list] = {}
+    groups: dict[tuple, dict[tuple, list]] = {}
     for parameter, vector in uses:
         if vector.travels:
             space = vector.space
-            groups.setdefault((*parameter.name.split(".")[:2], space.rows, space.features,
-                               space.vector), []).append((parameter, vector))
-    found, flat_ones = {}, {}    # blocks are alike
-    for (*_, rows, features, spec), group in groups.items():
-        shapes = tuple((vector.shape, *vector.layout.units.items()) for _, vector in group)
-        key = rows, features, spec, shapes
-        joined = JoinedVectors(group, flat_ones.get(key))
-        flat_ones[key] = joined.flat
+            further = tuple(split.axis.name for split in vector._sub)
+            groups.setdefault((*parameter.name.split(".")[:2], further), {}).setdefault(
+                (space.rows, space.features, space.vector), []).append((parameter, vector))
+    found, flats = {}, {}    # blocks are alike
+    for spaces in groups.values():
+        key = tuple((*one, *((vector.shape, *vector.layout.units.items()) for _, vector in group))
+                    for one, group in spaces.items())
+        joined = JoinedVectors([*spaces.values()], flats.get(key))
+        flats[key] = joined.flat
         found |= {id(parameter): joined for parameter in joined.parameters}
     return found

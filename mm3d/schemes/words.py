@@ -62,6 +62,11 @@ class SpaceCosts:
         """Return the directions that divide a vector, and the direction of its diagonal."""
         return divided_directions(self.vector), self.vector.partition("@")[2]
 
+    @cached_property
+    def further(self) -> str:
+        """Return the directions that divide a vector, but not the features."""
+        return self._vector[0][len(self.features):]
+
     def words(self, rows: int, features: int) -> int:
         """Count the words of an activation, copies included."""
         return self.copies * rows * features
@@ -81,7 +86,7 @@ class SpaceCosts:
         for c in divided_directions(self.rows):
             if c not in self.vector:
                 words = (2 * (self.grid[c] - 1) * n * self.grid.ranks
-                         // (self.feature_parts * self.grid[c]))
+                         // (self.grid.ranks_along(divided) * self.grid[c]))
                 yield Move(c, "all_reduce", words)
         yield from self._beyond_features("reduce_scatter", n)
         if diagonal:
@@ -162,15 +167,18 @@ class Words:
                      ) -> tuple[list[Move], list[Move]]:
         """List the gathers of a block's vectors, and the sums of their gradients.
 
-        Those that are stored alike share a call (`mm3d.model.vectors.join_vectors`).  Each is
-        given by its space and its length.
+        Those of one space share all calls, and those of both the calls along further directions
+        that divide both (`mm3d.model.vectors.join_vectors`).  Each is given by space and length.
         """
-        joined: dict[tuple[str, ...], tuple[SpaceCosts, int]] = {}
+        found: tuple[dict, dict] = {}, {}
         for one, n in vectors:
-            key = one.rows, one.features, one.vector
-            joined[key] = one, joined.get(key, (one, 0))[1] + n
-        return ([move for one, n in joined.values() for move in one.vector_gather_moves(n)],
-                [move for one, n in joined.values() for move in one.vector_reduce_moves(n)])
+            for own, moves in zip(found, (one.vector_gather_moves(n), one.vector_reduce_moves(n))):
+                for move in moves:
+                    place = (one.further,) if move.axis in one.further else (
+                        one.rows, one.features, one.vector)
+                    before = own.get((*place, *move[:2]), move._replace(words=0))
+                    own[(*place, *move[:2])] = move._replace(words=before.words + move.words)
+        return tuple([*own.values()] for own in found)
 
     def product_moves(self, product: ProductShape,
                       recomputed: bool = False) -> tuple[list[Move], list[Move]]:
