@@ -233,7 +233,8 @@ class JoinedSplit:
 
 def _owners(split: Split, shape: tuple[int, ...]) -> np.ndarray:
     """Return the rank that has each element of an array of `shape`."""
-    along = np.repeat(np.arange(split.axis.size), split.counts)
+    some = min(split.axis.size, split.extent)    # the others have none
+    along = np.repeat(np.arange(some), split.counts[:some])
     return np.broadcast_to(along.reshape(resized_shape((1,) * len(shape), split.dim, -1)), shape)
 
 

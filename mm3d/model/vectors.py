@@ -197,7 +197,7 @@ class FlatVector(Vector):
 
     def __init__(self, vectors: Sequence[Vector]) -> None:
         first = vectors[0]
-        self.space, self.grid, self._sub = first.space, first.grid, []
+        self.space, self._sub = first.space, []
         self._line, self._root, self._copies = first._line, first._root, first._copies
         self.stored = [vector._block for vector in vectors]
         self._block = (sum(map(math.prod, self.stored)),)

@@ -4,7 +4,7 @@ import math
 from typing import Iterator
 
 from mm3d.arrays.backend import Array, Backend, accumulation_dtype
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_bounds
 from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
@@ -70,7 +70,7 @@ class SilentTransport(MpiTransport):
     def _all_reduce(self, send: Array, recv: Array) -> None:
         """Sum nothing."""
         if self.ordered:
-            own = block_lengths(math.prod(send.shape), self.comm.size)[self.rank]
+            _, own = block_bounds(math.prod(send.shape), self.comm.size, self.rank)
             recv = self.backend.empty((own,), send.dtype)
         self._summed(send, recv)
 

@@ -214,7 +214,7 @@ def check_joined(scheme, uses):
             assert (found is None and db is None) or np.array_equal(found, db), scheme
     traffic = grid.traffic()
     assert traffic.keys() == one_by_one.keys()
-    for key, moved in one_by_one.items():
-        assert traffic[key].calls * len(CASES) <= moved.calls, (scheme, key)
-        assert total(grid.comm, {key: moved.words}) == total(grid.comm, {
+    for key, alone in one_by_one.items():
+        assert traffic[key].calls * len(CASES) <= alone.calls, (scheme, key)
+        assert total(grid.comm, {key: alone.words}) == total(grid.comm, {
             key: traffic[key].words}), (scheme, key)
