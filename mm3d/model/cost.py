@@ -119,8 +119,9 @@ def products(sizes: ModelSizes,
     return found
 
 
+@cache
 def _products_of(part: str, sizes: ModelSizes,
-                 experts: ExpertOptions | None) -> list[ProductShape]:
+                 experts: ExpertOptions | None) -> tuple[ProductShape, ...]:
     """List the products with weights of a part."""
     h, inner, gates = sizes.hidden, sizes.inner, sizes.gates
     rows = sizes.tokens * (experts.top if part == "experts" else 1)    # k for each token
@@ -131,7 +132,7 @@ def _products_of(part: str, sizes: ModelSizes,
              "up": ProductShape("up", rows, h, gates * inner, (1, gates)),
              "down": ProductShape("down", rows, inner, h)}
     names = {"experts": ("up", "down")}.get(part, (part,))
-    return [found[name] for name in names if name in found]
+    return tuple(found[name] for name in names if name in found)
 
 
 def parameters(sizes: ModelSizes) -> int:

@@ -170,14 +170,19 @@ class Words:
         Those of one space share all calls, and those of both the calls along further directions
         that divide both (`mm3d.model.vectors.join_vectors`).  Each is given by space and length.
         """
-        found: tuple[dict, dict] = {}, {}
+        lengths: dict[tuple[str, str, str], int] = {}
+        spaces = {(one.rows, one.features, one.vector): one for one, _ in vectors}
         for one, n in vectors:
+            key = one.rows, one.features, one.vector
+            lengths[key] = lengths.get(key, 0) + n
+        found: tuple[dict, dict] = {}, {}
+        for key, n in lengths.items():
+            one = spaces[key]
             for own, moves in zip(found, (one.vector_gather_moves(n), one.vector_reduce_moves(n))):
-                for move in moves:
-                    place = (one.further,) if move.axis in one.further else (
-                        one.rows, one.features, one.vector)
-                    before = own.get((*place, *move[:2]), move._replace(words=0))
-                    own[(*place, *move[:2])] = move._replace(words=before.words + move.words)
+                for axis, collective, words, _ in moves:
+                    place = one.further if axis in one.further else key, axis, collective
+                    before = own[place].words if place in own else 0
+                    own[place] = Move(axis, collective, before + words)
         return tuple([*own.values()] for own in found)
 
     def product_moves(self, product: ProductShape,

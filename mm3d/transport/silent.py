@@ -84,6 +84,10 @@ class SilentTransport(MpiTransport):
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
         """Send nothing."""
 
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """Return a buffer for all blocks, without their lengths: there may be a million."""
+        return super()._flat(a, dim, [a.shape[dim]])
+
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:
         """Return all pieces as one: they have no contents, and there may be a million."""
