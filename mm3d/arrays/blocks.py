@@ -1,31 +1,10 @@
 """Divide lengths into contiguous blocks, and find the blocks in arrays."""
 
 import itertools
-from typing import Iterable, Iterator
+from typing import Iterator
 
 
-class Lengths(list[int]):
-    """Hold the lengths of consecutive blocks with their sum: there may be a million.
-
-    Parameters
-    ----------
-    lengths : iterable of int
-        The lengths, which must not change.
-    total : int
-        Their sum.
-    """
-
-    def __init__(self, lengths: Iterable[int], total: int) -> None:
-        super().__init__(lengths)
-        self.total = total
-
-
-def sum_lengths(lengths: list[int]) -> int:
-    """Return the sum of the lengths of blocks, without adding where it is known."""
-    return lengths.total if isinstance(lengths, Lengths) else sum(lengths)
-
-
-def block_lengths(extent: int, parts: int, unit: int = 1) -> Lengths:
+def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
     """Return the lengths of `parts` contiguous blocks of `extent` elements.
 
     Blocks consist of whole units of `unit` elements.  If the units do not divide evenly, each of
@@ -37,7 +16,7 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> Lengths:
         When `extent` is no multiple of `unit`.
     """
     share, more = divmod(_whole_units(extent, unit), parts)
-    return Lengths([(share + 1) * unit] * more + [share * unit] * (parts - more), extent)
+    return [(share + 1) * unit] * more + [share * unit] * (parts - more)    # for a million, too
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:

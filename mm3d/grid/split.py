@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import Lengths, block_lengths, resized_shape
+from mm3d.arrays.blocks import block_lengths, resized_shape
 from mm3d.grid.axis import Axis
 from mm3d.transport.pending import Pending
 
@@ -152,7 +152,7 @@ class FaceSplit(Split):
 
     def __init__(self, axis: Axis, dim: int, extent: int) -> None:
         self.axis, self.dim, self.extent = axis, dim, extent
-        self.counts = Lengths([extent] + [0] * (axis.size - 1), extent)
+        self.counts = [extent] + [0] * (axis.size - 1)
 
     def __repr__(self) -> str:
         return f"FaceSplit(dimension {self.dim} of {self.extent} on the first of {self.axis.name})"
@@ -211,8 +211,7 @@ class JoinedSplit:
                                  for split, shape in zip(splits, self.shapes)])
         self._flat = copy(splits[0])
         self._flat.dim, self._flat.extent = 0, owners.size
-        self._flat.counts = Lengths(np.bincount(owners, minlength=self.axis.size).tolist(),
-                                    owners.size)
+        self._flat.counts = np.bincount(owners, minlength=self.axis.size).tolist()
         # Collectives take the blocks of one rank after another, layers one array after another.
         self._by_rank = self._by_array = None    # where the two orders are the same
         if (owners[1:] < owners[:-1]).any():
