@@ -97,9 +97,6 @@ class GridShape(Mapping[str, int]):
     def __getitem__(self, direction: str) -> int:
         return self._sizes[direction]
 
-    def __contains__(self, direction: object) -> bool:
-        return direction in self._sizes
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.directions)
 

@@ -1,10 +1,7 @@
 """Divide one dimension of a matrix over one direction of the process grid, and gather it."""
 
 import math
-from copy import copy
-from typing import Any, Sequence
-
-import numpy as np
+from typing import Any
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths, resized_shape
@@ -183,59 +180,6 @@ class FaceSplit(Split):
     def prefetch(self, a: Array) -> Array:
         """Return `a`: a broadcast is not begun ahead."""
         return a
-
-
-class JoinedSplit:
-    """Divide several arrays, joined to a flat one, along one axis: each like its own `Split`.
-
-    Parameters
-    ----------
-    splits : sequence of Split
-        One for each array, all along the same axis.
-    shapes : sequence of tuple of int
-        Shape of this rank's block of each array.
-
-    Attributes
-    ----------
-    axis : Axis
-        The direction.
-    shapes : list of tuple of int
-        Shapes of the arrays before the axis divides them.
-    """
-
-    def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:
-        self.axis = splits[0].axis
-        self.shapes = [resized_shape(shape, split.dim, split.extent)
-                       for shape, split in zip(shapes, splits, strict=True)]
-        owners = np.concatenate([_owners(split, shape).ravel()
-                                 for split, shape in zip(splits, self.shapes)])
-        self._flat = copy(splits[0])
-        self._flat.dim, self._flat.extent = 0, owners.size
-        self._flat.counts = np.bincount(owners, minlength=self.axis.size).tolist()
-        # Collectives take the blocks of one rank after another, layers one array after another.
-        self._by_rank = self._by_array = None    # where the two orders are the same
-        if (owners[1:] < owners[:-1]).any():
-            order = np.argsort(owners, kind="stable")
-            self._by_rank, self._by_array = map(self.axis.backend.asarray,
-                                                (order, np.argsort(order)))
-
-    def all_gather(self, a: Array) -> Array:
-        """Gather all arrays from the joined blocks of all ranks."""
-        return self._take(self._flat.all_gather(a), self._by_array)
-
-    def reduce_scatter(self, a: Array) -> Array:
-        """Sum the joined arrays over the ranks; return this rank's joined blocks."""
-        return self._flat.reduce_scatter(self._take(a, self._by_rank))
-
-    def _take(self, a: Array, order: Array | None) -> Array:
-        return a if order is None else self.axis.backend.xp.take(a, order)
-
-
-def _owners(split: Split, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the rank that has each element of an array of `shape`."""
-    some = min(split.axis.size, split.extent)    # the others have none
-    along = np.repeat(np.arange(some), split.counts[:some])
-    return np.broadcast_to(along.reshape(resized_shape((1,) * len(shape), split.dim, -1)), shape)
 
 
 class Gathered:

@@ -19,13 +19,13 @@ from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
+from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
-from mm3d.model.vectors import join_vectors
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.passes import Pass
 from mm3d.schemes.scheme import Scheme

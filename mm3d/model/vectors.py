@@ -7,13 +7,11 @@ gradient, the sum over its own rows, which `Vector.reduce_gradient` adds up.
 """
 
 import math
-from itertools import islice
-from typing import Any, Container, Sequence
 
-from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
-from mm3d.grid.split import Gathered, JoinedSplit
+from mm3d.grid.split import Gathered
 from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
                                    sum_products, sum_rows)
 
@@ -39,27 +37,35 @@ class Vector:
     ----------
     layout : Layout
         Layout of the stored blocks.
+    sub : list of Split
+        How directions beyond those of the features divide it.
+    copies : list of Axis
+        Directions of ranks that have other rows, and store the same block.
+    line, root : Axis or None, int or None
+        The direction that has one rank on the diagonal, and that rank.
+    block : tuple of int
+        Shape of the block that is stored on the diagonal of this rank's line.
     """
 
     def __init__(self, space: Space, shape: tuple[int, ...], unit: int = 1) -> None:
         self.space, self.shape, grid = space, tuple(shape), space.grid
         spec = "," * (len(shape) - 1) + space.vector
         self.layout = Layout(spec, {len(shape) - 1: unit})
-        self._line = grid[self.layout.diagonal] if self.layout.diagonal else None
-        self._root = None if self._line is None else self.layout.diagonal_rank(grid)
+        self.line = grid[self.layout.diagonal] if self.layout.diagonal else None
+        self.root = None if self.line is None else self.layout.diagonal_rank(grid)
         extra = self.layout.letters[len(space.features):]
-        self._sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
+        self.sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
         held = self.layout.letters + (self.layout.diagonal or "")
-        self._copies = [grid[c] for c in divided_directions(space.rows) if c not in held]
+        self.copies = [grid[c] for c in divided_directions(space.rows) if c not in held]
         coords = dict(grid.coords)
-        if self._line is not None:
-            coords[self._line.name] = self._root
-        self._block = self.layout.local_shape(grid, self.shape, coords)
+        if self.line is not None:
+            coords[self.line.name] = self.root
+        self.block = self.layout.local_shape(grid, self.shape, coords)
 
     @property
     def travels(self) -> bool:
         """Return whether gathers or sums of gradients call any collective."""
-        axes = [*self._copies, self._line, *(split.axis for split in self._sub)]
+        axes = [*self.copies, self.line, *(split.axis for split in self.sub)]
         return any(axis is not None and axis.size > 1 for axis in axes)
 
     def gather_features(self, b: Array | Gathered) -> Array:
@@ -79,11 +85,11 @@ class Vector:
         """
         if isinstance(b, Gathered):
             return b.array
-        if self._line is not None:
-            if self._line.rank != self._root:
-                b = self.space.grid.backend.empty(self._block, b.dtype)
-            b = self._line.broadcast(b, self._root)
-        for split in reversed(self._sub):
+        if self.line is not None:
+            if self.line.rank != self.root:
+                b = self.space.grid.backend.empty(self.block, b.dtype)
+            b = self.line.broadcast(b, self.root)
+        for split in reversed(self.sub):
             b = split.all_gather(b)
         return b
 
@@ -103,12 +109,12 @@ class Vector:
         Array or None
             The stored block of the sum; None on ranks that store none.
         """
-        for split in self._sub:
+        for split in self.sub:
             db = split.reduce_scatter(db)
-        for axis in self._copies:    # of the part that is left: the fewest words
+        for axis in self.copies:    # of the part that is left: the fewest words
             db = axis.all_reduce(db)
-        if self._line is not None:
-            db = self._line.reduce(db, self._root)
+        if self.line is not None:
+            db = self.line.reduce(db, self.root)
         return db
 
 
@@ -190,144 +196,3 @@ def gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
     """
     _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), accumulate_float32)
     return out, namespace(dC).reshape(db, dC.shape[2:])
-
-
-class FlatVector(Vector):
-    """Join vectors of one space, beyond the directions that divide their features further."""
-
-    def __init__(self, vectors: Sequence[Vector]) -> None:
-        first = vectors[0]
-        self.space, self._sub = first.space, []
-        self._line, self._root, self._copies = first._line, first._root, first._copies
-        self.stored = [vector._block for vector in vectors]
-        self._block = (sum(map(math.prod, self.stored)),)
-
-
-class FlatVectors:
-    """Join vectors, of one or both spaces: each call of a collective takes all that it can.
-
-    These are Algorithms 7 and 8 of all of them, with the same words.
-
-    Parameters
-    ----------
-    spaces : sequence of sequence of Vector
-        The vectors of each space, which the same further directions divide.
-    """
-
-    def __init__(self, spaces: Sequence[Sequence[Vector]]) -> None:
-        self._lines, self._sub = [FlatVector(vectors) for vectors in spaces], []
-        shapes = [shape for line in self._lines for shape in line.stored]
-        for splits in zip(*(reversed(vector._sub) for vectors in spaces for vector in vectors)):
-            self._sub.insert(0, JoinedSplit(splits, shapes))
-            shapes = self._sub[0].shapes
-        self._gathered = shapes
-
-    def gather_features(self, blocks: Sequence[Array]) -> list[Array]:
-        """Gather this rank's features of each vector from the stored blocks."""
-        rest, parts = iter(blocks), []
-        for line in self._lines:
-            parts.append(line.gather_features(_join([*islice(rest, len(line.stored))])))
-        flat = _join(parts)
-        for split in reversed(self._sub):
-            flat = split.all_gather(flat)
-        return _cut(flat, self._gathered)
-
-    def reduce_gradient(self, terms: Sequence[Array]) -> list[Array | None]:
-        """Sum each of the terms onto the ranks that store its block."""
-        flat, found = _join(terms), []
-        for split in self._sub:
-            flat = split.reduce_scatter(flat)
-        for line, part in zip(self._lines, _cut(flat, [line._block for line in self._lines])):
-            db = line.reduce_gradient(part)
-            found += [None] * len(line.stored) if db is None else _cut(db, line.stored)
-        return found
-
-
-class JoinedVectors:
-    """Gather the vectors of several parameters, or sum their gradients, together.
-
-    Parameters
-    ----------
-    spaces : sequence of sequence of (Parameter, Vector)
-        The parameters of each space, with their storage.
-    flat : FlatVectors, optional
-        That of their vectors.
-    """
-
-    def __init__(self, spaces: Sequence[Sequence[tuple[Any, Vector]]],
-                 flat: FlatVectors | None = None) -> None:
-        self._spaces = spaces
-        self.parameters = [parameter for uses in spaces for parameter, _ in uses]
-        self.flat = flat or FlatVectors([[vector for _, vector in uses] for uses in spaces])
-
-    def gather(self) -> list[Array]:
-        """Gather this rank's features of each vector, see `Vector.gather_features`."""
-        return self.flat.gather_features([parameter.value for parameter in self.parameters])
-
-    def accumulate(self, terms: Sequence[Array]) -> None:
-        """Add the sums of all ranks' terms to the gradients, see `Vector.reduce_gradient`."""
-        for parameter, db in zip(self.parameters, self.flat.reduce_gradient(terms), strict=True):
-            parameter.accumulate(db)
-
-    def part(self, parameters: Container[Any]) -> "JoinedVectors":
-        """Return some of them; itself for all."""
-        if all(parameter in parameters for parameter in self.parameters):
-            return self
-        chosen = ([use for use in uses if use[0] in parameters] for uses in self._spaces)
-        return JoinedVectors([uses for uses in chosen if uses])
-
-
-def _join(blocks: Sequence[Array]) -> Array:
-    """Copy arrays to a flat one, one after another; a single one is viewed."""
-    flats = [_flat(block) for block in blocks]
-    if len(flats) == 1:
-        return flats[0]
-    sizes, start = [math.prod(block.shape) for block in blocks], 0
-    whole = backend_of(blocks[0]).empty((sum(sizes),), blocks[0].dtype)
-    for size, flat in zip(sizes, flats):
-        whole[start:start + size] = flat
-        start += size
-    return whole
-
-
-def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """View the arrays in a flat one, in the order in which they are joined."""
-    found, start, xp = [], 0, namespace(flat)
-    for shape in shapes:
-        size = math.prod(shape)
-        found.append(xp.reshape(flat[start:start + size], shape))
-        start += size
-    return found
-
-
-def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]:
-    """Join the vectors of each block of a model that the same further directions divide.
-
-    A block is a layer of the Transformer, the first two parts of a parameter's name.  Vectors that
-    no rank moves are left out.
-
-    Parameters
-    ----------
-    uses : sequence of (Parameter, Vector)
-        In the order of a forward pass.
-
-    Returns
-    -------
-    dict
-        By the identity of each parameter the vectors that it is joined with.
-    """
-    groups: dict[tuple, dict[tuple, list]] = {}
-    for parameter, vector in uses:
-        if vector.travels:
-            space = vector.space
-            further = tuple(split.axis.name for split in vector._sub)
-            groups.setdefault((*parameter.name.split(".")[:2], further), {}).setdefault(
-                (space.rows, space.features, space.vector), []).append((parameter, vector))
-    found, flats = {}, {}    # blocks are alike
-    for spaces in groups.values():
-        key = tuple((*one, *((vector.shape, *vector.layout.units.items()) for _, vector in group))
-                    for one, group in spaces.items())
-        joined = JoinedVectors([*spaces.values()], flats.get(key))
-        flats[key] = joined.flat
-        found |= {id(parameter): joined for parameter in joined.parameters}
-    return found

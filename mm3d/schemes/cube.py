@@ -174,8 +174,7 @@ class Cube(Scheme):
         Whether rows are divided by whole sequences, or also by position; "auto" chooses sequences
         where X Y and X Z divide the batch.
     vectors : {"diagonal", "copied"}
-        Whether a block of a vector is stored on the diagonal of y and z alone, as in the paper, or
-        on all ranks of its line: the words are the same, the calls fewer.
+        Whether one rank of a line along y or z stores a block of a vector, or each: fewer calls.
     overlap : {False, True, 2, 4, 8}
         Whether communication overlaps with products, with a number also in that many panels of
         rows: see `mm3d.schemes.overlap`.
@@ -208,8 +207,7 @@ class Cube(Scheme):
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int, rows: str = "auto",
-                vectors: str = "diagonal",
-                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
+                vectors: str = "diagonal", **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         X, Y, Z = (sizes[c] for c in "xyz")
         if rows == "auto":
             whole = batch % (X * Y) == 0 and batch % (X * Z) == 0

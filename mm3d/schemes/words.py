@@ -167,8 +167,8 @@ class Words:
                      ) -> tuple[list[Move], list[Move]]:
         """List the gathers of a block's vectors, and the sums of their gradients.
 
-        Those of one space share all calls, and those of both the calls along further directions
-        that divide both (`mm3d.model.vectors.join_vectors`).  Each is given by space and length.
+        Those of one space share all calls, those of both the calls along further directions that
+        divide both (`mm3d.model.joined_vectors.join_vectors`).  Each is a space and a length.
         """
         lengths: dict[tuple[str, str, str], int] = {}
         spaces = {(one.rows, one.features, one.vector): one for one, _ in vectors}

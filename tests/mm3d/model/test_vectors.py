@@ -8,8 +8,8 @@ import pytest
 
 import mm3d
 from mm3d.grid.activations import Space
-from mm3d.model.vectors import (Vector, add_backward, add_forward, join_vectors, scale_backward,
-                                scale_forward)
+from mm3d.model.joined_vectors import join_vectors
+from mm3d.model.vectors import Vector, add_backward, add_forward, scale_backward, scale_forward
 from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
                        total, words)
 

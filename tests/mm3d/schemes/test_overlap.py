@@ -15,7 +15,7 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.split import Split
 from mm3d.model.builder import Builder
 from mm3d.model.layers import Linear
-from mm3d.model.vectors import FlatVectors
+from mm3d.model.joined_vectors import FlatVectors
 from mm3d.schemes.overlap import Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
