@@ -137,7 +137,7 @@ def beside_colossal(folder, ranks, *options):
 
 
 def test_calls_and_words_stand_beside_those_of_colossalai(tmp_path):
-    """A block, 32 features, 8 sequences of 16: what was counted of ColossalAI 0.5.0, too."""
+    """A block, 32 features, 8 sequences of 16: the calls and words of ColossalAI 0.5.0, too."""
     done, run = beside_colossal(
         tmp_path, 8, "--batch", "8", "--seq", "16", "--keep", "both", "--colossal",
         make_up(tmp_path, f"FACTOR, WORDS = 1, 20024 - 3.5\n{COLOSSAL}"))
@@ -146,11 +146,11 @@ def test_calls_and_words_stand_beside_those_of_colossalai(tmp_path):
     assert run.configuration["keep"] == "both" and run.scales["kind"][2] == "ColossalAI"
     words, calls = run.raw["words"].values, run.raw["calls"].values
     assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
-    assert (calls[1] == 36).all()
+    assert (calls == 36).all()
     text = " ".join(done.stdout.split())
     assert "it / layer" in text and "(ColossalAI)" in text
     (row,) = tables([run])[0].rows
-    assert {"ColossalAI", "both", "62.0", "36.0", "20024"} <= set(map(str, row))
+    assert {"ColossalAI", "both", "36.0", "20024"} <= set(map(str, row))
 
 
 def test_other_words_than_those_of_colossalai_are_refused(tmp_path):
