@@ -16,7 +16,7 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
         When `extent` is no multiple of `unit`.
     """
     share, more = divmod(_whole_units(extent, unit), parts)
-    return [(share + (part < more)) * unit for part in range(parts)]
+    return [(share + 1) * unit] * more + [share * unit] * (parts - more)    # for a million, too
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend, host_dtype
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_bounds, block_lengths
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -209,7 +209,7 @@ class Axis:
         if self.size == 1:
             return a
         out = self.transport.all_reduce(a)
-        own = block_lengths(a.size, self.size)[self.rank]
+        _, own = block_bounds(a.size, self.size, self.rank)
         self._count("all_reduce", a, 2 * (a.size - own), 2 * (self.size - 1))
         return out
 

@@ -24,7 +24,7 @@ from typing import Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_bounds, block_lengths
+from mm3d.arrays.blocks import block_bounds
 from mm3d.arrays.host_arrays import check_unmasked
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -97,18 +97,16 @@ class Layout:
         """Return start and length of the block of dimension `dim` at `coords`."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in self.dims[dim]:
-            if letter in self.faces:
-                before, length = (length, 0) if coords[letter] else (0, length)
-            else:
-                before, length = block_bounds(length, sizes[letter], coords[letter], unit)
+            before, length = self._divide(length, sizes, letter, coords, unit)
             start, unit = start + before, 1
         return start, length
 
-    def _counts(self, length: int, sizes: GridShape, letter: str, unit: int) -> list[int]:
-        """Return the lengths of the blocks of the ranks along `letter`."""
+    def _divide(self, length: int, sizes: GridShape, letter: str, coords: Mapping[str, int],
+                unit: int) -> tuple[int, int]:
+        """Return start and length of the block at `coords` that `letter` makes of a length."""
         if letter in self.faces:
-            return [length] + [0] * (sizes[letter] - 1)
-        return block_lengths(length, sizes[letter], unit)
+            return (length, 0) if coords[letter] else (0, length)
+        return block_bounds(length, sizes[letter], coords[letter], unit)
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
@@ -159,7 +157,7 @@ class Layout:
         dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
         length, unit = shape[dim], self.units.get(dim, 1)
         for before in self.dims[dim].partition(letter)[0]:
-            length = self._counts(length, grid.shape, before, unit)[grid.coords[before]]
+            _, length = self._divide(length, grid.shape, before, grid.coords, unit)
             unit = 1
         if letter in self.faces:
             return FaceSplit(grid[letter], dim, length)

@@ -63,6 +63,7 @@ class GridShape(Mapping[str, int]):
             raise ValueError(f"grid directions {', '.join(names)}: one appears twice")
         object.__setattr__(self, "directions", "".join(names))
         object.__setattr__(self, "sizes", tuple(map(int, sizes)))
+        object.__setattr__(self, "_sizes", dict(zip(self.directions, self.sizes)))
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int]) -> "GridShape":
@@ -94,10 +95,7 @@ class GridShape(Mapping[str, int]):
         return cls(directions.replace(" ", ""), sizes)
 
     def __getitem__(self, direction: str) -> int:
-        for name, size in zip(self.directions, self.sizes):
-            if name == direction:
-                return size
-        raise KeyError(direction)
+        return self._sizes[direction]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.directions)

@@ -19,20 +19,24 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mm3d.grid.layout import Layout
+from mm3d.model.experts.costs import expert_moves
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes.closed_form import Move, ProductShape
-from mm3d.schemes.words import Words
+from mm3d.schemes.words import SpaceCosts, Words
 
 Key = tuple[str, str]    # direction and kind of collective
 Moves = list[Move]
 
+PRODUCTS = ("qkv", "proj", "up", "down")
 # The parts of a layer, in pairs: "selective" recomputes the first of each from its input.
 ATTENTION = (("norm", "qkv"), ("attention", "proj"))
 PERCEPTRON = (("norm", "up"), ("gelu", "down"))
 EXPERTS = (("norm", "experts"),)
+# The parts whose vectors are gathered together: those of a layer, without those of experts.
+VECTORS = {"vectors": [part for pair in ATTENTION + PERCEPTRON for part in pair],
+           "vectors beside experts": [part for pair in ATTENTION + EXPERTS for part in pair]}
 
 
 def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, int]:
@@ -72,7 +76,7 @@ def flops_of_halves(sizes: ModelSizes, experts: ExpertOptions | None = None) -> 
     """
     linear = sum(times * _flops_of(part, sizes, experts) for (part, kind), times
                  in passes(sizes, "none", experts).items()
-                 if kind == "forward" and part in ("qkv", "proj", "up", "down"))
+                 if kind == "forward" and part in PRODUCTS)
     return {"backward_input": flops(sizes, experts)["backward"] - linear,
             "backward_weights": linear}
 
@@ -114,8 +118,9 @@ def products(sizes: ModelSizes,
     return found
 
 
+@cache
 def _products_of(part: str, sizes: ModelSizes,
-                 experts: ExpertOptions | None) -> list[ProductShape]:
+                 experts: ExpertOptions | None) -> tuple[ProductShape, ...]:
     """List the products with weights of a part."""
     h, inner, gates = sizes.hidden, sizes.inner, sizes.gates
     rows = sizes.tokens * (experts.top if part == "experts" else 1)    # k for each token
@@ -126,7 +131,7 @@ def _products_of(part: str, sizes: ModelSizes,
              "up": ProductShape("up", rows, h, gates * inner, (1, gates)),
              "down": ProductShape("down", rows, inner, h)}
     names = {"experts": ("up", "down")}.get(part, (part,))
-    return [found[name] for name in names if name in found]
+    return tuple(found[name] for name in names if name in found)
 
 
 def parameters(sizes: ModelSizes) -> int:
@@ -134,13 +139,12 @@ def parameters(sizes: ModelSizes) -> int:
     norms = 2 * sizes.hidden * vectors_of_norm(sizes)
     return sizes.layers * (norms + sum(
         one.N * one.K + one.K * _has_bias(part, sizes)
-        for part in ("qkv", "proj", "up", "down") for one in _products_of(part, sizes, None)))
+        for part in PRODUCTS for one in _products_of(part, sizes, None)))
 
 
 def parameter_arrays(sizes: ModelSizes) -> int:
     """Count the arrays of parameters of a layer without experts; one of 2019 has 12."""
-    parts = ("qkv", "proj", "up", "down")
-    return 2 * vectors_of_norm(sizes) + sum(1 + _has_bias(part, sizes) for part in parts)
+    return 2 * vectors_of_norm(sizes) + sum(1 + _has_bias(part, sizes) for part in PRODUCTS)
 
 
 def vectors_of_norm(sizes: ModelSizes) -> int:
@@ -182,6 +186,9 @@ def _count_passes(layers: int, recompute: str,
     for number in range(layers):
         routed = experts is not None and experts.in_layer(number)
         pairs = ATTENTION + (EXPERTS if routed else PERCEPTRON)
+        vectors = [*VECTORS][routed]
+        found[vectors, "forward"] += 1
+        found[vectors, "backward"] += 1
         for place, (first, second) in enumerate(pairs):
             last = not routed and number + 1 in ends and place + 1 == len(pairs)
             alone = policy.selective and second != "experts"    # a pair that is recomputed
@@ -241,68 +248,39 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
 def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | None,
               kind: str) -> tuple[Moves, Moves]:
     """List the collectives of a part, forward and backward, in a kind of pass."""
-    outer, inner, h = of.outer, of.inner, sizes.hidden
-    gelu_adds = sizes.gates == 1 and _has_bias("up", sizes)    # the bias of the product up
+    if part in VECTORS:
+        return of.vector_moves([one for name in VECTORS[part]
+                                for one in _vectors_in(name, of, sizes)])
+    gathers = [move for one in _vectors_in(part, of, sizes) if kind == "again"    # one by one
+               for move in of.vector_moves([one])[0]]
     if part == "norm":    # sums for the mean, the variance, and all gradients at once
         n = vectors_of_norm(sizes)
-        sums = [*outer.row_sum_moves(of.tokens, 1)] * n
-        return (sums + [*outer.vector_gather_moves(h)] * n,
-                [*outer.vector_reduce_moves(h)] * n + [*outer.row_sum_moves(of.tokens, n)])
+        sums = [*of.outer.row_sum_moves(of.tokens, 1)] * n
+        return sums + gathers, [*of.outer.row_sum_moves(of.tokens, n)]
     if part == "gelu":
-        wide, n = sizes.inner, int(gelu_adds)
-        return [*inner.vector_gather_moves(wide)] * n, [*inner.vector_reduce_moves(wide)] * n
+        return gathers, []
     if part == "attention":    # keys and values are gathered, in backward again
         keys = sizes.kv_heads * sizes.head
-        gathers, sums = ([*inner.sequence_moves(collective, 2 * of.tokens * keys)]
+        gathers, sums = ([*of.inner.sequence_moves(collective, 2 * of.tokens * keys)]
                          for collective in ("all_gather", "reduce_scatter"))
         return gathers, gathers + sums
+    products = _products_of(part, sizes, experts)
     if part == "experts":
-        return _expert_moves(of, sizes, experts, kind == "again")
-    (product,) = _products_of(part, sizes, experts)
-    forward, backward = of.product_moves(product, kind == "recomputed")
-    if not _has_bias(part, sizes) or part == "up" and gelu_adds:
-        return forward, backward
-    target = of.spaces(product.way)[1]
-    return ([*forward, *target.vector_gather_moves(product.K)],
-            [*backward, *target.vector_reduce_moves(product.K)])
+        return expert_moves(of, sizes, experts, products, kind == "again")
+    forward, backward = of.product_moves(*products, kind == "recomputed")
+    return forward + gathers, backward
 
 
-def _expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
-                  again: bool) -> tuple[Moves, Moves]:
-    """List the collectives of the products, vectors, gates and counts of a layer of experts.
-
-    Its products move what one product of all rows moves, with the weights of all experts; but in
-    2.5-D gathered gradients of weights are summed over the layers, which is more.  The router, and
-    the counts of its choices, are not recomputed.
-    """
-    outer, inner, E = of.outer, of.inner, experts.count
-    h, wide, n = sizes.hidden, sizes.gates * sizes.inner, int(_has_bias("up", sizes))
-    forward, backward = ([*outer.vector_gather_moves(E * h)] * (1 + n)    # the router's weight
-                         + [*inner.vector_gather_moves(E * wide)] * n,
-                         [*outer.vector_reduce_moves(E * h)] * (1 + n)
-                         + [*inner.vector_reduce_moves(E * wide)] * n)
-    for product in _products_of("experts", sizes, experts):
-        # Without rows only the weight's words are left.
-        for own, one, weight in zip((forward, backward), of.product_moves(product),
-                                    of.product_moves(product._replace(M=0))):
-            own += [move._replace(words=move.words + (E - 1) * more.words)
-                    for move, more in zip(one, weight, strict=True)]
-    if not again:
-        forward += [*outer.row_sum_moves(of.tokens, E), *_count_moves(of, experts.top * E)]
-    return forward, backward + [*outer.row_sum_moves(of.tokens, experts.top)]
-
-
-def _count_moves(of: Words, n: int) -> Moves:
-    """List the gathers of n integers of each rank's run of tokens."""
-    sequences, positions = Layout(of.outer.rows).dims
-    runs = of.batch if of.grid.ranks_along(positions) > 1 else of.grid.ranks_along(sequences)
-    # Before each gather a rank holds what the directions not yet gathered leave of all runs.
-    held = n * runs * of.grid.ranks // of.grid.ranks_along(sequences)
-    found = []
-    for c in [*reversed(positions), *reversed(sequences)]:
-        found.append(Move(c, "all_gather", held * (of.grid[c] - 1)))
-        held *= of.grid[c]
-    return found
+def _vectors_in(part: str, of: Words, sizes: ModelSizes) -> list[tuple[SpaceCosts, int]]:
+    """List the vectors that the forward of a part uses, each with its space and length."""
+    gelu_adds = sizes.gates == 1    # the bias of the product up
+    if part == "norm":
+        return [(of.outer, sizes.hidden)] * vectors_of_norm(sizes)
+    if part == "gelu":
+        return [(of.inner, sizes.inner)] * (gelu_adds and _has_bias("up", sizes))
+    if part not in PRODUCTS or part == "up" and gelu_adds or not _has_bias(part, sizes):
+        return []
+    return [(of.spaces(one.way)[1], one.K) for one in _products_of(part, sizes, None)]
 
 
 def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",

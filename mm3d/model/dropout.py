@@ -15,7 +15,7 @@ from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Layer
 from mm3d.model.masks import BITS, MaskKey, draw_kept, dropped_of_65536
 from mm3d.model.parameters import Parameter
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import Pass
 
 
 class Dropout:
@@ -47,11 +47,11 @@ class Dropout:
         self.scale = 2 ** BITS / (2 ** BITS - self.dropped)
         self.empty = space.allocator(features)
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute x times the mask and the scale; nothing is saved."""
         return self.apply(x, self.empty(x.dtype)), None
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dy times the same mask and scale."""
         return self.apply(dy, self.empty(dy.dtype))
 
@@ -83,21 +83,21 @@ class DropoutResidual(Residual):
         super().__init__(*layers)
         self.dropout = dropout
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute x + dropout(f(x))."""
         y, saved = Chain.forward(self, x, overlap)
         y = self.dropout.apply(y, y)
         y += x
         return y, saved
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dy plus the gradient through dropout and f."""
         dx = Chain.backward(self, self.dropout.backward(dy, None), saved, overlap)
         dx += dy
         return dx
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Overlap | None = None) -> tuple[Array, list]:
+                       overlap: Pass | None = None) -> tuple[Array, list]:
         """Compute dy plus the gradient through dropout and f, without the gradients of weights."""
         dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, overlap)
         dx += dy

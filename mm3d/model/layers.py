@@ -2,9 +2,10 @@
 
 ``forward(x) -> (y, saved)``; ``backward(dy, saved) -> dx`` adds to the gradients of the
 parameters.  Layers keep no state between the two, so many micro-batches can be in flight.  An
-optional `Overlap` schedules communication during products.  A `Space` says how an activation is
-divided; the scheme's product multiplies by the weight.  Arrays that forward and backward return
-are new, and the caller may overwrite them; their arguments are not changed.
+optional `Pass` joins the calls of several layers, or schedules communication during products.  A
+`Space` says how an activation is divided; the scheme's product multiplies by the weight.  Arrays
+that forward and backward return are new, and the caller may overwrite them; their arguments are
+not changed.
 
 A layer with weights also has the two halves of backward, ``backward_input(dy, saved) -> (dx,
 operands)`` and ``backward_weights(operands)``, for schedules that compute the gradients of weights
@@ -20,43 +21,27 @@ from typing import Any, Protocol
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
-from mm3d.grid.split import Gathered
 from mm3d.model import functional
 from mm3d.model.architecture import PLAIN
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                                 scale_backward, scale_forward)
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import ALONE, Pass
 
 
 class Layer(Protocol):
     """Describe the interface of a layer.
 
-    `overlap` is passed on to the linear layers of one pass; without it each of their collectives
-    is blocking.
+    `overlap` is the `Pass` of which the call is a part; without it each layer calls for itself.
     """
 
     @property
     def parameters(self) -> list[Parameter]: ...
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]: ...
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]: ...
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array: ...
-
-
-def vector_of(parameter: Parameter, overlap: Overlap | None) -> Array | Gathered:
-    """Return the vector that `overlap` has gathered, else this rank's block of it."""
-    return parameter.value if overlap is None else overlap.vector_of(parameter)
-
-
-def accumulate_terms(parameter: Parameter, vector: Vector, terms: Array,
-                     overlap: Overlap | None) -> None:
-    """Add the sum of the `terms` of all ranks to a vector's gradient; `overlap` does it later."""
-    if overlap is None:
-        parameter.accumulate(vector.reduce_gradient(terms))
-    else:
-        overlap.accumulate_terms(parameter, vector, terms)
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array: ...
 
 
 class Linear:
@@ -97,45 +82,36 @@ class Linear:
         self.parameters = [self.weight, self.bias] if has_bias else [self.weight]
         self.vectors = [(self.bias, self.vector)] if has_bias else []
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute y = x W + b; return it with the data that the product saves."""
-        if overlap is None:
-            y, saved = self.product.forward(x, self.weight.value)
-        else:
-            y, saved = overlap.forward(self, x)
+        shared = overlap or ALONE
+        y, saved = shared.forward(self, x)
         if self.adds_bias:
-            y = add_forward(y, vector_of(self.bias, overlap), self.vector, out=y)
+            y = add_forward(y, shared.vector_of(self.bias), self.vector, out=y)
         return y, saved
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dx = dy W^T; add dW and db to the gradients."""
-        if self.adds_bias:
-            accumulate_terms(self.bias, self.vector,
-                             add_backward(dy, self.bias.has_master), overlap)
-        if overlap is not None:
-            return overlap.backward(self, dy, saved)
-        dx, dW = self.product.backward(dy, self.weight.value, saved)
-        self.weight.accumulate(dW)
-        return dx
+        return self._add_db(dy, overlap).backward(self, dy, saved)
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Overlap | None = None) -> tuple[Array, Any]:
+                       overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute dx = dy W^T; add db to the gradient; return dx with the operands of dW."""
+        return self._add_db(dy, overlap).backward_input(self, dy, saved)
+
+    def _add_db(self, dy: Array, overlap: Pass | None) -> Pass:
+        """Add db to the gradient, if the layer adds b; return the pass."""
+        shared = overlap or ALONE
         if self.adds_bias:
-            accumulate_terms(self.bias, self.vector,
-                             add_backward(dy, self.bias.has_master), overlap)
-        if overlap is not None:
-            return overlap.backward_input(self, dy, saved)
-        return self.product.backward_input(dy, self.weight.value, saved)
+            shared.accumulate_terms(self.bias, self.vector,
+                                    add_backward(dy, self.bias.has_master))
+        return shared
 
-    def backward_weights(self, operands: Any, overlap: Overlap | None = None) -> None:
+    def backward_weights(self, operands: Any, overlap: Pass | None = None) -> None:
         """Compute dW = x^T dy; add it to the gradient."""
-        if overlap is not None:
-            overlap.backward_weights(self, operands)
-        else:
-            self.weight.accumulate(self.product.backward_weights(operands))
+        (overlap or ALONE).backward_weights(self, operands)
 
-    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+    def recompute_saved(self, x: Array, overlap: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
         return self.product.recompute_saved(x, self.weight)
 
@@ -167,24 +143,25 @@ class LayerNorm:
             for part in ("weight", "bias")]
         self.vectors = [(one, self.vector) for one in self.parameters]
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
         xhat, rstd = functional.normalize_forward(
             x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
-        y, gamma_l = scale_forward(xhat, vector_of(self.weight, overlap), self.vector, out=y)
-        y = add_forward(y, vector_of(self.bias, overlap), self.vector, out=y)
+        gamma, beta = ((overlap or ALONE).vector_of(one) for one in self.parameters)
+        y, gamma_l = scale_forward(xhat, gamma, self.vector, out=y)
+        y = add_forward(y, beta, self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
         dbeta = add_backward(dy, self.bias.has_master)
-        accumulate_terms(self.bias, self.vector, dbeta, overlap)
+        (overlap or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
-        accumulate_terms(self.weight, self.vector, dgamma, overlap)
+        (overlap or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
         return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
                                              self.space.sum_features, out=dxhat)
 
@@ -210,19 +187,19 @@ class Gelu:
         self.bias, self.vector = linear.bias, linear.vector
         self.empty = space.allocator(features)
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute GELU(x + b); save x and the gathered b_l."""
         if self.bias is None:
             return functional.gelu_forward(x, out=self.empty(x.dtype)), (x, None)
-        y, b_l = gelu_forward(x, vector_of(self.bias, overlap), self.vector,
+        y, b_l = gelu_forward(x, (overlap or ALONE).vector_of(self.bias), self.vector,
                               out=self.empty(x.dtype))
         return y, (x, b_l)
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dx = dy GELU'(x + b); add db to the gradient of the bias."""
         x, b_l = saved
         if b_l is None:
             return functional.gelu_backward(dy, x, out=self.empty(dy.dtype))
         dx, db = gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
-        accumulate_terms(self.bias, self.vector, db, overlap)
+        (overlap or ALONE).accumulate_terms(self.bias, self.vector, db)
         return dx

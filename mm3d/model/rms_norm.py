@@ -7,9 +7,9 @@ from mm3d.arrays.elementwise import row_blocks
 from mm3d.model.architecture import Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.functional import sum_row, upcast
-from mm3d.model.layers import LayerNorm, accumulate_terms, vector_of
+from mm3d.model.layers import LayerNorm
 from mm3d.model.vectors import Vector, scale_backward, scale_forward
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import ALONE, Pass
 
 
 def rms_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
@@ -67,20 +67,20 @@ class RMSNorm:
         self.weight = build.create_parameter(f"{name}.weight", self.vector.layout, (hidden,))
         self.parameters, self.vectors = [self.weight], [(self.weight, self.vector)]
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
         xhat, rstd = rms_forward(x, self.hidden, self.eps, self.space.sum_features, own)
-        y, gamma_l = scale_forward(xhat, vector_of(self.weight, overlap), self.vector,
+        y, gamma_l = scale_forward(xhat, (overlap or ALONE).vector_of(self.weight), self.vector,
                                    out=self.empty(x.dtype))
         return y, (xhat, rstd, gamma_l)
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dx; add the gradient of gamma."""
         xhat, rstd, gamma_l = saved
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
-        accumulate_terms(self.weight, self.vector, dgamma, overlap)
+        (overlap or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
         return rms_backward(dxhat, xhat, rstd, self.hidden, self.space.sum_features, out=dxhat)
 
 

@@ -10,7 +10,7 @@ from mm3d.grid.activations import Space
 from mm3d.model.architecture import Architecture
 from mm3d.model.functional import upcast
 from mm3d.model.parameters import Parameter
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import Pass
 
 
 def frequencies(architecture: Architecture, head: int) -> np.ndarray:
@@ -128,11 +128,11 @@ class Rotary:
         self.rotated, self.turns = rotated, turns
         self.empty = space.allocator(rotated + 1, features, unit=turns.head)
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, None]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, None]:
         """Rotate by the angles of the positions."""
         return self._rotated(x, self.turns.sin), None
 
-    def backward(self, dy: Array, saved: None, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: None, overlap: Pass | None = None) -> Array:
         """Rotate back."""
         return self._rotated(dy, -self.turns.sin)
 

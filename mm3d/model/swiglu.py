@@ -7,7 +7,7 @@ from mm3d.arrays.elementwise import row_blocks
 from mm3d.grid.activations import Space
 from mm3d.model.functional import upcast
 from mm3d.model.parameters import Parameter
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import Pass
 
 
 def swiglu_forward(x: Array, out: Array) -> Array:
@@ -62,10 +62,10 @@ class SwiGLU:
     def __init__(self, space: Space, features: int) -> None:
         self.empty, self.empty_both = space.allocator(features), space.allocator(2, features)
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute SiLU(g) u; save x."""
         return swiglu_forward(x, out=self.empty(x.dtype)), x
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute the gradients of g and u, (batch, seq, 2, features)."""
         return swiglu_backward(dy, saved, out=self.empty_both(dy.dtype))

@@ -1,8 +1,7 @@
 """Define the Transformer, once for every scheme."""
 
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Callable, ContextManager, Mapping
+from typing import Any, Callable, Mapping
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
+from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, Trained, check_state
 from mm3d.model.recomputation import parse_policy
@@ -27,6 +27,7 @@ from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import Pass
 from mm3d.schemes.scheme import Scheme
 
 
@@ -90,6 +91,8 @@ class Transformer(Trained):
     mask_key : MaskKey
         Key of the masks of dropout.  Set its `place` before each forward, else nothing is
         dropped; backward sets it to the place of its own forward.
+    joined : dict of int to JoinedVectors
+        By the identity of a vector's parameter, those whose collectives are joined with its own.
     routings : Routings
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
@@ -138,7 +141,7 @@ class Transformer(Trained):
         ahead = not any(linear.weight.gathered_when_read for linear in self.linears)
         self._products = {backward: weighted_products(self.layers, backward) if ahead else []
                           for backward in (False, True)} | {None: []}
-        self._vectors = vectors_of(self.layers) if ahead else []
+        self.joined = join_vectors(vectors_of(self.layers))
         self.parameters = self.trained = self.layers.parameters
         self.definition = define_transformer(stack, make_layers)
         self.comm = self.grid.comm
@@ -186,7 +189,7 @@ class Transformer(Trained):
             When `x` does not have the shape or dtype of this rank's block.
         """
         self._check_block("x", x)
-        with self._begin_overlap(backward=False) as overlap:
+        with self._begin_pass(backward=False) as overlap:
             y, saved = self.layers.forward(x, overlap)
         return y, ((self.mask_key.place, saved) if self.dropout else saved)
 
@@ -213,7 +216,7 @@ class Transformer(Trained):
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_overlap(backward=True) as overlap:
+        with self._begin_pass(backward=True) as overlap:
             return self.layers.backward(dy, saved, overlap)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
@@ -236,7 +239,7 @@ class Transformer(Trained):
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_overlap(backward=True) as overlap:
+        with self._begin_pass(backward=True) as overlap:
             return self.layers.backward_input(dy, saved, overlap)
 
     def backward_weights(self, operands: list) -> None:
@@ -244,18 +247,15 @@ class Transformer(Trained):
 
         Every rank must call it, since it communicates, once for each micro-batch.
         """
-        with self._begin_overlap(None) as overlap:
+        with self._begin_pass(None) as overlap:
             self.layers.backward_weights(operands, overlap)
 
-    def _begin_overlap(self, backward: bool | None) -> ContextManager[Overlap | None]:
-        """Return the `Overlap` of one pass as a context; its value is None if no product overlaps.
-
-        `backward` is None for the half of backward that uses no weight.
-        """
+    def _begin_pass(self, backward: bool | None) -> Pass:
+        """Return one pass, a context; `backward` is None for the half that uses no weight."""
         if any(linear.product.overlap for linear in self.linears):
-            return Overlap(self._products[backward], self.grid.backend,
-                           self._vectors if backward is False else ())
-        return nullcontext()
+            return Overlap(self._products[backward], self.grid.backend, self.joined,
+                           gathers=backward is False)
+        return Pass(self.joined, gathers=backward is False)
 
     def _check_block(self, name: str, a: Array) -> None:
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""

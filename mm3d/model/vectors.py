@@ -37,21 +37,36 @@ class Vector:
     ----------
     layout : Layout
         Layout of the stored blocks.
+    sub : list of Split
+        How directions beyond those of the features divide it.
+    copies : list of Axis
+        Directions of ranks that have other rows, and store the same block.
+    line, root : Axis or None, int or None
+        The direction that has one rank on the diagonal, and that rank.
+    block : tuple of int
+        Shape of the block that is stored on the diagonal of this rank's line.
     """
 
     def __init__(self, space: Space, shape: tuple[int, ...], unit: int = 1) -> None:
         self.space, self.shape, grid = space, tuple(shape), space.grid
         spec = "," * (len(shape) - 1) + space.vector
         self.layout = Layout(spec, {len(shape) - 1: unit})
-        self._line = grid[self.layout.diagonal] if self.layout.diagonal else None
+        self.line = grid[self.layout.diagonal] if self.layout.diagonal else None
+        self.root = None if self.line is None else self.layout.diagonal_rank(grid)
         extra = self.layout.letters[len(space.features):]
-        self._sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
+        self.sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
         held = self.layout.letters + (self.layout.diagonal or "")
-        self._copies = [grid[c] for c in divided_directions(space.rows) if c not in held]
+        self.copies = [grid[c] for c in divided_directions(space.rows) if c not in held]
         coords = dict(grid.coords)
-        if self._line is not None:
-            self._root = coords[self._line.name] = self.layout.diagonal_rank(grid)
-        self._block = self.layout.local_shape(grid, self.shape, coords)
+        if self.line is not None:
+            coords[self.line.name] = self.root
+        self.block = self.layout.local_shape(grid, self.shape, coords)
+
+    @property
+    def travels(self) -> bool:
+        """Return whether gathers or sums of gradients call any collective."""
+        axes = [*self.copies, self.line, *(split.axis for split in self.sub)]
+        return any(axis is not None and axis.size > 1 for axis in axes)
 
     def gather_features(self, b: Array | Gathered) -> Array:
         """Gather the features of this rank, b_l or b_j, from the stored blocks (Algorithm 7).
@@ -70,11 +85,11 @@ class Vector:
         """
         if isinstance(b, Gathered):
             return b.array
-        if self._line is not None:
-            if self._line.rank != self._root:
-                b = self.space.grid.backend.empty(self._block, b.dtype)
-            b = self._line.broadcast(b, self._root)
-        for split in reversed(self._sub):
+        if self.line is not None:
+            if self.line.rank != self.root:
+                b = self.space.grid.backend.empty(self.block, b.dtype)
+            b = self.line.broadcast(b, self.root)
+        for split in reversed(self.sub):
             b = split.all_gather(b)
         return b
 
@@ -94,12 +109,12 @@ class Vector:
         Array or None
             The stored block of the sum; None on ranks that store none.
         """
-        for axis in self._copies:
-            db = axis.all_reduce(db)
-        for split in self._sub:
+        for split in self.sub:
             db = split.reduce_scatter(db)
-        if self._line is not None:
-            db = self._line.reduce(db, self._root)
+        for axis in self.copies:    # of the part that is left: the fewest words
+            db = axis.all_reduce(db)
+        if self.line is not None:
+            db = self.line.reduce(db, self.root)
         return db
 
 

@@ -173,6 +173,8 @@ class Cube(Scheme):
     rows : {"auto", "sequences", "positions"}
         Whether rows are divided by whole sequences, or also by position; "auto" chooses sequences
         where X Y and X Z divide the batch.
+    vectors : {"diagonal", "copied"}
+        Whether one rank of a line along y or z stores a block of a vector, or each: fewer calls.
     overlap : {False, True, 2, 4, 8}
         Whether communication overlaps with products, with a number also in that many panels of
         rows: see `mm3d.schemes.overlap`.
@@ -189,6 +191,8 @@ class Cube(Scheme):
                        "gathered operands kept from forward to backward"),
         "rows": Option("auto", ("auto", "sequences", "positions"),
                        "rows are divided in whole sequences, or also by position"),
+        "vectors": Option("diagonal", ("diagonal", "copied"),
+                          "where blocks of vectors are stored: on a diagonal, or on its lines"),
         "overlap": Option(False, (False, True, 2, 4, 8),
                           "communicate while ranks multiply, in panels of rows")}
 
@@ -203,13 +207,14 @@ class Cube(Scheme):
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int, rows: str = "auto",
-                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
+                vectors: str = "diagonal", **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         X, Y, Z = (sizes[c] for c in "xyz")
         if rows == "auto":
             whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
             rows = "sequences" if whole else "positions"
         divided = "x{}," if rows == "sequences" else "x,{}"
-        return ((divided.format("y"), "z", "zx@y", "y"), (divided.format("z"), "y", "yx@z", "z"))
+        outer, inner = ("zx@y", "yx@z") if vectors == "diagonal" else ("zx", "yx")
+        return (divided.format("y"), "z", outer, "y"), (divided.format("z"), "y", inner, "z")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:

@@ -33,13 +33,14 @@ product and between blocks of elementwise work.  Where backward is in two halves
 weight is gathered during a product of the first, and dB summed during a product of the second.
 """
 
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
 from mm3d.grid.split import Gathered, Operand, Split, gather
+from mm3d.schemes.passes import Pass, WeightedLayer
 from mm3d.schemes.row_panels import RowPanels
 
 
@@ -54,22 +55,14 @@ def progress_of(*operands: Operand | None) -> Progress:
     return None
 
 
-class WeightedLayer(Protocol):
-    """Describe the interface of a layer with a weight, such as `mm3d.model.layers.Linear`."""
-
-    product: Any
-    weight: Any
-
-
 WeightedPass = tuple[WeightedLayer, bool]    # a layer, and whether its backward is computed
 
 
-class Overlap:
+class Overlap(Pass):
     """Hold the communication in flight during one forward or backward pass.
 
-    It is a context manager for one pass and is passed down to the layers.  On exit, also after an
-    exception, it completes every collective begun, so that none writes into a reused buffer.  It
-    holds at most two gathered weights and two sums of dB.
+    On exit, also after an exception, it completes every collective begun, so that none writes into
+    a reused buffer.  It holds at most two gathered weights and two sums of dB.
 
     Parameters
     ----------
@@ -79,23 +72,24 @@ class Overlap:
         gathered ahead for passes that are left out.
     backend : Backend
         Its elementwise work calls `progress` now and then.
-    vectors : sequence of (Parameter, Vector), optional
-        Vectors that a forward pass uses once each, gathered before its first product.
+    vectors, gathers
+        As for `Pass`; those of a forward pass are gathered before its first product.
     """
 
+    sums_at_once = False
+
     def __init__(self, passes: Sequence[WeightedPass], backend: Backend,
-                 vectors: Sequence[tuple[Any, Any]] = ()) -> None:
-        self._passes, self._backend, self._vectors = passes, backend, vectors
+                 vectors: Mapping[int, Any] | None = None, gathers: bool = False) -> None:
+        super().__init__(vectors, gathers)
+        self._passes, self._backend = passes, backend
         self._next = self._ahead = 0    # the next product, and the next weight to be gathered
         self._prefetched: dict[int, Pending] = {}    # weights, by the number of their product
         self._summing: tuple[Any, Pending] | None = None    # a weight, and its dB
         self._begun: list[Pending] = []
-        self._gathered: dict[int, Gathered] = {}    # by the identity of the parameter
-        self._terms: list[tuple[Any, Any, Array]] = []    # of gradients of vectors
 
     def __enter__(self) -> "Overlap":
-        for parameter, vector in self._vectors:
-            self._gathered[id(parameter)] = Gathered(vector.gather_features(parameter.value))
+        for joined in dict.fromkeys(self._vectors.values()) if self._gathers else ():
+            self._gather(joined)
         self._backend.between_blocks = self.progress
         self._prefetch_from_here()
         return self
@@ -105,8 +99,7 @@ class Overlap:
         self._finish_weight()
         for pending in self._begun:
             pending.take()
-        if failure[0] is None:    # other ranks may not have failed
-            self.finish_gradients()
+        super().__exit__(*failure)
 
     def progress(self) -> None:
         """Let MPI make progress on the collectives in flight."""
@@ -167,20 +160,10 @@ class Overlap:
         self._finish_weight()
         self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
 
-    def vector_of(self, parameter: Any) -> Array | Gathered:
-        """Return the gathered vector the first time, then this rank's block of it."""
-        return self._gathered.pop(id(parameter), None) or parameter.value
-
-    def accumulate_terms(self, parameter: Any, vector: Any, terms: Array) -> None:
-        """Keep this rank's term of a vector's gradient, to be summed in `finish_gradients`."""
-        self._terms.append((parameter, vector, terms))
-
     def finish_gradients(self) -> None:
         """Complete the sums of all gradients computed so far."""
         self._finish_weight()
-        terms, self._terms = self._terms, []
-        for parameter, vector, term in terms:
-            parameter.accumulate(vector.reduce_gradient(term))
+        super().finish_gradients()
 
     def _finish_weight(self) -> None:
         """Complete the sum of dB in flight."""

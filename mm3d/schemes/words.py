@@ -8,7 +8,7 @@ each of the P ranks has 1/P of the sum.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
@@ -62,6 +62,11 @@ class SpaceCosts:
         """Return the directions that divide a vector, and the direction of its diagonal."""
         return divided_directions(self.vector), self.vector.partition("@")[2]
 
+    @cached_property
+    def further(self) -> str:
+        """Return the directions that divide a vector, but not the features."""
+        return self._vector[0][len(self.features):]
+
     def words(self, rows: int, features: int) -> int:
         """Count the words of an activation, copies included."""
         return self.copies * rows * features
@@ -81,7 +86,7 @@ class SpaceCosts:
         for c in divided_directions(self.rows):
             if c not in self.vector:
                 words = (2 * (self.grid[c] - 1) * n * self.grid.ranks
-                         // (self.feature_parts * self.grid[c]))
+                         // (self.grid.ranks_along(divided) * self.grid[c]))
                 yield Move(c, "all_reduce", words)
         yield from self._beyond_features("reduce_scatter", n)
         if diagonal:
@@ -157,6 +162,28 @@ class Words:
     def spaces(self, way: str) -> tuple[SpaceCosts, SpaceCosts]:
         """Return the spaces of A and C of a product; `way` is "up" or "down"."""
         return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
+
+    def vector_moves(self, vectors: Sequence[tuple[SpaceCosts, int]]
+                     ) -> tuple[list[Move], list[Move]]:
+        """List the gathers of a block's vectors, and the sums of their gradients.
+
+        Those of one space share all calls, those of both the calls along further directions that
+        divide both (`mm3d.model.joined_vectors.join_vectors`).  Each is a space and a length.
+        """
+        lengths: dict[tuple[str, str, str], int] = {}
+        spaces = {(one.rows, one.features, one.vector): one for one, _ in vectors}
+        for one, n in vectors:
+            key = one.rows, one.features, one.vector
+            lengths[key] = lengths.get(key, 0) + n
+        found: tuple[dict, dict] = {}, {}
+        for key, n in lengths.items():
+            one = spaces[key]
+            for own, moves in zip(found, (one.vector_gather_moves(n), one.vector_reduce_moves(n))):
+                for axis, collective, words, _ in moves:
+                    place = one.further if axis in one.further else key, axis, collective
+                    before = own[place].words if place in own else 0
+                    own[place] = Move(axis, collective, before + words)
+        return tuple([*own.values()] for own in found)
 
     def product_moves(self, product: ProductShape,
                       recomputed: bool = False) -> tuple[list[Move], list[Move]]:

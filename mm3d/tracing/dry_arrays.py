@@ -120,6 +120,9 @@ class DryNamespace:
         shape = a.shape[:axis] + kept + a.shape[axis + 1:]
         return self._backend.reduction("sum", out, shape, dtype or a.dtype, a)
 
+    def take(self, a: DryArray, places: DryArray) -> DryArray:
+        return self._backend.result("take", places.shape, a.dtype, a, places)
+
     def max(self, a: DryArray, axis: int, keepdims: bool = False,
             out: DryArray | None = None) -> DryArray:
         return self.sum(a, axis, keepdims=keepdims, out=out)

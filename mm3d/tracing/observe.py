@@ -134,6 +134,9 @@ def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Point]:
     if Phase in kinds:
         found += [(model, name, _report_event(Phase(name))) for name in (*PHASES, *HALVES)
                   if hasattr(model, name)]
+    if Collective in kinds:
+        found += [(joined, "flat", partial(_name_operand, "b"))
+                  for joined in getattr(model, "joined", {}).values()]
     if hasattr(model, "layers"):
         return found + _points_within(model.layers, kinds)
     product = getattr(model, "product", None)    # a product of matrices alone

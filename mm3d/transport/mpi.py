@@ -165,7 +165,7 @@ class MpiTransport:
         send, outgoing = self._packed(a, dim, sends)
         recv, incoming = self._flat(out, dim, receives)
         self._exchange(self._flatten(send), self._flatten(recv), outgoing, incoming)
-        self._moved += sum(incoming) - incoming[self.rank]
+        self._moved += out.size - math.prod(resized_shape(out.shape, dim, receives[self.rank]))
         return self._unpacked(recv, out, dim, receives)
 
     def begin_broadcast(self, a: Array, root: int) -> Pending:

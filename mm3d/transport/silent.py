@@ -4,7 +4,7 @@ import math
 from typing import Iterator
 
 from mm3d.arrays.backend import Array, Backend, accumulation_dtype
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_bounds
 from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
@@ -70,7 +70,7 @@ class SilentTransport(MpiTransport):
     def _all_reduce(self, send: Array, recv: Array) -> None:
         """Sum nothing."""
         if self.ordered:
-            own = block_lengths(math.prod(send.shape), self.comm.size)[self.rank]
+            _, own = block_bounds(math.prod(send.shape), self.comm.size, self.rank)
             recv = self.backend.empty((own,), send.dtype)
         self._summed(send, recv)
 
@@ -83,6 +83,10 @@ class SilentTransport(MpiTransport):
 
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
         """Send nothing."""
+
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """Return a buffer for all blocks, without their lengths: there may be a million."""
+        return super()._flat(a, dim, [a.shape[dim]])
 
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:

@@ -8,7 +8,7 @@ from mm3d.arrays.backend import Array, accumulation_dtype, namespace
 from mm3d.model.attention.layer import Attention, Visit
 from mm3d.model.functional import attend_backward, causal_mask, upcast
 from mm3d.model.attention.windows import window_mask
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import Pass
 
 
 class RingAttention(Attention):
@@ -42,7 +42,7 @@ class RingAttention(Attention):
         kv = by_head[:, :, self.group:, ...]
         return by_head, kv if self.split is None else self.split.all_gather(kv)
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute the output, (batch, seq, features); save it, Q, K, V and the log-sum-exps."""
         library, y = self.space.grid.backend, self.empty(x.dtype)
         q, own = self._own_keys(x)
@@ -70,7 +70,7 @@ class RingAttention(Attention):
         a[...] = 0
         return a
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute the gradients of Q, K and V, (batch, seq, group + 2, features)."""
         x, y, lse = saved
         library, dx = self.space.grid.backend, self.empty_qkv(x.dtype)

@@ -34,7 +34,7 @@ from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.vectors import Vector
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.passes import Pass
 
 ROUTER_BIAS = "router.bias"
 
@@ -161,7 +161,7 @@ class ExpertsLayer:
         self.parameters = [self.router.weight, *([self.bias] if self.bias else []),
                            *self.up.parameters, *self.down.parameters]
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute this rank's block of y; save the routing, and inputs and outputs of experts.
 
         Collectives of experts do not overlap with products: `overlap` is not used.
@@ -221,7 +221,7 @@ class ExpertsLayer:
                 dlogits = term[1] if dlogits is None else dlogits + term[1]
         return Routing(choice, plan, dlogits), losses
 
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dx; add to the gradients of router and experts."""
         routing, x, weight, A, U, b, G, R = saved
         library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
@@ -248,7 +248,7 @@ class ExpertsLayer:
             dlogits = dlogits + self.routings.scale * routing.dlogits
         return self.router.backward(dlogits, tokens, weight)
 
-    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+    def recompute_saved(self, x: Array, overlap: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves."""
         return self.forward(x, overlap)[1]
 
@@ -304,13 +304,13 @@ class RecomputedExperts(Recomputed):
         super().__init__(*layers)
         self._routings = routings
 
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute the last layer's output; return it with x and the routings."""
         with self._routings.recording() as recorded:
             y, x = super().forward(x, overlap)
         return y, (x, recorded)
 
-    def recompute(self, saved: Any, overlap: Overlap | None = None) -> Any:
+    def recompute(self, saved: Any, overlap: Pass | None = None) -> Any:
         """Recompute the data that the layers save, from x and the routings."""
         x, recorded = saved
         with self._routings.replaying(recorded):

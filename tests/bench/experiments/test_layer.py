@@ -152,10 +152,10 @@ def test_calls_and_words_stand_beside_those_of_colossalai(comm, shared_tmp_path)
     assert run.configuration["keep"] == "both" and run.scales["kind"][2] == "ColossalAI"
     words, calls = run.raw["words"].values, run.raw["calls"].values
     assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
-    assert (calls[1] == 36).all()
+    assert (calls == 36).all()
     assert "it / layer" in text and "(ColossalAI)" in text
     (row,) = tables([run])[0].rows
-    assert {"ColossalAI", "both", "62.0", "36.0", "20024"} <= set(map(str, row))
+    assert {"ColossalAI", "both", "36.0", "20024"} <= set(map(str, row))
 
 
 @pytest.mark.ranks(2)

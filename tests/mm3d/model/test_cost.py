@@ -174,6 +174,20 @@ def test_words_of_both_phases_by_what_is_kept(keep, share):
     assert moved == share * (p - 1) * n ** 2
 
 
+@pytest.mark.parametrize("keep, forward, backward", [
+    ("none", 19, 25), ("weight", 19, 21), ("both", 19, 17)])
+def test_calls_and_words_of_a_layer_on_a_cube(keep, forward, backward):
+    """Three calls for each of four products, and in backward two more, less one for each operand
+    that is kept; a sum for mean, variance and gradients of each norm; and for all vectors a
+    broadcast in each space and a gather along x, and the reverse for their gradients."""
+    found = cost.moves("3d", dict(x=2, y=2, z=2), ModelSizes(1, 32, 4, 8, 16), keep=keep)
+    calls = [sum(move.calls for move in moves.values()) for moves in found.values()]
+    again = {"none": 2, "weight": 1, "both": 0}[keep]
+    assert calls == [forward, backward] == [4 * 3 + 2 * 2 + 3, 4 * (3 + again) + 2 + 3]
+    words = sum(move.words for moves in found.values() for move in moves.values())
+    assert words == 8 * {"none": 25144, "weight": 23608, "both": 20024}[keep]
+
+
 # --- Lines of ranks are old friends --------------------------------------------------------
 
 @pytest.mark.ranks(3)

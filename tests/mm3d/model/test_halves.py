@@ -118,7 +118,7 @@ def every_dry_rank(parallelism, sizes, **rest) -> list[Trace]:
 
 CLOSED = [Parallelism("3d", (2, 1, 3)), Parallelism("1d-sp", (4,)), Parallelism("2d", (2, 2)),
           Parallelism("1d", (4,)), Parallelism("serial", (2,)), Parallelism("3d", (2, 2, 2)),
-          Parallelism("3d", (3, 2, 1), {"keep": "weight"}),
+          Parallelism("3d", (3, 2, 1), {"keep": "weight", "vectors": "copied"}),
           Parallelism("3d", (2, 2, 2), {"rows": "positions", "keep": "both"}),
           Parallelism("2.5d", (2, 2, 2)), Parallelism("2.5d", (1, 1, 3)),
           Parallelism("faces", (2, 1, 3)), Parallelism("2d-pipelined", (2, 2))]

@@ -1,4 +1,5 @@
 """Vectors along the features: stored once on the diagonal, added to and multiplied with rows."""
+import math
 from itertools import chain
 from typing import Iterator, NamedTuple
 
@@ -7,9 +8,10 @@ import pytest
 
 import mm3d
 from mm3d.grid.activations import Space
+from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.vectors import Vector, add_backward, add_forward, scale_backward, scale_forward
 from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
-                       words)
+                       total, words)
 
 BATCH, SEQ = 3, 5
 # Global shape of the vector and what stays together: more or fewer features than ranks divide
@@ -69,9 +71,11 @@ def test_the_diagonal_of_3d(comm):
 
 @grids_and_squares
 def test_adding_to_and_scaling_every_row(comm):
-    """Exact integers, in every space of every scheme; also rows of 3-D by whole sequences. On 8
-    ranks each space has one of the cases in turn."""
-    every = chain(sides(comm), sides(comm, "3d", rows="sequences"))
+    """Exact integers, in every space of every scheme; also 3-D with whole sequences and copies.
+
+    On 8 ranks each space has one of the cases in turn.
+    """
+    every = chain(sides(comm), sides(comm, "3d", rows="sequences", vectors="copied"))
     for turn, side in enumerate(every):
         for shape, unit in CASES if comm.size < 8 else CASES[turn % len(CASES):][:1]:
             check_owners(comm, side, shape, unit)
@@ -85,8 +89,8 @@ def check_owners(comm, side, shape, unit):
     """The ranks together store the vector once, P times where it is replicated, and once in each
     layer of 2.5-D."""
     vector, grid = Vector(side.space, shape, unit), side.space.grid
-    layers = grid.shape["z"] if "Tesseract" in side.where else 1
-    copies = comm.size if vector.layout.letters == "" else layers
+    held = vector.layout.letters + (vector.layout.diagonal or "")
+    copies = math.prod(size for name, size in grid.shape.items() if name not in held)
     numbers = np.arange(np.prod(shape)).reshape(shape)
     stored = np.concatenate(comm.allgather(vector.layout.shard(numbers, grid).ravel()))
     assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where
@@ -167,3 +171,54 @@ def test_words_of_a_vector_on_each_rank(comm):
             vector.reduce_gradient(b_l)
             assert words(grid) == divided({(line, "reduce"): block * off,
                                            ("x", "reduce_scatter"): along_x}), grid
+
+
+# --- Several at once -----------------------------------------------------------------------
+
+class Held:
+    """A parameter that keeps the gradients which it is given."""
+
+    def __init__(self, value) -> None:
+        self.name, self.value, self.gradients = "layers.0.b", value, []
+        self.accumulate = self.gradients.append
+
+
+@grids_and_squares
+def test_joined_vectors_are_each_of_them_in_fewer_calls(comm):
+    """The same integers and words as alone, in both spaces of every scheme."""
+    for scheme in chain(schemes(comm), schemes(comm, "3d", vectors="copied")):
+        uses = []
+        for space in scheme.spaces(BATCH, SEQ):
+            for shape, unit in CASES:
+                vector = Vector(space, shape, unit)
+                uses.append((Held(vector.layout.shard(integers(shape, 1), scheme.grid)), vector))
+        check_joined(scheme, uses)
+
+
+def check_joined(scheme, uses):
+    """Sums that differ from rank to rank; each block that is stored gets its own sum."""
+    grid = scheme.grid
+    grid.reset_traffic()
+    alone = [vector.gather_features(held.value) for held, vector in uses]
+    terms = {held: b_l * (grid.rank + 1) for (held, _), b_l in zip(uses, alone)}
+    expected = [vector.reduce_gradient(terms[held]) for held, vector in uses]
+    one_by_one = grid.traffic()
+    groups = dict.fromkeys(join_vectors(uses).values())
+    assert {held for joined in groups for held in joined.parameters} == {
+        held for held, vector in uses if vector.travels}
+    grid.reset_traffic()
+    together = {}
+    for joined in groups:
+        together |= zip(joined.parameters, joined.gather())
+        joined.accumulate([terms[held] for held in joined.parameters])
+    for (held, vector), b_l, db in zip(uses, alone, expected):
+        if vector.travels:
+            (found,) = held.gradients
+            assert np.array_equal(together[held], b_l), scheme
+            assert (found is None and db is None) or np.array_equal(found, db), scheme
+    traffic = grid.traffic()
+    assert traffic.keys() == one_by_one.keys()
+    for key, alone in one_by_one.items():
+        assert traffic[key].calls * len(CASES) <= alone.calls, (scheme, key)
+        assert total(grid.comm, {key: alone.words}) == total(grid.comm, {
+            key: traffic[key].words}), (scheme, key)

@@ -12,10 +12,10 @@ from mm3d.arrays.backend import MAX_PANELS
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
-from mm3d.grid.split import Gathered, Split
+from mm3d.grid.split import Split
 from mm3d.model.builder import Builder
 from mm3d.model.layers import Linear
-from mm3d.model.vectors import Vector
+from mm3d.model.joined_vectors import FlatVectors
 from mm3d.schemes.overlap import Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
@@ -299,12 +299,12 @@ def test_vectors_travel_while_nothing_else_does(monkeypatch):
     with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
         model, seen = mm3d.Transformer(scheme, **SMALL), []
         for name in ("gather_features", "reduce_gradient"):
-            method = getattr(Vector, name)
-            monkeypatch.setattr(Vector, name, lambda self, b, method=method: (
-                isinstance(b, Gathered) or seen.append(len(in_flight)), method(self, b))[1])
+            method = getattr(FlatVectors, name)
+            monkeypatch.setattr(FlatVectors, name, lambda self, b, method=method: (
+                seen.append(len(in_flight)), method(self, b))[1])
         _, saved = model.forward(model.random("x"))
         model.backward(model.random("dy"), saved)
-        assert seen == [0] * 2 * 8 * SMALL["layers"]
+        assert seen == [0] * 2 * SMALL["layers"]    # those of a block at once
 
 
 def test_without_overlap_nothing_is_in_flight():

@@ -1,0 +1,207 @@
+"""Join the vectors of a block: their collectives take all of them in one call."""
+
+import math
+from copy import copy
+from itertools import islice
+from typing import Any, Container, Sequence
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.blocks import resized_shape
+from mm3d.grid.split import Split
+from mm3d.model.vectors import Vector
+
+
+class JoinedSplit:
+    """Divide several arrays, joined to a flat one, along one axis: each like its own `Split`.
+
+    Parameters
+    ----------
+    splits : sequence of Split
+        One for each array, all along the same axis.
+    shapes : sequence of tuple of int
+        Shape of this rank's block of each array.
+
+    Attributes
+    ----------
+    axis : Axis
+        The direction.
+    shapes : list of tuple of int
+        Shapes of the arrays before the axis divides them.
+    """
+
+    def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:
+        self.axis = splits[0].axis
+        self.shapes = [resized_shape(shape, split.dim, split.extent)
+                       for shape, split in zip(shapes, splits, strict=True)]
+        owners = np.concatenate([_owners(split, shape).ravel()
+                                 for split, shape in zip(splits, self.shapes)])
+        self._flat = copy(splits[0])
+        self._flat.dim, self._flat.extent = 0, owners.size
+        self._flat.counts = np.bincount(owners, minlength=self.axis.size).tolist()
+        # Collectives take the blocks of one rank after another, layers one array after another.
+        self._by_rank = self._by_array = None    # where the two orders are the same
+        if (owners[1:] < owners[:-1]).any():
+            order = np.argsort(owners, kind="stable")
+            self._by_rank, self._by_array = map(self.axis.backend.asarray,
+                                                (order, np.argsort(order)))
+
+    def all_gather(self, a: Array) -> Array:
+        """Gather all arrays from the joined blocks of all ranks."""
+        return self._take(self._flat.all_gather(a), self._by_array)
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """Sum the joined arrays over the ranks; return this rank's joined blocks."""
+        return self._flat.reduce_scatter(self._take(a, self._by_rank))
+
+    def _take(self, a: Array, order: Array | None) -> Array:
+        return a if order is None else self.axis.backend.xp.take(a, order)
+
+
+def _owners(split: Split, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the rank that has each element of an array of `shape`."""
+    some = min(split.axis.size, split.extent)    # the others have none
+    along = np.repeat(np.arange(some), split.counts[:some])
+    return np.broadcast_to(along.reshape(resized_shape((1,) * len(shape), split.dim, -1)), shape)
+
+
+class FlatVector(Vector):
+    """Join vectors of one space, beyond the directions that divide their features further."""
+
+    def __init__(self, vectors: Sequence[Vector]) -> None:
+        first = vectors[0]
+        self.space, self.sub = first.space, []
+        self.line, self.root, self.copies = first.line, first.root, first.copies
+        self.stored = [vector.block for vector in vectors]
+        self.block = (sum(map(math.prod, self.stored)),)
+
+
+class FlatVectors:
+    """Join vectors, of one or both spaces: each call of a collective takes all that it can.
+
+    These are Algorithms 7 and 8 of all of them, with the same words.
+
+    Parameters
+    ----------
+    spaces : sequence of sequence of Vector
+        The vectors of each space, which the same further directions divide.
+    """
+
+    def __init__(self, spaces: Sequence[Sequence[Vector]]) -> None:
+        self._lines, self._sub = [FlatVector(vectors) for vectors in spaces], []
+        shapes = [shape for line in self._lines for shape in line.stored]
+        for splits in zip(*(reversed(vector.sub) for vectors in spaces for vector in vectors)):
+            self._sub.insert(0, JoinedSplit(splits, shapes))
+            shapes = self._sub[0].shapes
+        self._gathered = shapes
+
+    def gather_features(self, blocks: Sequence[Array]) -> list[Array]:
+        """Gather this rank's features of each vector from the stored blocks."""
+        rest, parts = iter(blocks), []
+        for line in self._lines:
+            parts.append(line.gather_features(_join([*islice(rest, len(line.stored))])))
+        flat = _join(parts)
+        for split in reversed(self._sub):
+            flat = split.all_gather(flat)
+        return _cut(flat, self._gathered)
+
+    def reduce_gradient(self, terms: Sequence[Array]) -> list[Array | None]:
+        """Sum each of the terms onto the ranks that store its block."""
+        flat, found = _join(terms), []
+        for split in self._sub:
+            flat = split.reduce_scatter(flat)
+        for line, part in zip(self._lines, _cut(flat, [line.block for line in self._lines])):
+            db = line.reduce_gradient(part)
+            found += [None] * len(line.stored) if db is None else _cut(db, line.stored)
+        return found
+
+
+class JoinedVectors:
+    """Gather the vectors of several parameters, or sum their gradients, together.
+
+    Parameters
+    ----------
+    spaces : sequence of sequence of (Parameter, Vector)
+        The parameters of each space, with their storage.
+    flat : FlatVectors, optional
+        That of their vectors.
+    """
+
+    def __init__(self, spaces: Sequence[Sequence[tuple[Any, Vector]]],
+                 flat: FlatVectors | None = None) -> None:
+        self._spaces = spaces
+        self.parameters = [parameter for uses in spaces for parameter, _ in uses]
+        self.flat = flat or FlatVectors([[vector for _, vector in uses] for uses in spaces])
+
+    def gather(self) -> list[Array]:
+        """Gather this rank's features of each vector, see `Vector.gather_features`."""
+        return self.flat.gather_features([parameter.value for parameter in self.parameters])
+
+    def accumulate(self, terms: Sequence[Array]) -> None:
+        """Add the sums of all ranks' terms to the gradients, see `Vector.reduce_gradient`."""
+        for parameter, db in zip(self.parameters, self.flat.reduce_gradient(terms), strict=True):
+            parameter.accumulate(db)
+
+    def part(self, parameters: Container[Any]) -> "JoinedVectors":
+        """Return some of them; itself for all."""
+        if all(parameter in parameters for parameter in self.parameters):
+            return self
+        chosen = ([use for use in uses if use[0] in parameters] for uses in self._spaces)
+        return JoinedVectors([uses for uses in chosen if uses])
+
+
+def _join(blocks: Sequence[Array]) -> Array:
+    """Copy arrays to a flat one, one after another; a single one is viewed."""
+    flats = [namespace(block).reshape(block, (math.prod(block.shape),)) for block in blocks]
+    if len(flats) == 1:
+        return flats[0]
+    sizes, start = [math.prod(block.shape) for block in blocks], 0
+    whole = backend_of(blocks[0]).empty((sum(sizes),), blocks[0].dtype)
+    for size, flat in zip(sizes, flats):
+        whole[start:start + size] = flat
+        start += size
+    return whole
+
+
+def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """View the arrays in a flat one, in the order in which they are joined."""
+    found, start, xp = [], 0, namespace(flat)
+    for shape in shapes:
+        size = math.prod(shape)
+        found.append(xp.reshape(flat[start:start + size], shape))
+        start += size
+    return found
+
+
+def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]:
+    """Join the vectors of each block of a model that the same further directions divide.
+
+    A block is a layer of the Transformer, the first two parts of a parameter's name.  Vectors that
+    no rank moves are left out.
+
+    Parameters
+    ----------
+    uses : sequence of (Parameter, Vector)
+        In the order of a forward pass.
+
+    Returns
+    -------
+    dict
+        By the identity of each parameter the vectors that it is joined with.
+    """
+    groups: dict[tuple, dict[tuple, list]] = {}
+    for parameter, vector in uses:
+        if vector.travels:
+            space = vector.space
+            further = tuple(split.axis.name for split in vector.sub)
+            groups.setdefault((*parameter.name.split(".")[:2], further), {}).setdefault(
+                (space.rows, space.features, space.vector), []).append((parameter, vector))
+    found, flats = {}, {}    # blocks are alike
+    for spaces in groups.values():
+        key = tuple((*one, *((vector.shape, *vector.layout.units.items()) for _, vector in group))
+                    for one, group in spaces.items())
+        joined = JoinedVectors([*spaces.values()], flats.get(key))
+        flats[key] = joined.flat
+        found |= {id(parameter): joined for parameter in joined.parameters}
+    return found
