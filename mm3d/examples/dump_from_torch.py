@@ -136,6 +136,8 @@ class Dump:
     def _keep(self, name: str, module: torch.nn.Module) -> Any:
         """Return a hook that keeps a module's output, and the gradient of it."""
         def hook(_: Any, inputs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:    # recomputed, in backward
+                return
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(module, torch.nn.Dropout) and module.p and module.training:
                 self.about["dropout"] = module.p

@@ -8,8 +8,7 @@ from mpi4py import MPI
 
 from bench.document import Column, Rows, Table
 from bench.experiments.dump.computation import Way, compute_step
-from bench.experiments.dump.envelopes import (FACTOR, Distance, measure_reference,
-                                              rounding)
+from bench.experiments.dump.envelopes import Distance, measure_reference, rounding
 from bench.experiments.dump.places import LOSS
 from bench.experiments.dump.planted import make_shop
 from bench.experiments.dump.tensor_files import number_type
@@ -53,8 +52,8 @@ def table_of_differences(comm: Any) -> Table:
                     gap = Distance.between(a, exact)
                     size = float(np.sqrt((exact * exact).sum()))
                     worst[place.kind] = max(worst[place.kind], gap.whole / size)
-                    least = rounding(exact, number_type(dtype))
-                    over = max(over, gap.over(reference.spread[place].widest(least).times(FACTOR)))
+                    over = max(over, gap.over(reference.spread[place].plus(
+                        rounding(exact, number_type(dtype)))))
             rows.append([comm.size, scheme, dtype + f", {master} weights" * bool(master),
                          *(f"{worst[kind]:.1e}" for kind in KINDS), f"{over:.2f}"])
     columns = [Column("ranks"), Column("scheme"), Column("type"), Column("activations"),
