@@ -135,11 +135,13 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
 def exceeded(samples: list[Sample], level: float) -> Distance:
     """Return the distance that one more error exceeds with a probability.
 
-    Errors are normal, with a covariance that is not known.  The squared size of one is about that
-    of a few independent errors of the same deviation (Satterthwaite, 1946), of which there are
-    the reciprocal of the mean squared cosine of two; so its ratio to the mean of the samples has
-    an F distribution.  The largest element is that of n independent ones, where n is how many
-    have the deviation of the largest.
+    Errors are normal, with a covariance that is not known.  The squared size of one is about a
+    number and a multiple of a chi-square, by its first three moments (Buckley and Eagleson,
+    Austral. J. Statist. 30A, 1988), which traces of powers of the covariance give: the mean
+    squared cosine of two errors, and the mean product of the three cosines of three.  As the
+    scale is that of a few samples, an F distribution is used in place of the chi-square.  The
+    largest element is that of n independent ones, where n is how many have the deviation of the
+    largest.
 
     Parameters
     ----------
@@ -154,20 +156,25 @@ def exceeded(samples: list[Sample], level: float) -> Distance:
     if not sizes.all():
         largest = max((one.distance.whole for one in samples), default=0.0)
         return Distance(largest, largest)
-    cosines = (parts @ parts.T / np.outer(sizes, sizes))[np.triu_indices(count, 1)]
-    # Two deviations of the mean of so many squared cosines are added.
-    free = 1 / np.mean(cosines ** 2) / (1 + 2 * np.sqrt(2 / cosines.size))
-    free = float(np.clip(free, 1, parts.shape[1]))
+    cosines = parts @ parts.T / np.outer(sizes, sizes)
+    np.fill_diagonal(cosines, 0)
+    pairs, triples = count * (count - 1), count * (count - 1) * (count - 2)
+    second = (cosines ** 2).sum() / pairs
+    third = max(0.0, np.trace(cosines @ cosines @ cosines) / triples)
+    # Two deviations of either mean are added.
+    free = 1 / second / (1 + 2 * np.sqrt(4 / pairs))
+    alike = second ** 3 / (third + 2 * np.sqrt(6 * second ** 3 / triples)) ** 2
+    free, alike = (float(np.clip(one, 1, parts.shape[1])) for one in (free, alike))
     whole = _root_mean_square([one.distance.whole for one in samples]) * np.sqrt(
-        fdtri(free, count * free, 1 - level))
+        1 + (fdtri(alike, count * alike, 1 - level) - 1) * np.sqrt(min(1.0, alike / free)))
     squares = (parts * parts).mean(0)
     n = max(1.0, min(free, (squares ** 2).sum() ** 2 / (squares ** 4).sum()))
     x = np.linspace(0, 9, 4001)
     weights = np.diff(erf(x / np.sqrt(2)) ** n)    # of the largest of n of deviation 1
-    second, fourth = ((weights * x[1:] ** power).sum() for power in (2, 4))
-    alike = 2 * second ** 2 / (fourth - second ** 2)    # how many squares it varies like
+    square, fourth = ((weights * x[1:] ** power).sum() for power in (2, 4))
+    like = 2 * square ** 2 / (fourth - square ** 2)    # how many squares it varies like
     largest = _root_mean_square([one.distance.largest for one in samples]) / np.sqrt(
-        second) * stdtrit(count * alike, 1 - level / (2 * n))
+        square) * stdtrit(count * like, 1 - level / (2 * n))
     return Distance(float(whole), float(largest))
 
 

@@ -120,8 +120,8 @@ def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Fo
             dump = dump_of(shop, fault.plant(shop), Path(folder) / str(number))
             masked = any(place.kind == "mask" for place in dump.tensors)
             if fault.start not in references or masked:
-                references[fault.start] = measure_reference(start_of(dump), comm,
-                                                             program_of(dump))
+                references[fault.start] = measure_reference(
+                    start_of(dump), comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
             yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
 

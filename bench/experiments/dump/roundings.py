@@ -76,14 +76,15 @@ class Rounder:
         self.least = 2.0 ** -25 if dtype == "float16" else 0.0    # half of its smallest number
         self.random = np.random.default_rng(seed)
 
-    def __call__(self, a: np.ndarray, operations: float, terms: int = 0) -> np.ndarray:
+    def __call__(self, a: np.ndarray, operations: float | np.ndarray,
+                 terms: int = 0) -> np.ndarray:
         """Return `a`, changed in place.
 
         Parameters
         ----------
         a : ndarray
             In float64; what is 0 stays.
-        operations : float
+        operations : float or ndarray
             How many roundings of its elements, of its rows' size at least: a sum of ranks' parts,
             or a difference, is rounded by the size of its parts.
         terms : int
@@ -92,7 +93,7 @@ class Rounder:
         """
         rows = np.sqrt(np.mean(a * a, axis=-1, keepdims=True)) if a.ndim else abs(a)
         count = operations + terms / 2 * (self.sums / self.unit) ** 2
-        size = np.maximum(np.maximum(np.abs(a), rows) * self.unit * math.sqrt(count), self.least)
+        size = np.maximum(np.maximum(np.abs(a), rows) * self.unit * np.sqrt(count), self.least)
         a += (a != 0) * size * self.random.uniform(-1, 1, a.shape)
         return a
 
@@ -115,12 +116,22 @@ def imitate(gpt: Any, program: Program, seed: int) -> None:
     more = model.batch / 2 if is_narrow(program.kept) else 0
     once, count = gpt.step, 2 + more + program.added("data", "sequence")
 
-    def step(*batch: Any) -> float:
-        loss = once(*batch)
+    def step(tokens: np.ndarray, targets: np.ndarray) -> float:
+        loss = once(tokens, targets)
         for p in gpt.trained:
-            rounder(p.grad, count, model.batch * model.seq)
+            rounder(p.grad, count + _row_sums(p, tokens) * is_narrow(program.dtype), tokens.size)
         return loss
     gpt.step = step
+
+
+def _row_sums(p: Any, tokens: np.ndarray) -> float | np.ndarray:
+    """Return how often a gradient is rounded that is summed row by row in its own type.
+
+    PyTorch does so on CPUs: for the vectors of layer norms, and for each token's row of the table.
+    """
+    if p.name == "embedding.weight":
+        return np.bincount(tokens.ravel(), minlength=p.shape[0])[:, None] / 2
+    return tokens.size / 2 if "ln" in p.name or p.name.startswith("norm.") else 0.0
 
 
 def _round(layer: Any, rounder: Rounder, tensor: float = 0.0) -> None:

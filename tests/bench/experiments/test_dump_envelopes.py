@@ -40,8 +40,8 @@ def test_an_error_of_zero_everywhere_has_an_envelope_of_zero():
     assert exceeded([nothing] * SAMPLES, 1e-3) == Distance()
 
 
-@pytest.mark.parametrize("dtype, unit", [("float64", 2.0 ** -53), ("float32", 2.0 ** -24),
-                                         ("bfloat16", 2.0 ** -8), ("float16", 2.0 ** -11)])
+@pytest.mark.parametrize("dtype, unit", [
+    ("float32", 2.0 ** -24), ("bfloat16", 2.0 ** -8), ("float16", 2.0 ** -11)])
 def test_a_rounding_is_half_a_unit_at_most_and_zeros_stay(dtype, unit):
     a = np.ones((100, 64))
     a[:, 0] = 0
