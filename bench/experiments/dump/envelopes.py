@@ -15,6 +15,7 @@ from bench.experiments.dump.computation import (Start, Tensors, Way, compute_ste
                                                 compute_update)
 from bench.experiments.dump.places import LOSS, Place
 from bench.experiments.dump.roundings import Program, epsilon, imitate, is_narrow
+from mm3d.schemes.closed_form import factorizations
 
 SAMPLES = 8
 ALARMS = 1e-3    # of right dumps, in which any tensor is outside
@@ -118,7 +119,7 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     from mpi4py import MPI
     model = start.model
     program = program or Program(model.dtype, model.master or model.dtype)
-    exact = compute_step(start, Way("float64", scheme="serial" if comm.size == 1 else "3d"), comm)
+    exact = compute_step(start, exact_way(comm), comm)
     own = []
     for number in range(comm.rank, SAMPLES, comm.size):
         found = compute_step(start, Way("float64"), MPI.COMM_SELF,
@@ -130,6 +131,13 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     loss = Place(LOSS)
     spread[loss] = spread[loss].plus(rounding(exact[loss], program.loss).times(OF_LOSS))
     return Reference(exact, spread)
+
+
+def exact_way(comm: Any) -> Way:
+    """Return how the ranks of `comm` compute an exact step, on the grid nearest to a cube."""
+    if comm.size == 1:
+        return Way("float64")
+    return Way("float64", scheme="3d", grid=min(factorizations(comm.size, 3), key=max))
 
 
 def exceeded(samples: list[Sample], level: float) -> Distance:
@@ -191,8 +199,7 @@ def rounding(exact: np.ndarray, dtype: Any) -> Distance:
 def measure_update(start: Start, comm: Any, optimizer: Mapping[str, Any],
                    gradients: Mapping[str, np.ndarray]) -> tuple[Tensors, dict[Place, Distance]]:
     """Return the weights after a step by given gradients, and what roundings change at most."""
-    way = Way("float64", scheme="serial" if comm.size == 1 else "3d")
-    exact = compute_update(start, way, comm, optimizer, gradients)
+    exact = compute_update(start, exact_way(comm), comm, optimizer, gradients)
     unit = epsilon(start.model.master or start.model.dtype) / 2
     most = {}
     for place, a in exact.items():
