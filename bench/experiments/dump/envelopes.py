@@ -15,6 +15,7 @@ from bench.experiments.dump.computation import (Start, Tensors, Way, compute_ste
                                                 compute_update)
 from bench.experiments.dump.places import LOSS, Place
 from bench.experiments.dump.roundings import Program, epsilon, imitate, is_narrow
+from bench.statistics import bounds_of_one_more
 from mm3d.schemes.closed_form import factorizations
 
 SAMPLES = 8
@@ -141,54 +142,10 @@ def exact_way(comm: Any) -> Way:
 
 
 def exceeded(samples: list[Sample], level: float) -> Distance:
-    """Return the distance that one more error exceeds with a probability.
-
-    Errors are normal, with a covariance that is not known.  The squared size of one is about a
-    number and a multiple of a chi-square, by its first three moments (Buckley and Eagleson,
-    Austral. J. Statist. 30A, 1988), which traces of powers of the covariance give: the mean
-    squared cosine of two errors, and the mean product of the three cosines of three.  As the
-    scale is that of a few samples, an F distribution is used in place of the chi-square.  The
-    largest element is that of n independent ones, where n is how many have the deviation of the
-    largest.
-
-    Parameters
-    ----------
-    samples : list of Sample
-        Of independent errors.
-    level : float
-        The probability, for each of both numbers.
-    """
-    from scipy.special import erf, fdtri, stdtrit    # not needed by ranks that only measure
-    count, parts = len(samples), np.array([one.part for one in samples])
-    sizes = np.sqrt((parts * parts).sum(1))
-    if not sizes.all():
-        largest = max((one.distance.whole for one in samples), default=0.0)
-        return Distance(largest, largest)
-    cosines = parts @ parts.T / np.outer(sizes, sizes)
-    np.fill_diagonal(cosines, 0)
-    pairs, triples = count * (count - 1), count * (count - 1) * (count - 2)
-    second = (cosines ** 2).sum() / pairs
-    third = max(0.0, np.trace(cosines @ cosines @ cosines) / triples)
-    # Two deviations of either mean are added.
-    free = 1 / second / (1 + 2 * np.sqrt(4 / pairs))
-    alike = second ** 3 / (third + 2 * np.sqrt(6 * second ** 3 / triples)) ** 2
-    free, alike = (float(np.clip(one, 1, parts.shape[1])) for one in (free, alike))
-    whole = _root_mean_square([one.distance.whole for one in samples]) * np.sqrt(
-        1 + (fdtri(alike, count * alike, 1 - level) - 1) * np.sqrt(min(1.0, alike / free)))
-    squares = (parts * parts).mean(0)
-    n = max(1.0, min(free, (squares ** 2).sum() ** 2 / (squares ** 4).sum()))
-    x = np.linspace(0, 9, 4001)
-    weights = np.diff(erf(x / np.sqrt(2)) ** n)    # of the largest of n of deviation 1
-    square, fourth = ((weights * x[1:] ** power).sum() for power in (2, 4))
-    like = 2 * square ** 2 / (fourth - square ** 2)    # how many squares it varies like
-    largest = _root_mean_square([one.distance.largest for one in samples]) / np.sqrt(
-        square) * stdtrit(count * like, 1 - level / (2 * n))
-    return Distance(float(whole), float(largest))
-
-
-def _root_mean_square(numbers: list[float]) -> float:
-    """Return the root of the mean of squares."""
-    return float(np.sqrt(np.mean(np.square(numbers))))
+    """Return the distance that one more error exceeds with a probability, for each number."""
+    return Distance(*bounds_of_one_more(
+        [one.distance.whole for one in samples], [one.distance.largest for one in samples],
+        np.array([one.part for one in samples]), level))
 
 
 def rounding(exact: np.ndarray, dtype: Any) -> Distance:
