@@ -240,7 +240,7 @@ def test_names_that_make_no_sense_are_refused(tmp_path):
         (tmp_path / "own.toml").write_text(text)
         with pytest.raises(UsageError, match=message):
             names.find_rules(str(tmp_path / "own.toml"))
-    with pytest.raises(UsageError, match="no such file, and no table: huggingface, nanogpt"):
+    with pytest.raises(UsageError, match="no such file, and no table: huggingface, transformers"):
         names.find_rules("nemo")
 
 
