@@ -1,4 +1,4 @@
-"""Compute statistics of run times, which are neither normal nor symmetric.
+"""Compute statistics of run times, which are neither normal nor symmetric, and of errors.
 
 The interval is that of Le Boudec, "Performance Evaluation of Computer and Communication Systems"
 (2010), section 2.2, which Hoefler and Belli, "Scientific benchmarking of parallel computing
@@ -277,3 +277,55 @@ def _beta(x: float, a: float, b: float) -> float:
                 m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)))
         fraction = 1 + term / fraction
     return scale / fraction
+
+
+def bounds_of_one_more(sizes: Sequence[float], largest: Sequence[float], parts: np.ndarray,
+                       level: float) -> tuple[float, float]:
+    """Compute what the size and the largest element of one more normal error exceed.
+
+    The covariance of the elements is not known.  The squared size is about a number and a multiple
+    of a chi-square, by its first three moments (Buckley and Eagleson, Austral. J. Statist. 30A,
+    1988), which traces of powers of the covariance give: the mean squared cosine of two errors,
+    and the mean product of the three cosines of three.  As the scale is that of a few samples, an
+    F distribution is used in place of the chi-square.  The largest element is that of n
+    independent ones, where n is how many have the deviation of the largest.
+
+    Parameters
+    ----------
+    sizes, largest : sequence of float
+        Of each of at least three independent errors the root of the sum of squares, and the
+        largest absolute element.
+    parts : ndarray
+        (errors, elements): the elements of each, or the same part of them.
+    level : float
+        The probability with which each bound is exceeded.
+
+    Returns
+    -------
+    size, largest : float
+        The bounds; of errors of which one is 0 the largest size.
+    """
+    from scipy.special import erf, fdtri, stdtrit    # not needed by ranks that only measure
+    count, norms = len(parts), np.sqrt((parts * parts).sum(1))
+    if not norms.all():
+        return max(sizes), max(sizes)
+    cosines = parts @ parts.T / np.outer(norms, norms)
+    np.fill_diagonal(cosines, 0)
+    pairs, triples = count * (count - 1), count * (count - 1) * (count - 2)
+    second = (cosines ** 2).sum() / pairs
+    third = max(0.0, np.trace(cosines @ cosines @ cosines) / triples)
+    # Two deviations of either mean are added.
+    free = 1 / second / (1 + 2 * np.sqrt(4 / pairs))
+    alike = second ** 3 / (third + 2 * np.sqrt(6 * second ** 3 / triples)) ** 2
+    free, alike = (float(np.clip(one, 1, parts.shape[1])) for one in (free, alike))
+    size = np.sqrt(np.mean(np.square(sizes)) * (
+        1 + (fdtri(alike, count * alike, 1 - level) - 1) * np.sqrt(min(1.0, alike / free))))
+    squares = (parts * parts).mean(0)
+    n = max(1.0, min(free, (squares ** 2).sum() ** 2 / (squares ** 4).sum()))
+    x = np.linspace(0, 9, 4001)
+    weights = np.diff(erf(x / np.sqrt(2)) ** n)    # of the largest of n of deviation 1
+    square, fourth = ((weights * x[1:] ** power).sum() for power in (2, 4))
+    like = 2 * square ** 2 / (fourth - square ** 2)    # how many squares it varies like
+    most = np.sqrt(np.mean(np.square(largest)) / square) * stdtrit(
+        count * like, 1 - level / (2 * n))
+    return float(size), float(most)

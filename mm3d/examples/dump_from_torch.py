@@ -65,15 +65,19 @@ class Dump:
         self.outputs: dict[str, list] = {}
         self.gradients: dict[str, dict[int, torch.Tensor]] = {}
         self.masks: dict[str, list] = {}
+        self.states: dict[str, list[torch.Tensor]] = {}    # of generators, before dropout
         if self.lead:
             self.folder.mkdir(parents=True)
             (self.folder / "config.json").write_text(json.dumps(config, indent=2),
                                                      encoding="utf-8")
         self._save("weights", self._parameters(lambda p: p))
         self._save("batch", {"tokens": self._rows(tokens), "targets": self._rows(targets)})
-        self.hooks = [module.register_forward_hook(self._keep(_plain(name), module))
+        self.hooks = [module.register_forward_pre_hook(self._remember(_plain(name)))
                       for name, module in model.named_modules()
-                      if BORDERS.fullmatch(_plain(name)) or DROPOUTS.fullmatch(_plain(name))]
+                      if isinstance(module, torch.nn.Dropout) and DROPOUTS.fullmatch(_plain(name))]
+        self.hooks += [module.register_forward_hook(self._keep(_plain(name), module))
+                       for name, module in model.named_modules()
+                       if BORDERS.fullmatch(_plain(name)) or DROPOUTS.fullmatch(_plain(name))]
         if not self.hooks:
             self._unseen("activations: no module has the name of a layer's border")
         if any(isinstance(module, torch.nn.Dropout) and module.p and model.training
@@ -136,10 +140,12 @@ class Dump:
     def _keep(self, name: str, module: torch.nn.Module) -> Any:
         """Return a hook that keeps a module's output, and the gradient of it."""
         def hook(_: Any, inputs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:    # recomputed, in backward
+                return
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(module, torch.nn.Dropout) and module.p and module.training:
                 self.about["dropout"] = module.p
-                self.masks.setdefault(name, []).append(_whole(output) != 0)
+                self.masks.setdefault(name, []).append(self._mask(name, inputs[0], module.p))
             if not BORDERS.fullmatch(name):
                 return
             parts = self.outputs.setdefault(name, [])
@@ -149,6 +155,23 @@ class Dump:
                 output.register_hook(lambda gradient: self.gradients.setdefault(
                     name, {}).__setitem__(number, _whole(gradient)))
         return hook
+
+    def _remember(self, name: str) -> Any:
+        """Return a hook that keeps the states of the generators."""
+        def hook(_: Any, inputs: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                self.states[name] = [torch.get_rng_state()] + (
+                    [torch.cuda.get_rng_state(inputs[0].device)] if inputs[0].is_cuda else [])
+        return hook
+
+    def _mask(self, name: str, x: torch.Tensor, p: float) -> torch.Tensor:
+        """Return what dropout keeps, drawn again: what it puts out is 0 also where `x` is."""
+        host, *device = self.states[name]
+        with torch.random.fork_rng([x.device] if device else []), torch.no_grad():
+            torch.set_rng_state(host)
+            if device:
+                torch.cuda.set_rng_state(*device, x.device)
+            return _whole(torch.nn.functional.dropout(torch.ones_like(x), p)) != 0
 
     def _rows(self, a: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks that have different sequences, also different numbers."""

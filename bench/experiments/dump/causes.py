@@ -283,6 +283,8 @@ def _update(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[st
     every = [other for other in verdict.judged if other.place.kind == "weight after"]
     if np.array_equal(a, before):
         yield "it did not change: stale, the step did not reach it or its copy"
+    if dump.weights[name].dtype.itemsize > 2 and (narrow := patterns.narrower(a)):
+        yield f"all of its numbers are those of {narrow}: it was kept in that type"
     region = patterns.wrong_shard(a, right, one.envelope)
     if region is not None and np.array_equal(region.of(a), region.of(before)):
         yield f"it did not change in {region}: one shard is stale"

@@ -88,10 +88,10 @@ def compute_step(start: Start, way: Way, comm: Any,
     order = Reordering.draw(start.model, way.seed)
     gpt = _build(start, way, comm, order)
     try:
-        found = _Found(gpt, start, order.back())
         _fix_masks(gpt, start.masks, order)
         if look is not None:
             look(gpt)
+        found = _Found(gpt, start, order.back())
         loss = gpt.step(order.sequences(start.tokens), order.sequences(start.targets))
         found.tensors[Place(LOSS)] = np.float64(loss)
         back = order.back()

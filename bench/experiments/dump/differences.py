@@ -8,8 +8,7 @@ from mpi4py import MPI
 
 from bench.document import Column, Rows, Table
 from bench.experiments.dump.computation import Way, compute_step
-from bench.experiments.dump.envelopes import (FACTOR, Distance, measure_reference,
-                                              rounding)
+from bench.experiments.dump.envelopes import Distance, measure_reference, rounding
 from bench.experiments.dump.places import LOSS
 from bench.experiments.dump.planted import make_shop
 from bench.experiments.dump.tensor_files import number_type
@@ -43,18 +42,18 @@ def table_of_differences(comm: Any) -> Table:
     for dtype, master in TYPES:
         shop = make_shop("plain", dtype, comm)
         start = replace(shop.start, model=replace(shop.start.model, master=master))
-        reference = measure_reference(start, MPI.COMM_SELF)
+        exact = compute_step(start, Way("float64"), MPI.COMM_SELF)
+        spread = measure_reference(start, comm).spread
         for scheme in fitting_schemes(comm.size):
             found = compute_step(start, Way(dtype, master, 1, 99, scheme), comm)
             worst, over = dict.fromkeys(KINDS, 0.0), 0.0
             for place, a in found.items():
                 if place.kind in KINDS:
-                    exact = reference.exact[place]
-                    gap = Distance.between(a, exact)
-                    size = float(np.sqrt((exact * exact).sum()))
+                    gap = Distance.between(a, exact[place])
+                    size = float(np.sqrt((exact[place] ** 2).sum()))
                     worst[place.kind] = max(worst[place.kind], gap.whole / size)
-                    least = rounding(exact, number_type(dtype))
-                    over = max(over, gap.over(reference.spread[place].widest(least).times(FACTOR)))
+                    over = max(over, gap.over(spread[place].plus(
+                        rounding(exact[place], number_type(dtype)))))
             rows.append([comm.size, scheme, dtype + f", {master} weights" * bool(master),
                          *(f"{worst[kind]:.1e}" for kind in KINDS), f"{over:.2f}"])
     columns = [Column("ranks"), Column("scheme"), Column("type"), Column("activations"),

@@ -6,7 +6,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         For a dump that is no such folder, or cannot be read, or whose tensors are missing, too
         many, doubly named, of another shape or an unknown type.
     """
-    folder, rules = Path(folder), find_rules(names)
+    folder = Path(folder)
     try:
         config, about = read_config(folder), _about(folder)
         batch = _tensors(folder, "batch")
@@ -125,7 +125,8 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         raise error if isinstance(error, UsageError) else UsageError(f"{folder}: {error}") from (
             error)
     shapes = tensor_shapes(model_pieces(config["model_type"], model))
-    read = _Reading(folder, config["model_type"], rules, model, shapes)
+    family = config["model_type"]
+    read = _Reading(folder, family, find_rules(names, family), model, shapes)
     weights = read.named(raw, own)
     if model.tied:
         weights.pop("lm_head.weight", None)
@@ -214,8 +215,7 @@ class _Reading:
         """Return tensors by their names there; `file` is where they are."""
         found: dict[str, np.ndarray] = {}
         before: dict[str, str] = {}
-        for own, a in tensors.items():
-            name, how = translate(own, self.rules)
+        for own, name, how, a in self._parts(tensors, file):
             full = self._full(name, file)
             if full is None:
                 continue
@@ -227,6 +227,18 @@ class _Reading:
                                  f"nothing here has gradients: {', '.join(COMPUTED)} would do")
             found[full], before[full] = self._shaped(own, full, file, a, how), own
         return found
+
+    def _parts(self, tensors: Mapping[str, np.ndarray], file: str) -> Iterator[tuple]:
+        """Yield each tensor's name, and those of its parts there, with their arrangement."""
+        model = self.model
+        sizes = (model.architecture.kv_heads or model.heads,
+                 model.architecture.head or model.hidden // model.heads)
+        for own, a in tensors.items():
+            try:
+                yield from ((own, *one) for one in translate(own, a, self.rules, sizes))
+            except (ValueError, TypeError) as error:
+                raise UsageError(f"{self.folder}: {file}: {own!r} has the shape {a.shape}, which "
+                                 f"its parts do not fit") from error
 
     def _full(self, name: str, file: str) -> str | None:
         """Return the full name of a tensor or module; None for a buffer."""

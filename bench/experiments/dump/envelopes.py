@@ -1,25 +1,33 @@
-"""Measure how far right computations of a step are from the exact one: the envelope.
+"""Measure how far right steps in a type are from the exact one: the envelope.
 
-The step is computed in float64, and several times in the dump's type: with features and sequences
-in other orders, which reorders all long sums, and with other micro-batches.  Their largest
-differences to float64, tensor by tensor, times `FACTOR` are the envelope.  It is never narrower
-than the rounding of the result itself to the type that the dump stores.
+The step is computed in float64, and `SAMPLES` times with the roundings of the dump's type, see
+`roundings`.  Their errors say how large those of a right program are, and how many independent
+ones a tensor has; the envelope is the distance that one more of them exceeds in a share `ALARMS`
+of dumps.  What the dump's own type rounds when it is stored is added.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Mapping
 
 import numpy as np
 
 from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step,
-                                                compute_update, target_losses)
+                                                compute_update)
 from bench.experiments.dump.places import LOSS, Place
-from mm3d.config import Model
+from bench.experiments.dump.roundings import Program, epsilon, imitate, is_narrow
+from bench.statistics import bounds_of_one_more
+from mm3d.schemes.closed_form import factorizations
 
-# Between the largest difference of these few runs and any of a right implementation.  The largest
-# that was seen is 5.3, in steps of PyTorch in bfloat16 (results/judge).
-FACTOR = 8.0
-SEEDS = 4    # orders of features and sequences
+SAMPLES = 8
+ALARMS = 1e-3    # of right dumps, in which any tensor is outside
+KEPT = 1024      # elements of a tensor's error from which it is told how many are independent
+# Roundings of a norm: each tensor's, of its parts on ranks and of all, and two of their sum.
+OF_NORM = 4
+# Roundings of a step of AdamW or SGD: of the weight by decay, by the step and when it is stored;
+# of its change by clipping (with the norm's), both moments, the root, sums and factors.
+OF_WEIGHT, OF_CHANGE = 3, 12
+OF_LOSS = 4      # of a loss: its terms, their sum, the factor and the sum over ranks
+DEVIATIONS = 5   # of a sum of many roundings, of which none is known better
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Distance:
     largest: float = 0.0
 
     @classmethod
-    def between(cls, a: np.ndarray, b: np.ndarray) -> "Distance":
+    def between(cls, a: np.ndarray, b: np.ndarray | float) -> "Distance":
         """Return the distance of two tensors; infinite where `a` is not finite."""
         if not np.isfinite(a := np.asarray(a, np.float64)).all():
             return cls(np.inf, np.inf)
@@ -48,6 +56,10 @@ class Distance:
     def widest(self, other: "Distance") -> "Distance":
         """Return the larger of both numbers."""
         return Distance(max(self.whole, other.whole), max(self.largest, other.largest))
+
+    def plus(self, other: "Distance") -> "Distance":
+        """Return the sums of both numbers."""
+        return Distance(self.whole + other.whole, self.largest + other.largest)
 
     def times(self, factor: float) -> "Distance":
         """Return both numbers times a factor."""
@@ -68,105 +80,100 @@ class Reference:
     exact : dict of Place to ndarray
         All tensors up to the norm, in float64.
     spread : dict of Place to Distance
-        The largest distances of the right steps.
-    ways : list of Way
-        How these were computed.
+        What the distance of a right step exceeds in a share `ALARMS` of dumps.
     """
 
     exact: Tensors
     spread: dict[Place, Distance]
-    ways: list[Way]
 
 
-def right_ways(model: Model, ranks: int = 1) -> list[Way]:
-    """Return the ways of computing a step in the model's type whose results are right."""
-    exact = model.dtype == "float64"
-    parts = [n for n in range(1, model.batch + 1) if model.batch % n == 0]
-    counts = [1, parts[min(1, len(parts) - 1)], model.batch, 1]
-    scheme = "serial" if ranks == 1 else "3d"
-    found = [Way(model.dtype, model.master, counts[seed % SEEDS], seed, scheme)
-             for seed in range(SEEDS + exact)]
-    return found[1:] if exact else found
+@dataclass(frozen=True)
+class Sample:
+    """Hold the error of a tensor in one imitated step.
 
-
-def measure_reference(start: Start, comm: Any) -> Reference:
-    """Compute the exact step, and the spread of right ones in the model's type.
-
-    Every rank of `comm` must call it; several ranks divide the model among them.
+    Attributes
+    ----------
+    distance : Distance
+        Its size.
+    part : ndarray
+        At most `KEPT` of its elements, the same in all samples.
     """
-    ways = right_ways(start.model, comm.size)
-    exact = compute_step(start, replace(ways[0], dtype="float64", master=None, seed=0,
-                                        microbatches=1), comm)
-    spread: dict[Place, Distance] = {}
-    for way in ways:
-        found = compute_step(start, way, comm)
-        for place, a in found.items():
-            spread[place] = Distance.between(a, exact[place]).widest(
-                spread.get(place, Distance()))
-        spread[Place(LOSS)] = spread[Place(LOSS)].widest(_scatter(start, found, exact))
-    return Reference(exact, spread, ways)
+
+    distance: Distance
+    part: np.ndarray
+
+    @classmethod
+    def of(cls, a: np.ndarray, exact: np.ndarray) -> "Sample":
+        """Return that of a tensor."""
+        gap = np.ravel(a - exact)
+        if gap.size > KEPT:
+            gap = gap[np.random.default_rng(0).integers(gap.size, size=KEPT)]
+        return cls(Distance.between(a, exact), gap)
 
 
-def _scatter(start: Start, found: Tensors, exact: Tensors) -> Distance:
-    """Return how far the mean of the losses is off if each target's is, by independent errors.
+def measure_reference(start: Start, comm: Any, program: Program | None = None) -> Reference:
+    """Compute the exact step, and how far right ones in the program's type are from it.
 
-    A few runs may all have a loss that is right by luck; the losses of all targets are many.
+    Every rank of `comm` must call it; the ranks divide the model of the exact step among them,
+    and the imitated steps.  All get the same result.
     """
-    own, right = (target_losses(some[Place("activation", "lm_head")], start.targets,
-                                start.model.ignored) for some in (found, exact))
-    count = (start.targets != start.model.ignored).sum()
-    error = float(np.sqrt(((own - right) ** 2).sum())) / count
-    return Distance(error, error)
+    from mpi4py import MPI
+    model = start.model
+    program = program or Program(model.dtype, model.master or model.dtype)
+    exact = compute_step(start, exact_way(comm), comm)
+    own = []
+    for number in range(comm.rank, SAMPLES, comm.size):
+        found = compute_step(start, Way("float64"), MPI.COMM_SELF,
+                             lambda gpt, seed=number: imitate(gpt, program, seed))
+        own.append((number, {place: Sample.of(a, exact[place]) for place, a in found.items()}))
+    every = sorted((one for some in comm.allgather(own) for one in some), key=lambda one: one[0])
+    level = ALARMS / (2 * len(exact))
+    spread = {place: exceeded([some[place] for _, some in every], level) for place in exact}
+    loss = Place(LOSS)
+    spread[loss] = spread[loss].plus(rounding(exact[loss], program.loss).times(OF_LOSS))
+    return Reference(exact, spread)
 
 
-def rounding(exact: np.ndarray, dtype: np.dtype) -> Distance:
+def exact_way(comm: Any) -> Way:
+    """Return how the ranks of `comm` compute an exact step, on the grid nearest to a cube."""
+    if comm.size == 1:
+        return Way("float64")
+    return Way("float64", scheme="3d", grid=min(factorizations(comm.size, 3), key=max))
+
+
+def exceeded(samples: list[Sample], level: float) -> Distance:
+    """Return the distance that one more error exceeds with a probability, for each number."""
+    return Distance(*bounds_of_one_more(
+        [one.distance.whole for one in samples], [one.distance.largest for one in samples],
+        np.array([one.part for one in samples]), level))
+
+
+def rounding(exact: np.ndarray, dtype: Any) -> Distance:
     """Return the distance that rounding to a type may make, at most."""
-    unit = epsilon(dtype) / 2
-    return Distance(unit * float(np.sqrt((exact * exact).sum())),
-                    unit * float(np.abs(exact).max(initial=0.0)))
-
-
-def epsilon(dtype: np.dtype) -> float:
-    """Return the distance of 1 and the next number of a type."""
-    return 2.0 ** -7 if str(dtype) == "bfloat16" else float(np.finfo(dtype).eps)
+    return Distance.between(epsilon(dtype) / 2 * np.asarray(exact), 0.0)
 
 
 def measure_update(start: Start, comm: Any, optimizer: Mapping[str, Any],
                    gradients: Mapping[str, np.ndarray]) -> tuple[Tensors, dict[Place, Distance]]:
-    """Return the weights after a step by given gradients, and the spread in the type of weights.
-
-    AdamW in 16 bits without masters is not computed here: its spread is rounding alone.
-    """
-    (way, *_), model = right_ways(start.model, comm.size), start.model
-    exact = compute_update(start, replace(way, dtype="float64", master=None), comm, optimizer,
-                           gradients)
-    narrow = model.dtype in ("float16", "bfloat16") and model.master is None
-    if narrow and optimizer["name"] == "adamw" or model.dtype == "float64":
-        return exact, {}
-    found = compute_update(start, way, comm, optimizer, gradients)
-    return exact, {place: Distance.between(a, exact[place]) for place, a in found.items()}
+    """Return the weights after a step by given gradients, and what roundings change at most."""
+    exact = compute_update(start, exact_way(comm), comm, optimizer, gradients)
+    unit = epsilon(start.model.master or start.model.dtype) / 2
+    most = {}
+    for place, a in exact.items():
+        change = a - np.float64(start.weights[place.name])
+        most[place] = Distance.between(unit * (OF_WEIGHT * np.abs(a) + OF_CHANGE * np.abs(change)),
+                                       0.0)
+    return exact, most
 
 
 def measure_norm(gradients: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Distance]:
-    """Return the exact norm of gradients, and the spread of right sums in their type.
+    """Return the exact norm of gradients, and how far right sums in their type are from it.
 
-    Squares are added in pairs, and one after another, in float32 at least; the norms of tensors
-    and that of these norms are rounded to the type, as PyTorch's are.
+    Squares are added one after another, in float32 at least, or in a better way.
     """
     exact = np.sqrt(sum(float((np.float64(a) ** 2).sum()) for a in gradients.values()))
-    spread = Distance()
-    for norm in _norms(gradients):
-        spread = spread.widest(Distance.between(np.asarray(norm), exact))
-    return np.asarray(exact), spread
-
-
-def _norms(gradients: Mapping[str, np.ndarray]) -> Iterator[float]:
-    """Yield norms that right implementations compute."""
-    for add in (np.sum, lambda a: np.cumsum(a)[-1]):
-        parts = []
-        for a in gradients.values():
-            sums = np.float32 if epsilon(a.dtype) > 1e-7 else np.float64
-            flat = np.asarray(a, sums).ravel()
-            parts.append(np.sqrt(add(flat * flat)).astype(a.dtype))
-        whole = np.asarray(parts, np.float64)
-        yield float(np.sqrt((whole * whole).sum()).astype(parts[0].dtype))
+    dtype = next(iter(gradients.values())).dtype
+    sums = epsilon("float32" if is_narrow(dtype) else dtype) / 2
+    count = max(a.size for a in gradients.values())
+    error = OF_NORM * epsilon(dtype) / 2 + DEVIATIONS * sums * np.sqrt(count / 2)
+    return np.asarray(exact), Distance(exact * error, exact * error)

@@ -235,7 +235,10 @@ class Fault:
     cause : str
         A part of the cause that has to be named; "" where none is known.
     start : str
-        Which start it needs: "plain", "dropout" or "sgd", or a family.
+        Which start it needs: "plain", "dropout", "sgd", "matrices" (which alone decay),
+        "balanced" (experts with a loss of routers), or a family.
+    report : str
+        A public report of it.
     """
 
     what: str
@@ -243,6 +246,7 @@ class Fault:
     place: Place
     cause: str
     start: str = "plain"
+    report: str = ""
 
 
 def _gradient(name: str) -> Place:

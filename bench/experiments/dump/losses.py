@@ -1,5 +1,6 @@
 """Recognise wrong means of losses, and wrong norms: one number each."""
 
+import math
 from typing import Any, Iterator
 
 import numpy as np
@@ -36,6 +37,10 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
     for n in patterns.COUNTS:
         if same(exact * n) or same(exact / n):
             yield f"{'' if same(exact * n) else '1/'}{n} times the right one: a factor of ranks"
+    for n in patterns.COUNTS:
+        if same(exact + math.log(n)):
+            yield (f"the right one and the logarithm of {n}: {n} ranks have all logits, and add "
+                   f"their exponentials as if each had a part")
     if same(float(losses.sum())):
         yield "a sum over all targets, and not a mean"
 

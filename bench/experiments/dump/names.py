@@ -4,8 +4,12 @@ A rule is a pattern, in which {} is a number, the name that it stands for, and h
 elements are arranged there:
 
 - "transposed": the first two dimensions are in the opposite order,
-- "heads": queries, keys and values of each head are neighbours, as in Megatron-Core,
-- "pairs": rotary embeddings turn neighbours, and not the two halves of a head, as in torchtitan.
+- "heads": queries, keys and values of each head are neighbours, as in Megatron-Core's GPT,
+- "pairs": rotary embeddings turn neighbours, and not the two halves of a head, as in torchtitan,
+- "experts": the first dimension counts experts, for which the name has [],
+- "groups": queries, a key and a value of each group are neighbours, as in Megatron-Core.
+
+A rule may have several names: their rows are one after another in the tensor.
 """
 
 import json
@@ -13,13 +17,13 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
 from bench.errors import UsageError
 
-ARRANGEMENTS = ("transposed", "heads", "pairs")
+ARRANGEMENTS = ("transposed", "heads", "pairs", "experts", "groups")
 # What wrappers of PyTorch put into names.
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|"
                       r"_checkpoint_wrapped_module)\.")
@@ -46,6 +50,26 @@ MEGATRON = {
            ("self_attention.linear_proj", "attn.c_proj", ("transposed", "")),
            ("mlp.linear_fc1", "mlp.c_fc", ("transposed", "")),
            ("mlp.linear_fc2", "mlp.c_proj", ("transposed", "")))}}
+MEGATRON_LLAMA = {    # also of Mistral and Qwen 2
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "embedding": ("model.embed_tokens", "transposed"),
+    "decoder.layers.{}": ("model.layers.{}", "transposed"),
+    "decoder.final_layernorm": ("model.norm", "transposed"),
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer": ("lm_head", "transposed"), "output_layer.weight": "lm_head.weight",
+    **{f"decoder.layers.{{}}.{there}": (" ".join(f"model.layers.{{}}.{one}" for one in here), how)
+       for there, here, how in (
+           *((f"self_attention.linear_qkv.{what}", [f"self_attn.{one}_proj.{what}" for one in (
+               "q", "k", "v")], "groups") for what in ("weight", "bias")),
+           ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], ""),
+           ("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ""),
+           ("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], ""),
+           *((one, [f"{norm}.weight"], "") for norm, names in (
+               ("input_layernorm", ("input_layernorm.weight",
+                                    "self_attention.linear_qkv.layer_norm_weight")),
+               ("post_attention_layernorm", ("pre_mlp_layernorm.weight",
+                                             "mlp.linear_fc1.layer_norm_weight")))
+             for one in names))}}
 TORCHTITAN = {
     "tok_embeddings": "model.embed_tokens", "layers.{}": "model.layers.{}",
     "norm": "model.norm", "output": "lm_head",
@@ -59,8 +83,16 @@ TORCHTITAN = {
            ("feed_forward.w1", "mlp.gate_proj", ""), ("feed_forward.w2", "mlp.down_proj", ""),
            ("feed_forward.w3", "mlp.up_proj", ""), ("attention_norm", "input_layernorm", ""),
            ("ffn_norm", "post_attention_layernorm", ""))}}
+EXPERT = "model.layers.{}.block_sparse_moe.experts.[]"
+TRANSFORMERS = {    # version 5, while it runs; its files have Mixtral's own names
+    "model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight",
+    "model.layers.{}.mlp.experts.gate_up_proj": (f"{EXPERT}.w1.weight {EXPERT}.w3.weight",
+                                                 "experts"),
+    "model.layers.{}.mlp.experts.down_proj": (f"{EXPERT}.w2.weight", "experts")}
 TABLES: dict[str, Mapping[str, Any]] = {
-    "huggingface": {}, "nanogpt": NANOGPT, "megatron-core": MEGATRON, "torchtitan": TORCHTITAN}
+    "huggingface": {}, "transformers": TRANSFORMERS, "nanogpt": NANOGPT,
+    "megatron-core": MEGATRON, "torchtitan": TORCHTITAN}
+LLAMA_TABLES = {"megatron-core": MEGATRON_LLAMA}
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ class Rule:
     pattern : re.Pattern
         Of a whole name, with a group for each number.
     name : str
-        The name, with {} for each number.
+        The name, with {} for each number; or several, see the module.
     arranged : tuple of str
         How the elements are arranged, see the module.
     """
@@ -82,8 +114,8 @@ class Rule:
     arranged: tuple[str, ...]
 
 
-def find_rules(names: str) -> list[Rule]:
-    """Return the rules of a table of this module, or of a file in TOML or JSON.
+def find_rules(names: str, family: str = "gpt2") -> list[Rule]:
+    """Return the rules of a table of this module for a family, or of a file in TOML or JSON.
 
     Raises
     ------
@@ -91,7 +123,8 @@ def find_rules(names: str) -> list[Rule]:
         When there is neither, or a rule makes no sense.
     """
     if names in TABLES:
-        return [_rule(names, *one) for one in TABLES[names].items()]
+        table = TABLES[names] if family == "gpt2" else LLAMA_TABLES.get(names, TABLES[names])
+        return [_rule(names, *one) for one in table.items()]
     path = Path(names)
     if not path.is_file():
         raise UsageError(f"--names {names}: no such file, and no table: {', '.join(TABLES)} "
@@ -109,19 +142,40 @@ def _rule(source: str, pattern: str, meaning: Any) -> Rule:
     """Return a rule; `meaning` is a name, or a name and an arrangement."""
     name, arranged = (meaning, "") if isinstance(meaning, str) else meaning
     how = tuple(arranged.split())
-    if pattern.count("{}") != name.count("{}") or not {*how} <= {*ARRANGEMENTS}:
+    counts = {one.count("{}") for one in name.split() or [name]}
+    if counts != {pattern.count("{}")} or not {*how} <= {*ARRANGEMENTS}:
         raise UsageError(f"--names {source}: {pattern!r} = {meaning!r}: as many {{}} on both "
                          f"sides would do, and {', '.join(ARRANGEMENTS)} as arrangements")
     return Rule(re.compile(r"(\d+)".join(map(re.escape, pattern.split("{}")))), name, how)
 
 
-def translate(name: str, rules: list[Rule]) -> tuple[str, tuple[str, ...]]:
-    """Return the name that a tensor has in Hugging Face's files, and how it is arranged."""
+def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int]
+              ) -> Iterator[tuple[str, tuple[str, ...], np.ndarray]]:
+    """Yield the names that a tensor has in Hugging Face's files, and how each part is arranged.
+
+    `sizes` are the numbers of heads of keys, and of features of each.
+
+    Raises
+    ------
+    ValueError
+        When its shape does not fit.
+    """
     name = WRAPPERS.sub("", name)
     for rule in rules:
         if found := rule.pattern.fullmatch(name):
-            return rule.name.format(*found.groups()), rule.arranged
-    return name, ()
+            names = [one.format(*found.groups()) for one in rule.name.split()]
+            how = tuple(one for one in rule.arranged if one not in ("experts", "groups"))
+            for number, block in enumerate(a) if "experts" in rule.arranged else [(0, a)]:
+                if "groups" in rule.arranged:
+                    by_head = block.reshape(sizes[0], -1, sizes[1], *block.shape[1:])
+                    parts = [one.reshape(-1, *block.shape[1:]) for one in np.split(
+                        by_head, [by_head.shape[1] - 2, by_head.shape[1] - 1], axis=1)]
+                else:
+                    parts = [block] if len(names) == 1 else np.split(block, len(names))
+                for one, part in zip(names, parts):
+                    yield one.replace("[]", str(number)), how, part
+            return
+    yield name, (), a
 
 
 def arrange(a: np.ndarray, how: tuple[str, ...], heads: int, head: int) -> np.ndarray:

@@ -18,8 +18,9 @@ from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import mask_names
+from bench.experiments.dump.reported import REPORTED
 from bench.experiments.dump.tensor_files import number_type
-from bench.experiments.dump.verdicts import Verdict, judge, start_of
+from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
 from bench.experiments.dump.workshop import Workshop
 from bench.experiments.dump.writing import write_dump
 from mm3d.config import Model
@@ -30,14 +31,15 @@ from mm3d.pretrained.loading import model_pieces
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
-SGD = {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "clip": 0.1}
+OPTIMIZERS = {"sgd": {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "clip": 0.1},
+              "matrices": OPTIMIZER | {"decayed": "matrices"}}
 LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=32,
                      biases="none", epsilon=1e-6)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": LLAMA, "tied": False},
-    "mixtral": {"architecture": LLAMA, "tied": False, "experts": Experts(
-        4, 2, every=1, capacity=None, gate="mixtral", balance=0.0, z=0.0,
-        convention="huggingface")}}
+    **{kind: {"architecture": LLAMA, "tied": False, "experts": Experts(
+        4, 2, every=1, capacity=None, gate="mixtral", balance=balance, z=0.0,
+        convention="huggingface")} for kind, balance in (("mixtral", 0.0), ("balanced", 0.5))}}
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,11 @@ class Found:
 
 def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
     """Return a small workshop of the kind that a `Fault` names as its start."""
-    family = kind if kind in MODELS else "gpt2"
+    family = {"balanced": "mixtral"}.get(kind, kind if kind in MODELS else "gpt2")
     model = Model(layers=2, hidden=24, heads=4, batch=8, seq=16, vocab=50, ignored=-100,
                   dtype=dtype, master="float32" if "16" in dtype else None,
                   dropout=0.1 if kind == "dropout" else 0.0,
-                  **MODELS.get(family, {}))
+                  **MODELS.get(kind, {}))
     random = np.random.default_rng(5)
     shapes = tensor_shapes(model_pieces(family, model))
     stored = number_type(dtype)
@@ -92,7 +94,7 @@ def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
     masks = {name: random.random((model.batch, model.seq, model.hidden)) < 0.9
              for name in mask_names(model.layers).values()} if model.dropout else {}
     start = Start(family, model, weights, text[:, :-1].copy(), targets, masks)
-    return Workshop(start, SGD if kind == "sgd" else OPTIMIZER, comm)
+    return Workshop(start, OPTIMIZERS.get(kind, OPTIMIZER), comm)
 
 
 def _is_scale(name: str) -> bool:
@@ -118,20 +120,21 @@ def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Fo
             dump = dump_of(shop, fault.plant(shop), Path(folder) / str(number))
             masked = any(place.kind == "mask" for place in dump.tensors)
             if fault.start not in references or masked:
-                references[fault.start] = measure_reference(start_of(dump), comm)
+                references[fault.start] = measure_reference(
+                    start_of(dump), comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
             yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
 
 
 def plant_all(comm: Any, dtype: str = "float32") -> Table:
     """Plant all faults; return the table of what was found."""
-    found = list(judge_faults(faults.FAULTS, dtype, comm))
+    found = list(judge_faults(faults.FAULTS + REPORTED, dtype, comm))
     rows: Rows = [[one.fault.what, str(one.verdict.first.place) if one.verdict.first else "none",
                    f"{one.verdict.first.ratio:.1e}" if one.verdict.first else "-",
-                   one.cause.partition(":")[0], one.right_in] for one in found]
+                   one.cause.partition(":")[0], one.right_in, one.fault.report] for one in found]
     columns = [Column("fault", align="<"), Column("first tensor outside", align="left"),
                Column("envelopes"), Column("cause that was named", align="<"),
-               Column("right", align="<")]
+               Column("right", align="<"), Column("report", align="<")]
     return Table(f"{len(found)} faults planted in steps in {dtype}, "
                  f"{sum(one.right_in != 'neither' for one in found)} found at their tensor",
                  columns, rows)

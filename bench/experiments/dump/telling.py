@@ -1,34 +1,28 @@
 """Say in a few lines what was judged, and what was found first."""
 
-from typing import Any
-
 import numpy as np
+from mpi4py import MPI
 
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.dumps import Dump
-from bench.experiments.dump.envelopes import FACTOR, Distance, Reference
+from bench.experiments.dump.envelopes import ALARMS, SAMPLES, Distance
 from bench.experiments.dump.verdicts import (NAMES, Judged, Verdict, count_outside, type_of)
 
 
-def tell(dump: Dump, verdict: Verdict, reference: Reference | None, comm: Any) -> list[str]:
+def tell(dump: Dump, verdict: Verdict) -> list[str]:
     """Return the lines of a verdict.
 
     Parameters
     ----------
     dump, verdict : Dump, Verdict
         The dump, and what was found.
-    reference : Reference or None
-        The exact step and its spread; None where it could not be computed.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; a cause is looked for on one alone.
     """
     model = dump.model
     lines = [f"{dump.folder}: {dump.family}, {model.layers} layers of {model.hidden} features, "
              f"{model.batch} x {model.seq} tokens, {type_of(dump)}"]
-    if reference is not None:
-        lines.append(f"envelope: {FACTOR:g} times the largest difference to float64 of "
-                     f"{len(reference.ways)} right steps in {type_of(dump)}, with other orders of "
-                     f"sums")
+    if verdict.imitated:
+        lines.append(f"envelope: of {SAMPLES} steps in float64 with the roundings of "
+                     f"{type_of(dump)}; 1 of {1 / ALARMS:.0f} right dumps has a tensor outside")
     counts = count_outside(verdict)
     lines.append("inside: " + ", ".join(f"{every - wrong} of {every} {NAMES[kind]}" if (
         every > 1) else f"{NAMES[kind]} {'outside' if wrong else 'inside'}"
@@ -40,18 +34,19 @@ def tell(dump: Dump, verdict: Verdict, reference: Reference | None, comm: Any) -
         worst = max(verdict.judged, key=lambda each: each.ratio, default=None)
         return lines + ([f"nothing is outside the envelope; nearest to it is {worst.place}, at "
                          f"{worst.ratio:.2g} of it"] if worst else ["nothing was judged"])
-    cause = explain(dump, verdict, comm) if comm.size == 1 else "run on one rank to know"
+    cause = explain(dump, verdict, MPI.COMM_SELF)
     return [*lines, f"FIRST OUTSIDE: {one.place}", f"  {_figures(one)}", f"  cause: {cause}"]
 
 
-def summary(dump: Dump, verdict: Verdict, comm: Any) -> str:
+def summary(dump: Dump, verdict: Verdict) -> str:
     """Return a verdict in one line."""
     one, what = verdict.first, f"{dump.folder.name} ({type_of(dump)})"
     if one is None:
         ratio = max((each.ratio for each in verdict.judged), default=0.0)
         left = f"; not judged: {', '.join(verdict.left)}" if verdict.left else ""
         return f"{what}: {len(verdict.judged)} tensors inside, at most {ratio:.2g}{left}"
-    return f"{what}: {one.place}, {one.ratio:.2g} envelopes: {explain(dump, verdict, comm)}"
+    cause = explain(dump, verdict, MPI.COMM_SELF)
+    return f"{what}: {one.place}, {one.ratio:.2g} envelopes: {cause}"
 
 
 def tell_both(one: tuple[Dump, Verdict], other: tuple[Dump, Verdict]) -> list[str]:

@@ -12,13 +12,15 @@ import numpy as np
 
 from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump
-from bench.experiments.dump.envelopes import (FACTOR, Distance, Reference, measure_norm,
+from bench.experiments.dump.envelopes import (OF_NORM, Distance, Reference, measure_norm,
                                               measure_reference, measure_update, rounding)
 from bench.experiments.dump.places import LOSS, NORM, Place, in_order
+from bench.experiments.dump.roundings import Program, is_narrow
 
 NAMES = {"mask": "masks", "activation": "activations", LOSS: "loss",
          "activation gradient": "activation gradients", "gradient": "gradients", NORM: "norm",
          "weight after": "weights after"}
+IMITATED = ("activation", LOSS, "activation gradient", "gradient")    # in steps with roundings
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Judged:
     place : Place
         The tensor.
     error, envelope : Distance
-        Its distance, and that of right implementations times `FACTOR`.
+        Its distance, and what that of right implementations does not exceed.
     scale : float
         The size of the exact tensor, or of the change of a weight: the root of the sum of squares.
     """
@@ -74,11 +76,27 @@ class Verdict:
         """Return the first tensor outside the envelope; None where all are right."""
         return next((one for one in self.judged if one.outside), None)
 
+    @property
+    def imitated(self) -> bool:
+        """Return whether steps with roundings were computed for it."""
+        return any(one.place.kind in IMITATED for one in self.judged)
+
 
 def start_of(dump: Dump) -> Start:
     """Return what the step of a dump begins with."""
     masks = {place.name: a for place, a in dump.tensors.items() if place.kind == "mask"}
     return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks)
+
+
+def program_of(dump: Dump) -> Program:
+    """Return how the program of a dump computes, as far as the dump says.
+
+    A loss of 16 bits was computed in these; else it was in float32 at least.
+    """
+    model, loss = dump.model, str(dump.tensors.get(Place(LOSS), np.float32(0)).dtype)
+    if not is_narrow(loss) and model.dtype != "float64":
+        loss = "float32"
+    return Program(model.dtype, model.master or model.dtype, loss, dump.ranks)
 
 
 def lost_masks(dump: Dump) -> list[Place]:
@@ -105,17 +123,16 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     wanted = {place for place in in_order(dump.family, dump.model)
               if place.kind != "mask" or dump.model.dropout}
     lost = lost_masks(dump)
-    steps = ("activation", LOSS, "activation gradient", "gradient")
     if lost:
-        left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in steps}
+        left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED}
         judged = [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"]
     else:
-        reference = reference or measure_reference(start_of(dump), comm)
+        reference = reference or measure_reference(start_of(dump), comm, program_of(dump))
         exact |= reference.exact
         for place, a in dump.tensors.items():
             if place.kind == "mask":
                 judged.append(_judge_mask(dump, place))
-            elif place.kind in steps:
+            elif place.kind in IMITATED:
                 judged.append(_judged(place, a, exact[place], reference.spread[place]))
     judged += _judge_ends(dump, comm, reference, exact, left)
     for kind, name in NAMES.items():
@@ -130,9 +147,8 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
 def _judged(place: Place, a: np.ndarray, exact: np.ndarray, spread: Distance,
             scale: np.ndarray | None = None) -> Judged:
     """Judge one tensor; `scale` is what its error is compared with, by default the exact one."""
-    least = rounding(exact, a.dtype)
     size = exact if scale is None else scale
-    return Judged(place, Distance.between(a, exact), spread.widest(least).times(FACTOR),
+    return Judged(place, Distance.between(a, exact), spread.plus(rounding(exact, a.dtype)),
                   float(np.sqrt((size * size).sum())))
 
 
@@ -163,11 +179,11 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
     found, norm = [], Place(NORM)
     if norm in dump.tensors and whole:
         exact[norm], spread = measure_norm(own)
-        # A norm of norms is rounded twice.
-        twice = rounding(exact[norm], next(iter(own.values())).dtype).times(2)
-        found.append(_judged(norm, dump.tensors[norm], exact[norm], spread.widest(twice)))
+        found.append(_judged(norm, dump.tensors[norm], exact[norm], spread))
     elif norm in dump.tensors and reference is not None:
-        found.append(_judged(norm, dump.tensors[norm], exact[norm], reference.spread[norm]))
+        more = rounding(exact[norm], dump.tensors[norm].dtype).times(OF_NORM)
+        found.append(_judged(norm, dump.tensors[norm], exact[norm],
+                             reference.spread[norm].plus(more)))
     elif norm in dump.tensors:
         left[NAMES[NORM]] = "gradients are not there"
     if after and not whole:
@@ -179,7 +195,7 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
         exact |= right
         for place, a in after.items():
             change = right[place] - np.float64(dump.weights[place.name])
-            found.append(_judged(place, a, right[place], spread.get(place, Distance()), change))
+            found.append(_judged(place, a, right[place], spread[place], change))
     return found
 
 

@@ -6,11 +6,10 @@ from typing import Any
 from bench.errors import UsageError
 from bench.experiments.dump.differences import table_of_differences
 from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
-from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.names import TABLES
 from bench.experiments.dump.planted import plant_all
 from bench.experiments.dump.telling import summary, tell, tell_both
-from bench.experiments.dump.verdicts import Verdict, judge, lost_masks, start_of
+from bench.experiments.dump.verdicts import Verdict, judge
 from bench.reports.formats import render
 from mm3d.console import say
 
@@ -50,19 +49,15 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     if arguments.against:
         dumps.append(read_dump(arguments.against, arguments.names))
         check_same_start(*dumps)
-    found = [(dump, *_judged(dump, comm)) for dump in dumps]
-    if len(dumps) > 1 and not arguments.against:
-        lines = [summary(dump, verdict, comm) for dump, verdict, _ in found]
-    else:
-        lines = [line for one in found for line in (*tell(*one, comm), "")][:-1]
-    if arguments.against:
-        lines += ["", *tell_both(*((dump, verdict) for dump, verdict, _ in found))]
-    if comm.rank == 0:
-        say("\n".join(lines))
-    return int(any(verdict.first is not None for _, verdict, _ in found))
+    found = [(dump, judge(dump, comm)) for dump in dumps]
+    if comm.rank == 0:    # which alone looks for causes
+        say("\n".join(_told(found, bool(arguments.against))))
+    return int(any(verdict.first is not None for _, verdict in found))
 
 
-def _judged(dump: Dump, comm: Any) -> tuple[Verdict, Reference | None]:
-    """Judge a dump by its own reference."""
-    reference = None if lost_masks(dump) else measure_reference(start_of(dump), comm)
-    return judge(dump, comm, reference), reference
+def _told(found: list[tuple[Dump, Verdict]], both: bool) -> list[str]:
+    """Return the lines of all verdicts; with `both` two dumps of a step are compared."""
+    if len(found) > 1 and not both:
+        return [summary(*one) for one in found]
+    lines = [line for one in found for line in (*tell(*one), "")]
+    return lines + tell_both(*found) if both else lines[:-1]

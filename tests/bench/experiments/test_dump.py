@@ -16,15 +16,17 @@ from bench.errors import UsageError
 from bench.experiments.dump import names, planted
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
-from bench.experiments.dump.envelopes import FACTOR, Distance, measure_reference
-from bench.experiments.dump.faults import FAULTS
-from bench.experiments.dump.places import LOSS, Place, in_order
+from bench.experiments.dump.envelopes import Distance
+from bench.experiments.dump.faults import FAULTS as SIMPLE
+from bench.experiments.dump.places import in_order
+from bench.experiments.dump.reported import REPORTED
 from bench.experiments.dump.tensor_files import read_tensors, write_tensors
 from bench.experiments.dump.verdicts import judge, start_of
 from support import ROOT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 ALONE = MPI.COMM_SELF
+FAULTS = SIMPLE + REPORTED
 KINDS = [one.place.kind for one in FAULTS]
 FEW = [one for number, one in enumerate(FAULTS) if one.place.kind not in KINDS[:number]]
 
@@ -34,11 +36,6 @@ def right(tmp_path_factory):
     """A right step in float32, as a dump."""
     shop = planted.make_shop("plain", "float32", ALONE)
     return planted.dump_of(shop, shop.finish(shop.step()), tmp_path_factory.mktemp("d") / "right")
-
-
-@pytest.fixture(scope="module")
-def reference(right):
-    return measure_reference(start_of(right), ALONE)
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def test_a_planted_fault_is_found_at_its_tensor_with_its_cause(fault):
 
 def test_faults_of_every_kind_of_tensor_are_planted():
     assert {*KINDS} == {"mask", "activation", "loss", "activation gradient", "gradient", "norm",
-                        "weight after"} and len(FAULTS) > 30
+                        "weight after"} and len(FAULTS) > 45
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -74,8 +71,9 @@ def test_nothing_of_a_right_step_is_outside(kind, dtype, tmp_path):
         pytest.importorskip("ml_dtypes")
     shop = planted.make_shop("plain" if kind == "sgd" else kind, dtype, ALONE)
     if kind == "sgd":    # in 16 bits without masters, which AdamW would need
-        shop = replace(shop, optimizer=planted.SGD, start=replace(shop.start, model=replace(
-            shop.start.model, master=None)))
+        model = replace(shop.start.model, master=None)
+        shop = replace(shop, optimizer=planted.OPTIMIZERS["sgd"],
+                       start=replace(shop.start, model=model))
     dump = planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump")
     assert dump.model.dtype == dtype
     verdict = judge(dump, ALONE)
@@ -91,13 +89,6 @@ def test_orders_of_summation_change_rounding_alone(right):
         for place, a in compute_step(start_of(right), way, ALONE).items():
             gap = Distance.between(a, exact[place]).whole
             assert gap <= 1e-13 * np.sqrt((exact[place] ** 2).sum()), place
-
-
-def test_the_envelope_is_as_wide_as_the_factor_says(right, reference):
-    verdict = judge(right, ALONE, reference)
-    loss = next(one for one in verdict.judged if one.place == Place(LOSS))
-    least = 2.0 ** -24 * abs(float(reference.exact[Place(LOSS)]))
-    assert loss.envelope.whole == FACTOR * max(reference.spread[Place(LOSS)].whole, least)
 
 
 def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
@@ -195,7 +186,7 @@ def test_other_programs_have_other_names_and_arrangements(table, kind, tmp_path)
         table = str(tmp_path / table)
         Path(table).write_text('"blocks.{}.norm.bias" = "transformer.h.{}.ln_1.bias"\n'
                                '"fc" = ["transformer.h.1.mlp.c_fc.weight", "transposed"]\n')
-    rules, heads = names.find_rules(table), dump.model.heads
+    rules, heads = names.find_rules(table, dump.family), dump.model.heads
     for path in dump.folder.glob("*.safetensors"):
         found = {}
         for name, a in read_tensors(path).items():
@@ -220,13 +211,36 @@ def test_other_programs_have_other_names_and_arrangements(table, kind, tmp_path)
     assert all(np.array_equal(again.weights[name], a) for name, a in dump.weights.items())
 
 
+def test_one_tensor_may_be_several_of_hugging_face():
+    """Groups of queries with their key and value, two products up, and all experts."""
+    random = np.random.default_rng(0)
+    q, k, v = (random.random((heads, 3, 5)) for heads in (4, 2, 2))
+    layer, sizes = "model.layers.7", (2, 3)
+    fused = np.concatenate([q[:2], k[:1], v[:1], q[2:], k[1:], v[1:]]).reshape(-1, 5)
+    rules = names.find_rules("megatron-core", "llama")
+    found = [*names.translate("module.decoder.layers.7.self_attention.linear_qkv.weight", fused,
+                              rules, sizes)]
+    assert [name for name, _, _ in found] == [
+        f"{layer}.self_attn.{one}_proj.weight" for one in "qkv"]
+    assert all(np.array_equal(part, a.reshape(-1, 5)) for (_, _, part), a in zip(
+        found, (q, k, v), strict=True))
+    rules = names.find_rules("transformers", "mixtral")
+    up = random.random((3, 4, 5))
+    found = [*names.translate("model.layers.7.mlp.experts.gate_up_proj", up, rules, sizes)]
+    assert [name for name, _, _ in found] == [
+        f"{layer}.block_sparse_moe.experts.{expert}.{one}.weight" for expert in range(3)
+        for one in ("w1", "w3")]
+    assert np.array_equal(np.concatenate([part for _, _, part in found]), up.reshape(-1, 5))
+
+
 def test_names_that_make_no_sense_are_refused(tmp_path):
     for text, message in (('"a.{}" = "b"', "as many {} on both"), ("a = 1", "no object of names"),
-                          ('a = ["b", "upside-down"]', "transposed, heads, pairs"), ("=", "TOML")):
+                          ('a = ["b", "upside-down"]', "heads, pairs, experts"),
+                          ("=", "TOML")):
         (tmp_path / "own.toml").write_text(text)
         with pytest.raises(UsageError, match=message):
             names.find_rules(str(tmp_path / "own.toml"))
-    with pytest.raises(UsageError, match="no such file, and no table: huggingface, nanogpt"):
+    with pytest.raises(UsageError, match="no such file, and no table: huggingface, transformers"):
         names.find_rules("nemo")
 
 

@@ -1,0 +1,106 @@
+"""Envelopes of the judge: their false alarms, what roundings are imitated, and several ranks."""
+import shutil
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench.experiments.dump import planted
+from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, Sample, exceeded,
+                                              measure_norm, measure_reference)
+from bench.experiments.dump.places import LOSS, Place
+from bench.experiments.dump.roundings import Program, Rounder, imitate
+from support import run_ranks
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+ALONE = MPI.COMM_SELF
+
+
+@pytest.mark.parametrize("elements, shared", [(1, 0.0), (30, 0.0), (30, 0.95), (300, 0.5)])
+@pytest.mark.parametrize("level", [0.1, 0.02])
+def test_normal_errors_exceed_an_envelope_about_as_often_as_it_says(elements, shared, level):
+    """Also where elements share most of their error, or a few have most of it."""
+    random, alarms, trials = np.random.default_rng(elements), np.zeros(2), 400
+    scale = np.geomspace(1, 1e-2, elements)
+    for _ in range(trials):
+        own = random.normal(size=(SAMPLES + 1, elements))
+        errors = scale * ((1 - shared) ** 0.5 * own
+                          + shared ** 0.5 * random.normal(size=(SAMPLES + 1, 1)))
+        bound = exceeded([Sample.of(one, np.zeros(elements)) for one in errors[1:]], level)
+        new = Distance.between(errors[0], 0.0)
+        alarms += [new.whole > bound.whole, new.largest > bound.largest]
+    spread = 4 * (level * (1 - level) / trials) ** 0.5
+    assert (alarms / trials <= level + spread).all(), alarms
+    assert ALARMS <= 1e-3
+
+
+def test_an_error_of_zero_everywhere_has_an_envelope_of_zero():
+    nothing = Sample.of(np.zeros(3), np.zeros(3))
+    assert exceeded([nothing] * SAMPLES, 1e-3) == Distance()
+
+
+@pytest.mark.parametrize("dtype, unit", [
+    ("float32", 2.0 ** -24), ("bfloat16", 2.0 ** -8), ("float16", 2.0 ** -11)])
+def test_a_rounding_is_half_a_unit_at_most_and_zeros_stay(dtype, unit):
+    a = np.ones((100, 64))
+    a[:, 0] = 0
+    error = Rounder(dtype, 1)(a.copy(), 1) - a
+    assert not error[:, 0].any() and 0.9 * unit < np.abs(error).max() <= 1.01 * unit
+    assert np.std(error) < np.std(Rounder(dtype, 1)(a.copy(), 4) - a) < 2.1 * np.std(error)
+
+
+@pytest.mark.parametrize("kind", ["plain", "llama", "mixtral"])
+def test_without_roundings_an_imitated_step_is_the_exact_one(kind, monkeypatch):
+    """Its attention is written again, beside the library's."""
+    monkeypatch.setattr(Rounder, "__call__", lambda self, a, *counts: a)
+    start = planted.make_shop(kind, "float32", ALONE).start
+    exact = compute_step(start, Way("float64"), ALONE)
+    found = compute_step(start, Way("float64"), ALONE,
+                         lambda gpt: imitate(gpt, Program("float32", "float32"), 0))
+    for place, a in found.items():
+        assert np.abs(a - exact[place]).max() <= 1e-13 * np.abs(exact[place]).max(), place
+
+
+def test_envelopes_are_as_wide_as_the_type_and_grow_with_ranks():
+    start = planted.make_shop("plain", "float32", ALONE).start
+    place, loss = Place("activation", "transformer.h.1"), Place(LOSS)
+    wide, narrow, many = (measure_reference(start, ALONE, Program(*how)).spread for how in (
+        ("float32", "float32"), ("bfloat16", "float32"),
+        ("bfloat16", "float32", "float32", {"tensor": 64})))
+    assert 2 ** 12 < narrow[place].whole / wide[place].whole < 2 ** 17
+    assert 1.5 < many[place].whole / narrow[place].whole < 6
+    assert narrow[loss].whole > 100 * wide[loss].whole
+
+
+def test_a_norm_in_16_bits_may_be_off_by_four_roundings():
+    pytest.importorskip("ml_dtypes")
+    from bench.experiments.dump.tensor_files import number_type
+    exact, error = measure_norm({"a": np.full(100, 3, number_type("bfloat16"))})
+    assert exact == 30 and 4 * 2 ** -8 < error.whole / 30 < 4.1 * 2 ** -8
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    """A right step and a wrong one."""
+    folder = tmp_path_factory.mktemp("dumps")
+    shop = planted.make_shop("llama", "float32", ALONE)
+    step = shop.step()
+    planted.dump_of(shop, shop.finish(step), folder / "right")
+    planted.dump_of(shop, shop.half("model.layers.1.input_layernorm.weight", 1), folder / "wrong")
+    return folder
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_ranks_say_once_what_one_says(ranks, dumps):
+    """The same words, with the cause; and bad input is refused once."""
+    (bad := dumps / f"bad{ranks}").mkdir()
+    for name in ("config.json", "weights.safetensors"):
+        shutil.copy(dumps / "right" / name, bad)
+    command = ["-m", "bench", "measure", "dump"]
+    one, many = (run_ranks(n, *command, str(dumps / "wrong")) for n in (1, ranks))
+    assert (one.stdout, one.stderr) == (many.stdout, many.stderr)
+    assert one.returncode and many.returncode and "FIRST OUTSIDE" in many.stdout
+    refused = run_ranks(ranks, *command, str(bad))
+    assert refused.returncode and refused.stderr.count("batch.safetensors is missing") == 1
