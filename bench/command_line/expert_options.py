@@ -2,12 +2,13 @@
 
 import argparse
 import math
+from dataclasses import replace
 from typing import Any
 
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError
-from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
+from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS, ExpertOptions
 from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
@@ -132,6 +133,18 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     except ValueError as error:
         raise UsageError(str(error)) from error
     return experts
+
+
+def options_of(experts: ExpertOptions) -> list[str]:
+    """Return the options of `add_layers` by which `experts_of` makes these experts."""
+    plain = ExpertOptions(experts.count, gate=GATE)
+    if experts.convention == "huggingface":
+        plain = replace(plain, capacity=None)
+    found = ["--experts", str(experts.count)]
+    for name, field in LAYERS.items():
+        if (value := getattr(experts, field)) != getattr(plain, field):
+            found += [f"--{name.replace('_', '-')}", "none" if value is None else str(value)]
+    return found
 
 
 def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:

@@ -17,6 +17,7 @@ from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -82,8 +83,9 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 
 
 @cache
-def elementwise_coefficients(kernels: str = "own",
-                             attention: str = "flash") -> tuple[np.ndarray, np.ndarray]:
+def elementwise_coefficients(kernels: str = "own", attention: str = "flash",
+                             experts: ExpertOptions | None = None) -> tuple[np.ndarray,
+                                                                            np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
     These words are linear in the numbers of `BlockSizes.elements`.  For each of forward and
@@ -93,16 +95,20 @@ def elementwise_coefficients(kernels: str = "own",
     ----------
     kernels, attention : str
         As of `bench.prediction.machine_model.Machine`.
+    experts : ExpertOptions, optional
+        Options of experts, with which a layer is the mean of those with and without.
     """
     rows, found = [], {phase: [] for phase in PHASES}
+    layers = experts.every if experts else 1
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         trace = with_kernels(
-            dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq),
+            dry_run.trace_step("1d", ranks, layers=layers, hidden=256, heads=4, batch=4, seq=seq,
+                               experts=experts),
             kernels, attention, "float32", 64)
         rows.append(line_elements(ranks, ModelSizes(1, 256, 4, 4, seq)))
         for phase in PHASES:
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
-            found[phase].append(moved / 4)
+            found[phase].append(moved / 4 / layers)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
 
@@ -132,7 +138,7 @@ class BlockSizes:
         self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
             for letters in (*one[0].split(","), one[1])) for one in (outer, inner))
-        self.sequences, self.positions, self.features = inside
+        self.inside = self.sequences, self.positions, self.features = inside
         self.heads = largest_block(sizes["heads"], self.features)
 
     def attention_products(self, dtype: str) -> Gemm:
@@ -142,6 +148,14 @@ class BlockSizes:
         return Gemm(2 * pairs, largest_block(seq, self.positions),
                     self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
 
+    @property
+    def outer_block(self) -> tuple[int, int]:
+        """Return the tokens and features of an outer activation."""
+        sequences, positions, features = self.outside
+        return (largest_block(self.sizes.batch, sequences)
+                * largest_block(self.sizes.seq, positions),
+                largest_block(self.sizes.hidden, features))
+
     def elements(self) -> np.ndarray:
         """Count elements of an outer activation, of inner ones and of the scores.
 
@@ -149,12 +163,10 @@ class BlockSizes:
         as wide as the outer one.
         """
         batch, seq, hidden = self.sizes.batch, self.sizes.seq, self.sizes.hidden
-        sequences, positions, features = self.outside
         rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
         inner = self.sizes.inner
         return np.array([
-            largest_block(batch, sequences) * largest_block(seq, positions)
-            * largest_block(hidden, features),
+            math.prod(self.outer_block),
             rows * self.heads * self.sizes.head,
             rows * largest_block(inner, self.features) * hidden / inner,
             rows * seq * self.heads], float)
@@ -164,8 +176,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                 stack: Stack) -> Plan:
     """Predict a step of a scheme on a grid by closed forms.
 
-    With experts no token is dropped, all experts' products are as fast as one product, and the
-    elementwise work is that of a model without experts.
+    With experts no token is dropped, and all experts' products are as fast as one product.
     """
     seconds, words = price_grid(name, grid, machine, stack)
     bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
@@ -242,8 +253,8 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
     spent["backward"]["gemm"] = (2 + again) * forward
     if machine.kernels == "own" or flash:    # scores are multiplied once more
         spent["backward"]["gemm"] += attention / 2
-    for phase, coefficients in zip(PHASES, elementwise_coefficients(machine.kernels,
-                                                                    machine.attention)):
+    for phase, coefficients in zip(PHASES, elementwise_coefficients(
+            machine.kernels, machine.attention, experts)):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.

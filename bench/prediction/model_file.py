@@ -62,15 +62,18 @@ class GptFile:
 
     @property
     def own_parameters(self) -> int:
-        """Return the parameters of a GPT of its sizes alone, of which plans of trainings are."""
-        return parameter_count(replace(self, architecture=PLAIN, experts=None).model())
+        """Return the parameters of a GPT of its sizes alone, of which plans of trainings are.
+
+        It has the same experts, of its own perceptrons.
+        """
+        return parameter_count(replace(self, architecture=PLAIN).model())
 
     @property
     def difference(self) -> str:
         """State the parameters of a GPT of its sizes alone, beside its own where it is another."""
         plain = self.own_parameters
         said = f"{plain / 1e9:.4g} billion parameters"
-        if (self.architecture, self.experts) == (PLAIN, None):
+        if self.architecture == PLAIN:
             return said
         own = self.parameters
         return f"{said}, {100 * (plain / own - 1):+.1f} % beside its own {own / 1e9:.4g} billion"

@@ -13,10 +13,12 @@ import numpy as np
 import mm3d
 from bench.prediction.gpt_ends import step_of_ends
 from mm3d import ModelSizes
+from mm3d.config import Config
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 from mm3d.training.batches import divide_layers
@@ -73,6 +75,26 @@ class PipelineModel:
     vocab: int = 0
     tied: bool = True
     named: str = ""
+
+    @classmethod
+    def of(cls, config: Config, ranks: int | None = None) -> "PipelineModel":
+        """Return a training to predict.
+
+        Parameters
+        ----------
+        config : Config
+            The training.
+        ranks : int, optional
+            Number of all ranks, where the configuration has no grid: it is the scheme's own then.
+        """
+        model, how = config.model, config.division
+        kind = find_scheme(how.scheme)
+        grid = kind.grid_shape(how.grid or kind.default_grid(ranks // how.data // how.stages))
+        stack = Stack.of(config.stack() | {"batch": model.batch // how.data})
+        return cls(build_once(how.schedule, how.stages, how.microbatches), how.scheme,
+                   (grid,) * how.stages, stack, data=how.data, zero=how.zero, shards=how.shards,
+                   expert_parallel=how.expert_parallel, vocab=model.vocab, tied=model.tied,
+                   named=how.schedule)
 
     @property
     def places(self) -> int:

@@ -21,7 +21,7 @@ from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_mo
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.seconds import Terms, achieved_seconds, place_trace, trace_terms
+from bench.prediction.seconds import Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import SUMS, Trace
@@ -119,10 +119,11 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
     Raises
     ------
     ValueError
-        When there is no such direction, or stages or experts have grids of their own beside it.
+        When there is no such direction, stages have grids of their own beside it, or experts are
+        divided among replicas that are not equally far apart then.
     """
-    if inside and (len(set(model.grids)) > 1 or model.experts):
-        raise ValueError(f"--inside {inside}: stages with one grid, and without experts, would do")
+    if inside and len(set(model.grids)) > 1:
+        raise ValueError(f"--inside {inside}: stages with one grid would do")
     mesh_order(model.mesh, inside)    # raises
     rank_of = model.schedule.rank_of
     chunks = [(len(part), model.grids[rank_of[stage]], _end_of(model, stage))
@@ -188,13 +189,35 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
     one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
     trace = priced(_traced(one, layers, stage, machine.elementwise_block), machine, stack)
     if inside:
-        trace = place_trace(trace, model.mesh, mesh_order(model.mesh, inside))
+        trace = _placed(trace, model, mesh_order(model.mesh, inside))
     own, over = copy(trace), copy(trace)
     own.events, over.events = Counter(), Counter()
     for (phase, part, event), times in trace.events.items():
         apart = phase != SUMS and isinstance(event, Collective) and event.direction in REPLICAS
         (over if apart else own).events[phase, part, event] += times
     return Spent(trace_terms(machine, own), trace_terms(machine, over))
+
+
+def _placed(trace: Trace, model: PipelineModel, order: str) -> Trace:
+    """Return a trace with the ranks of the mesh in another order on the nodes.
+
+    Ranks that replicas or divided experts join are a number of neighbouring replicas apart.
+    """
+    mesh = model.mesh
+    placed = GridShape(order, [mesh[name] for name in order])
+    shards, near, far = mesh["d"], placed.stride("d"), placed.stride("r")
+
+    def stride_of(event: Collective) -> int:
+        if event.direction in mesh and event.direction not in REPLICAS:
+            return placed.stride(event.direction)
+        apart = event.stride // mesh.stride("d")
+        if apart % shards == 0:
+            return apart // shards * far
+        if apart * event.size > shards and far != shards * near:
+            raise ValueError(f"--inside {order[-1]}: shards={shards} that expert_parallel="
+                             f"{model.expert_parallel} divides would do")
+        return apart * near
+    return with_strides(trace, stride_of)
 
 
 @cache

@@ -23,9 +23,7 @@ from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
-from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme, registry
-from mm3d.training.schedules import build
 
 COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
            "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
@@ -147,17 +145,6 @@ def _check(row: dict[str, Any]) -> None:
         raise ValueError(f"{row['heads']:.0f} heads do not divide {row['hidden']:.0f} features")
 
 
-def model_of(config: Config) -> PipelineModel:
-    """Return a training to predict; ValueError where the layers cannot be divided so."""
-    model, how = config.model, config.division
-    stack = Stack.of(config.stack() | {"batch": model.batch // how.data})
-    grid = find_scheme(how.scheme).grid_shape(how.grid)
-    return PipelineModel(build(how.schedule, how.stages, how.microbatches), how.scheme,
-                         (grid,) * how.stages, stack, data=how.data, zero=how.zero,
-                         shards=how.shards, vocab=model.vocab, tied=model.tied,
-                         named=how.schedule)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """A row with its prediction."""
@@ -187,8 +174,8 @@ def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], 
         config = replace(row.config, division=replace(
             how, recompute="none" if repeats else how.recompute))
         try:
-            found.append(Outcome(row, predict_step(model_of(config), machine, repeats,
-                                                   how.in_flight > 0)))
+            found.append(Outcome(row, predict_step(PipelineModel.of(config), machine,
+                                                   repeats, how.in_flight > 0)))
         except ValueError as error:
             problems.append(f"line {row.line}: {error}")
     return found, problems

@@ -10,30 +10,14 @@ from bench.prediction.pipeline_seconds import predict_pipeline
 from bench.prediction.seconds import work_seconds
 from bench.prediction.training_step import tied_seconds
 from mm3d.config import Config
-from mm3d.model.stack import Stack
-from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.training.gpt import GPT
 from mm3d.training.optimizers import AdamW
-from mm3d.training.schedules import build
 
 PARTS = ("actions", "sums", "tied", "optimizer")    # of a step
 OPTIMIZER = "optimizer"
-
-
-def model_of(config: Config, ranks: int) -> PipelineModel:
-    """Return a training to predict; ValueError where the layers cannot be divided so."""
-    model, how = config.model, config.division
-    kind = find_scheme(how.scheme)
-    places = ranks // how.data // how.stages
-    grid = kind.grid_shape(how.grid or kind.default_grid(places))
-    return PipelineModel(
-        build(how.schedule, how.stages, how.microbatches), how.scheme, (grid,) * how.stages,
-        Stack.of(config.stack() | {"batch": model.batch // how.data}), data=how.data,
-        zero=how.zero, shards=how.shards, expert_parallel=how.expert_parallel,
-        vocab=model.vocab, tied=model.tied, named=how.schedule)
 
 
 def predict_waited(config: Config, ranks: int, machine: Machine) -> dict[str, float]:
@@ -48,7 +32,7 @@ def predict_waited(config: Config, ranks: int, machine: Machine) -> dict[str, fl
     machine : Machine
         The machine, such as `bench.prediction.similarity.emulating_machine`.
     """
-    model = model_of(config, ranks)
+    model = PipelineModel.of(config, ranks)
     found = predict_pipeline(model, machine)
     actions = float(found.timeline.makespan)
     last = model.ranks - model.places    # a rank of the last stage

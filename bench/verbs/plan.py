@@ -48,8 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
     parser.add_argument("--gpus", type=options.whole(1, MOST_RANKS), metavar="N", help=(
         "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
-        "ZeRO, schedules, micro-batches and recomputation that fit the memory, in float16 unless "
-        "--dtype says more"))
+        "ZeRO, experts, schedules, micro-batches and recomputation that fit the memory, in "
+        "float16 unless --dtype says more"))
     model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
@@ -152,18 +152,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _trainings(arguments: argparse.Namespace) -> int:
     """Print the plans of whole trainings; return 0."""
     _require(arguments, *SUCH)
-    _refuse(arguments, OF_LAYERS,
+    _refuse(arguments, (name for name in OF_LAYERS if name != "experts"),
             "with --gpus the plan says it, or the model; leave it, or --gpus and --model, out")
     gpt, dtype = load_model(arguments.model), arguments.dtype or "float16"
-    if gpt.experts is not None:
-        raise UsageError(f"--model {arguments.model} has experts, which plans of whole trainings "
-                         f"do not know: a model without would do")
+    gpt = replace(gpt, experts=expert_options.experts_of(arguments) or gpt.experts)
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, arguments.seq or gpt.seq, dtype,
                         machine, arguments.hide_sums, arguments.machine)
     with StatusLine() as status:
         found = Search(training, status.show).run()
-    parts = training_plans.training_parts(training, found, arguments.all, arguments.top)
+    routed = expert_options.options_of(gpt.experts) if gpt.experts else ()
+    parts = training_plans.training_parts(training, found, arguments.all, arguments.top, routed)
     say(render(parts, arguments.format))
     return 0
 
