@@ -23,6 +23,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PipelineModel, build_once
 from bench.prediction.seconds import Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape
+from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.schedules import Schedule, Times, clock
@@ -290,25 +291,40 @@ def fullest_stage(model: PipelineModel, optimizer: bool = False,
                   ends: str = "both") -> tuple[int, int]:
     """Return the stage that needs the most memory, and the peak bytes of its first rank.
 
-    Among stages of the same grid and layers, only the first with the most micro-batches in flight
-    is run; and the last of a GPT, where logits are.  `ends` says which of these may be the fullest
-    where that is known: "first", "last", or "both".
+    Among stages of the same grid and layers, only the first with the most bytes in flight is run;
+    and of a GPT the first, with its embedding, and the last, where logits are.  `ends` says which
+    may be the fullest where that is known: "last", "first" for any but the last, or "both".
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
         layers = tuple(len(model.parts[part]) for part in model.schedule.stages[stage])
         alike.setdefault((grid, layers), []).append(stage)
-    flying = peak_in_flight(model.schedule)
+    flying = peak_in_flight(model.schedule, kept_for_weights(model))
     most = {key: max(stages, key=flying.__getitem__) for key, stages in alike.items()}
     if not model.halves and model.schedule.chunks == 1:    # the first has the embedding as well
         grid, layers = next(key for key, stages in alike.items() if 0 in stages)
         most = {(other, fewer): stage for (other, fewer), stage in most.items() if stage == 0
                 or other != grid or fewer > layers or flying[stage] > flying[0]}
     found = {*most.values()} if ends != "last" or not model.vocab else set()
+    if model.vocab and found and model.halves:
+        found.add(model.schedule.rank_of[0])
     if model.vocab and ends != "first":
         found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
     peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
     return max(peaks.items(), key=lambda one: one[1])
+
+
+def kept_for_weights(model: PipelineModel) -> Fraction:
+    """Return the bytes that W of a micro-batch needs, over those that B does; 0 without W.
+
+    With recomputation it is above 1: B computes what W needs.
+    """
+    if not model.halves:
+        return Fraction(0)
+    stack = replace(model.stack, batch=model.micro.batch)
+    one = replace(model, stack=stack, vocab=0, named="", schedule=model.of_one_micro_batch)
+    trace = one.trace(dry_run.period_of(stack.recompute, stack.experts), sums=False)
+    return Fraction(trace.operands, trace.saved)
 
 
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[

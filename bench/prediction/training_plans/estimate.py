@@ -64,7 +64,7 @@ class Estimator:
         return max(self.needed(choice, self.held(choice, filled)))
 
     def needed(self, choice: Choice, held: Held) -> tuple[float, ...]:
-        """Estimate the bytes at the peak of a rank of the first and of the last stage.
+        """Estimate the bytes at the peak of a rank of the stages of `held`.
 
         `held` is the result of `held` for this plan, or for one with another `zero` and `shards`.
         """
@@ -80,12 +80,13 @@ class Estimator:
     def held(self, choice: Choice, filled: LayerBytes) -> Held:
         """Return the parameters of a rank of the first and the last stage, and bytes beside them.
 
-        They do not depend on what replicas divide.
+        Where W is apart there may be a third: the last stage with one layer more than others has
+        more micro-batches that wait for W.  They do not depend on what replicas divide.
         """
         stages, chunks = choice.stages, choice.chunks
         micro = self.training.microbatches(choice)
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
-        first, last, _ = sizes.layers
+        first, last, every = sizes.layers
         behind = grown = 0.0
         if chunks > 1:    # in layers of all chunks of a rank
             most = micro * chunks
@@ -100,7 +101,13 @@ class Estimator:
         spent = filled.working, filled.ends_working
         if stages == 1:
             spent = (max(spent), max(spent))
-        return tuple((*of, kept + more) for of, kept, more in zip(sizes.parameters, held, spent))
+        found = tuple((*of, kept + more) for of, kept, more in zip(sizes.parameters, held, spent))
+        place = every - last * stages - 1    # the last stage with one layer more
+        if choice.schedule == "zb-h1" and place > 0:
+            kept = first * (filled.saved * min(stages - place, micro)
+                            + filled.operands * min(place, micro - 1)) + grown * (first - 1)
+            found += (first * sizes.of_layer, first * sizes.of_experts, kept + filled.working),
+        return found
 
     def _state(self, zero: int, shards: int) -> float:
         """Return the bytes per parameter of a rank's state."""

@@ -38,7 +38,7 @@ class TrainingPlan:
     step : TrainingStep
         Its predicted seconds.
     ends : str
-        Which stages may be the fullest, by the dry run of a layer: "first", "last", or "both".
+        Which stages may be the fullest, by the dry run of a layer, as of `fullest_stage`.
     """
 
     choice: Choice
@@ -190,7 +190,9 @@ class Search(Screening):
             step = predict_step(model, training.machine, overlap=training.overlap,
                                 inside=choice.inside)
             filled = self.traced(Layer.of(choice).anywhere).filled
-            first, last = self.estimator.needed(choice, self.estimator.held(choice, filled))
+            first, last, *between = self.estimator.needed(choice, self.estimator.held(
+                choice, filled))
+            first = max(first, *between, 0.0)
             ends = ("first" if last <= NEAR * first else "last" if first <= NEAR * last
                     else "both")
             return TrainingPlan(choice, model, step, ends)

@@ -138,3 +138,16 @@ def test_the_peak_of_a_stage_follows_from_fewer_stages(name, micro, per, more, s
     assert pipeline_seconds.shorter_steps(model, stage) is not None
     assert pipeline_seconds.peak_bytes(model, stage, optimizer=True) == model.whole_step(
         0, stage, optimizer=True).peak
+
+
+@pytest.mark.parametrize("recompute, layers, micro", [
+    ("none", 11, 6), ("full", 11, 6), ("full", 10, 6), ("selective", 8, 3)])
+def test_no_stage_of_a_zero_bubble_pipeline_is_fuller_than_the_fullest(recompute, layers, micro):
+    """With recomputation what W needs is the most: stages in the middle with a layer more."""
+    model = PipelineModel(build("zb-h1", 4, micro), "1d", (GridShape("x", (1,)),) * 4, Stack(
+        layers, 64, 4, micro, 32, dtype="float16", recompute=recompute), vocab=8, named="zb-h1")
+    peaks = [model.whole_step(0, stage, optimizer=True, events=False).peak for stage in range(4)]
+    stage, peak = pipeline_seconds.fullest_stage(model, optimizer=True)
+    assert peak == max(peaks) == peaks[stage]
+    if (recompute, layers) == ("full", 11):
+        assert 0 < stage < 3
