@@ -218,11 +218,10 @@ class PipelineModel:
 
     @cache
     def whole_step(self, place: int, stage: int, replica: int = 0,
-                   optimizer: bool = False, events: bool = True) -> Trace:
+                   optimizer: bool = False) -> Trace:
         """Run a whole step dry on one rank, with AdamW or without an optimizer.
 
-        Types of 16 bits are trained with masters in float32; `events` is as of
-        `mm3d.tracing.dry_run.trace`.
+        Types of 16 bits are trained with masters in float32.
         """
         master = "float32" if optimizer and np.dtype(self.stack.dtype).itemsize == 2 else None
 
@@ -233,7 +232,6 @@ class PipelineModel:
         return dry_run.extrapolate(
             lambda layers: dry_run.trace(
                 lambda *where: self.build(self.schedule, layers, *where, master),
-                self.data * self.ranks, self.rank(place, stage, replica), step=step,
-                events=events),
+                self.data * self.ranks, self.rank(place, stage, replica), step=step),
             self.sizes.layers,
             dry_run.period_of(self.stack.recompute, self.experts) * self.schedule.stage_count)

@@ -246,10 +246,10 @@ def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int
     """
     shorter = shorter_steps(model, stage)
     if shorter is None:
-        return model.whole_step(0, stage, optimizer=optimizer, events=False).peak
+        return model.whole_step(0, stage, optimizer=optimizer).peak
     left, (two, three) = shorter
-    first, second = (one.whole_step(0, min(stage, one.schedule.ranks - 1), optimizer=optimizer,
-                                    events=False).peak for one in (two, three))
+    first, second = (one.whole_step(0, min(stage, one.schedule.ranks - 1),
+                                    optimizer=optimizer).peak for one in (two, three))
     return second + left * (second - first)
 
 

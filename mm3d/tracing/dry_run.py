@@ -12,7 +12,6 @@ elementwise pass, every collective, and the memory over time, exactly.
 
 import math
 import sys
-from contextlib import nullcontext
 from typing import Any, Callable
 
 from mm3d.arrays import backend as backends
@@ -32,8 +31,7 @@ MOST_LAYERS = 1024    # that are traced one by one: some seconds
 
 
 def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank: int = 0,
-          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None,
-          events: bool = True) -> Trace:
+          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None) -> Trace:
     """Trace a step of a model on one rank of any number of ranks.
 
     Parameters
@@ -49,9 +47,6 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     step : callable, optional
         Computes a step of the model, and may set fields of the trace.  By default it is
         `rehearse` of the model, without an optimizer.
-    events : bool
-        Whether products, collectives and traffic are counted; without, memory alone is exact, in
-        less time.
 
     Returns
     -------
@@ -78,9 +73,8 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     model = build(DryCommunicator(ranks, rank), backend)
     found.parameters = sum(p.nbytes for p in model.trained)
     found.divided = sum(p.nbytes for p in model.trained if p.grid is not model.grids[0])
-    if events:
-        found.count_traffic(model)
-    with observed(model.grids, found, *model.chains) if events else nullcontext():
+    found.count_traffic(model)
+    with observed(model.grids, found, *model.chains):
         found.begin_phase(SUMS)
         if step is None:
             model.rehearse()

@@ -146,9 +146,13 @@ class Estimator:
         changed = sum(count / share for count, share in zip(sizes.most, shards))
         return total + sums + self.adamw(changed) + self.tied(stages, strides["s"], sizes.parts)
 
-    def alone(self, choice: Choice, work: LayerWork) -> float:
-        """Estimate the seconds of a step without hops, replicas and optimizer."""
-        return self._pipelined(choice, work, work.forward + work.backward, (0.0, 0.0))[0]
+    def alone(self, choice: Choice, work: LayerWork, again: float) -> float:
+        """Estimate the seconds of a step without hops, replicas and optimizer.
+
+        Backward takes `again` seconds more than that of `work`.
+        """
+        layer = work.forward + (work.backward + again)
+        return self._pipelined(choice, work, layer, (0.0, 0.0))[0]
 
     def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
                    hops: tuple[float, float]) -> tuple[float, float]:

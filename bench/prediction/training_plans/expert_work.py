@@ -43,7 +43,7 @@ def gathered_words(scheme: str, grid: GridShape, one: ModelSizes, experts: Exper
 
 def exchanges(training: Training, parts: int, again: bool,
               block: tuple[int, int]) -> tuple[Calls, Calls]:
-    """Return the collectives that bring rows to experts and back, forward and backward.
+    """Return the collectives that bring rows to divided experts and back, forward and backward.
 
     They are those of `mm3d.model.experts.dispatch` in a layer with experts, where tokens choose
     all experts equally often.
@@ -60,8 +60,6 @@ def exchanges(training: Training, parts: int, again: bool,
         Tokens of a rank, and features of each.
     """
     experts, (tokens, width), size = training.gpt.experts, block, itemsize(training.dtype)
-    if parts == 1:
-        return (), ()
 
     def moved(kind: str, rows: int, itemsize: int = size) -> Collective:
         return Collective(kind, EXPERTS, parts, 1, rows * width * itemsize)

@@ -20,8 +20,9 @@ from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, exchanges, gathered_words,
-                                                         own_experts, split_seconds)
+from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
+                                                         gathered_words, own_experts,
+                                                         split_seconds)
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -210,8 +211,10 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     halves = cost.flops_of_halves(stack.sizes, experts)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute, experts))
-    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
-    moves = exchanges(training, layer.experts, layer.recompute == "full", blocks.outer_block)
+    moves: tuple[Calls, Calls] = (), ()
+    if layer.experts > 1:
+        moves = exchanges(training, layer.experts, layer.recompute == "full", _blocks(
+            layer.scheme, layer.grid, replace(stack.sizes, layers=1)).outer_block)
     passes = tuple(PhaseWork((found[phase].seconds_alone + more) / group, tuple(
         (event, calls / group) for event, calls in (*found[phase].collectives, *own)))
         for phase, more, own in zip(PHASES, started, moves))
@@ -287,6 +290,8 @@ def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
 
 def _gathered(training: Training, layer: Layer) -> int:
     """Return the words of the larger weight of all of a rank's experts, as products have it."""
+    if training.gpt.experts is None:
+        return 0
     return gathered_words(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
                           training.gpt.experts, layer.experts)
 

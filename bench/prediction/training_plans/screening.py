@@ -2,7 +2,6 @@
 
 import heapq
 from bisect import bisect_right
-from dataclasses import replace
 from functools import cache
 from typing import Callable, Iterable, Iterator
 
@@ -174,8 +173,7 @@ class Screening:
             layer = Layer.of(choice._replace(inside=one))
             work = self.screened(layer._replace(recompute="none"))
             again = LEAST_AGAIN * work.forward * (choice.recompute == "full")
-            found.append(self.estimator.alone(choice, replace(
-                work, backward=work.backward + again)))
+            found.append(self.estimator.alone(choice, work, again))
         return min(found)
 
     def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork],
