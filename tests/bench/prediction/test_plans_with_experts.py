@@ -35,7 +35,7 @@ class Few(search.Search):
     """A part of all plans, so that each can be predicted exactly; on 4 GPUs without grids."""
 
     def works(self):
-        shapes = [("1d", 1), *[("1d", 2), ("3d", 4)] * (self.training.gpus > 4)]
+        shapes = [("1d", 1), *[("1d", 2)] * (self.training.gpus > 4)]
         return (one for one in super().works() if one.recompute == "none" and one.micro == 1
                 and one.schedule == "1f1b" and (one.scheme, one.places) in shapes)
 
@@ -44,13 +44,13 @@ class Few(search.Search):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("gpus, batch, mib, every", [(4, 4, 62, 1), (8, 8, 45, 1), (8, 8, 40, 2)])
+@pytest.mark.parametrize("gpus, batch, mib, every", [(4, 4, 70, 1), (8, 8, 45, 1), (8, 8, 40, 2)])
 def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib, every):
     asked = Few(training(gpus, batch, mib, replace(EXPERTS, every=every)))
     found = asked.run()
     plans = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
     fitting = [plan for plan in plans if plan.memory["all"] <= asked.limit]
-    assert 10 < len(fitting) < len(plans) and not asked.refused    # the memory decides
+    assert 5 < len(fitting) < len(plans) and not asked.refused    # the memory decides
     assert {2, 4} <= {plan.choice.expert_parallel for plan in fitting}
     assert found.best.seconds == min(plan.seconds for plan in fitting)
     assert {plan.choice.family for plan in fitting} == set(found.families)
