@@ -18,6 +18,7 @@ from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.architecture import CHOICES, INNER_FACTOR, PLAIN, Architecture
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -92,21 +93,29 @@ class LayerKind:
         An architecture without sizes.
     group : int
         The heads of queries that share one of keys.
+    experts : ExpertOptions, optional
+        Options of experts, which some of the layers have.
     """
 
     how: Architecture = PLAIN
     group: int = 1
+    experts: ExpertOptions | None = None
 
     @classmethod
-    def of(cls, sizes: ModelSizes) -> "LayerKind":
+    def of(cls, sizes: ModelSizes, experts: ExpertOptions | None = None) -> "LayerKind":
         """Return the kind of the layers of a model."""
         return cls(Architecture(**{name: getattr(sizes.architecture, name) for name in CHOICES}),
-                   sizes.group)
+                   sizes.group, experts)
+
+    @property
+    def layers(self) -> int:
+        """Return the layers of a period: one without experts."""
+        return self.experts.every if self.experts else 1
 
     def small(self, hidden: int, batch: int, seq: int) -> ModelSizes:
-        """Return the sizes of one such layer with 4 heads of keys."""
+        """Return the sizes of a period of such layers with 4 heads of keys."""
         how = self.how if self.group == 1 else replace(self.how, kv_heads=4, head=hidden // 4)
-        return ModelSizes(1, hidden, 4 * self.group, batch, seq, how)
+        return ModelSizes(self.layers, hidden, 4 * self.group, batch, seq, how)
 
 
 @cache
@@ -122,17 +131,18 @@ def elementwise_coefficients(kernels: str = "own", attention: str = "flash",
     kernels, attention : str
         As of `bench.prediction.machine_model.Machine`.
     kind : LayerKind
-        The kind of the layer.
+        The kind of the layer; with experts it is the mean of those with and without.
     """
     rows, found = [], {phase: [] for phase in PHASES}
+    layers = kind.layers
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         sizes = kind.small(256, 4, seq)
-        trace = with_kernels(dry_run.trace_step("1d", ranks, **sizes), kernels, attention,
-                             "float32", sizes.head)
+        trace = with_kernels(dry_run.trace_step("1d", ranks, **sizes, experts=kind.experts),
+                             kernels, attention, "float32", sizes.head)
         rows.append(line_elements(ranks, sizes))
         for phase in PHASES:
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
-            found[phase].append(moved / 4)
+            found[phase].append(moved / 4 / layers)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
 
@@ -162,7 +172,7 @@ class BlockSizes:
         self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
             for letters in (*one[0].split(","), one[1])) for one in (outer, inner))
-        self.sequences, self.positions, self.features = inside
+        self.inside = self.sequences, self.positions, self.features = inside
         self.heads = sizes.group * largest_block(sizes.kv_heads, self.features)
 
     def attention_products(self, dtype: str) -> Gemm:
@@ -171,18 +181,24 @@ class BlockSizes:
         pairs = largest_block(batch, self.sequences) * self.heads
         return Gemm(2 * pairs, largest_block(seq, self.positions), self.sizes.head, seq, dtype)
 
+    @property
+    def outer_block(self) -> tuple[int, int]:
+        """Return the tokens and features of an outer activation."""
+        sequences, positions, features = self.outside
+        return (largest_block(self.sizes.batch, sequences)
+                * largest_block(self.sizes.seq, positions),
+                largest_block(self.sizes.hidden, features))
+
     def elements(self) -> np.ndarray:
         """Count elements of an outer activation, of inner ones and of the scores.
 
         Inner ones are those of attention, in whole heads with their queries, and a quarter of the
         perceptron's, which is as wide as the outer one by default.
         """
-        batch, seq, hidden = self.sizes.batch, self.sizes.seq, self.sizes.hidden
-        sequences, positions, features = self.outside
+        batch, seq = self.sizes.batch, self.sizes.seq
         rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
         return np.array([
-            largest_block(batch, sequences) * largest_block(seq, positions)
-            * largest_block(hidden, features),
+            math.prod(self.outer_block),
             rows * self.heads * self.sizes.head,
             rows * largest_block(self.sizes.inner, self.features) / INNER_FACTOR,
             rows * seq * self.heads], float)
@@ -192,8 +208,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                 stack: Stack) -> Plan:
     """Predict a step of a scheme on a grid by closed forms.
 
-    With experts no token is dropped, all experts' products are as fast as one product, and the
-    elementwise work is that of a model without experts.
+    With experts no token is dropped, and all experts' products are as fast as one product.
     """
     seconds, words = price_grid(name, grid, machine, stack)
     bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
@@ -270,7 +285,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
     if machine.kernels == "own" or flash:    # scores are multiplied once more
         spent["backward"]["gemm"] += attention / 2
     for phase, coefficients in zip(PHASES, elementwise_coefficients(
-            machine.kernels, machine.attention, LayerKind.of(sizes))):
+            machine.kernels, machine.attention, LayerKind.of(sizes, experts))):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.

@@ -89,7 +89,7 @@ class PipelineModel:
         model, how = config.model, config.division
         kind = find_scheme(how.scheme)
         grid = kind.grid_shape(how.grid or kind.default_grid(ranks // how.data // how.stages))
-        return cls(build(how.schedule, how.stages, how.microbatches), how.scheme,
+        return cls(build_once(how.schedule, how.stages, how.microbatches), how.scheme,
                    (grid,) * how.stages,
                    Stack.of(config.stack() | {"batch": model.batch // how.data}), data=how.data,
                    zero=how.zero, shards=how.shards, expert_parallel=how.expert_parallel,

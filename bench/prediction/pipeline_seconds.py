@@ -20,9 +20,10 @@ from bench.instruments.placement import mesh_order
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.seconds import Terms, achieved_seconds, place_trace, trace_terms
+from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.seconds import Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape
+from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.schedules import Schedule, Times, clock
@@ -31,6 +32,7 @@ from mm3d.training.schedules.memory import peak_in_flight
 
 HALVES = ("forward", "backward_input", "backward_weights")
 Steps = tuple[Fraction, ...]    # seconds by stage
+FEWEST_STAGES = 2    # from which on each further one adds as many bytes to the peak
 REPLICAS = "rd"    # directions: across copies of the model, and among replicas that divide one
 
 
@@ -119,10 +121,11 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
     Raises
     ------
     ValueError
-        When there is no such direction, or stages or experts have grids of their own beside it.
+        When there is no such direction, stages have grids of their own beside it, or experts are
+        divided among replicas that are not equally far apart then.
     """
-    if inside and (len(set(model.grids)) > 1 or model.experts):
-        raise ValueError(f"--inside {inside}: stages with one grid, and without experts, would do")
+    if inside and len(set(model.grids)) > 1:
+        raise ValueError(f"--inside {inside}: stages with one grid would do")
     mesh_order(model.mesh, inside)    # raises
     rank_of = model.schedule.rank_of
     chunks = [(len(part), model.grids[rank_of[stage]], _end_of(model, stage))
@@ -188,13 +191,35 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
     one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
     trace = priced(_traced(one, layers, stage, machine.elementwise_block), machine, stack)
     if inside:
-        trace = place_trace(trace, model.mesh, mesh_order(model.mesh, inside))
+        trace = _placed(trace, model, mesh_order(model.mesh, inside))
     own, over = copy(trace), copy(trace)
     own.events, over.events = Counter(), Counter()
     for (phase, part, event), times in trace.events.items():
         apart = phase != SUMS and isinstance(event, Collective) and event.direction in REPLICAS
         (over if apart else own).events[phase, part, event] += times
     return Spent(trace_terms(machine, own), trace_terms(machine, over))
+
+
+def _placed(trace: Trace, model: PipelineModel, order: str) -> Trace:
+    """Return a trace with the ranks of the mesh in another order on the nodes.
+
+    Ranks that replicas or divided experts join are a number of neighbouring replicas apart.
+    """
+    mesh = model.mesh
+    placed = GridShape(order, [mesh[name] for name in order])
+    shards, near, far = mesh["d"], placed.stride("d"), placed.stride("r")
+
+    def stride_of(event: Collective) -> int:
+        if event.direction in mesh and event.direction not in REPLICAS:
+            return placed.stride(event.direction)
+        apart = event.stride // mesh.stride("d")
+        if apart % shards == 0:
+            return apart // shards * far
+        if apart * event.size > shards and far != shards * near:
+            raise ValueError(f"--inside {order[-1]}: shards={shards} that expert_parallel="
+                             f"{model.expert_parallel} divides would do")
+        return apart * near
+    return with_strides(trace, stride_of)
 
 
 @cache
@@ -214,8 +239,47 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats
 
 
 def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
-    """Run a step dry; return the peak bytes of the first rank of a stage."""
-    return model.whole_step(0, stage, optimizer=optimizer).peak
+    """Return the peak bytes of the first rank of a stage in a step, by dry runs.
+
+    In the first and the last stage of many, each further stage, with the micro-batches that it has
+    in flight, adds what the one before has added (`shorter_steps`).
+    """
+    shorter = shorter_steps(model, stage)
+    if shorter is None:
+        return model.whole_step(0, stage, optimizer=optimizer).peak
+    left, (two, three) = shorter
+    first, second = (one.whole_step(0, min(stage, one.schedule.ranks - 1),
+                                    optimizer=optimizer).peak for one in (two, three))
+    return second + left * (second - first)
+
+
+def shorter_steps(model: PipelineModel,
+                  stage: int) -> tuple[int, tuple[PipelineModel, PipelineModel]] | None:
+    """Return models of fewer stages whose peaks tell that of a stage; None where none do.
+
+    The rank has the same layers in all of them.
+
+    Returns
+    -------
+    (int, (PipelineModel, PipelineModel))
+        How many stages the model has more than the second of the two, which has one more than the
+        first.
+    """
+    schedule, named = model.schedule, model.named
+    stages, micro = schedule.ranks, schedule.microbatches
+    in_groups = named.startswith("interleaved") and micro % stages == 0    # of a micro-batch each
+    left = (stages if in_groups else min(stages, micro)) - FEWEST_STAGES - 1
+    if (left < 1 or not in_groups and named not in ("1f1b", "zb-h1")
+            or stage not in (0, stages - 1) or len({*model.grids}) > 1):
+        return None
+    own = sum(len(model.parts[part]) for part in schedule.stages[stage])
+
+    def of(count: int) -> PipelineModel:
+        each = micro // stages * count if in_groups else micro - (stages - count)
+        return replace(model, schedule=build_once(named, count, each), grids=model.grids[:count],
+                       stack=replace(model.stack, layers=own * count,
+                                     batch=model.micro.batch * each))
+    return left, (of(stages - left - 1), of(stages - left))
 
 
 def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
@@ -227,25 +291,40 @@ def fullest_stage(model: PipelineModel, optimizer: bool = False,
                   ends: str = "both") -> tuple[int, int]:
     """Return the stage that needs the most memory, and the peak bytes of its first rank.
 
-    Among stages of the same grid and layers, only the first with the most micro-batches in flight
-    is run; and the last of a GPT, where logits are.  `ends` says which of these may be the fullest
-    where that is known: "first", "last", or "both".
+    Among stages of the same grid and layers, only the first with the most bytes in flight is run;
+    and of a GPT the first, with its embedding, and the last, where logits are.  `ends` says which
+    may be the fullest where that is known: "last", "first" for any but the last, or "both".
     """
     alike: dict[tuple, list[int]] = {}
     for stage, grid in enumerate(model.grids):
         layers = tuple(len(model.parts[part]) for part in model.schedule.stages[stage])
         alike.setdefault((grid, layers), []).append(stage)
-    flying = peak_in_flight(model.schedule)
+    flying = peak_in_flight(model.schedule, kept_for_weights(model))
     most = {key: max(stages, key=flying.__getitem__) for key, stages in alike.items()}
     if not model.halves and model.schedule.chunks == 1:    # the first has the embedding as well
         grid, layers = next(key for key, stages in alike.items() if 0 in stages)
         most = {(other, fewer): stage for (other, fewer), stage in most.items() if stage == 0
                 or other != grid or fewer > layers or flying[stage] > flying[0]}
     found = {*most.values()} if ends != "last" or not model.vocab else set()
+    if model.vocab and found and model.halves:
+        found.add(model.schedule.rank_of[0])
     if model.vocab and ends != "first":
         found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
     peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
     return max(peaks.items(), key=lambda one: one[1])
+
+
+def kept_for_weights(model: PipelineModel) -> Fraction:
+    """Return the bytes that W of a micro-batch needs, over those that B does; 0 without W.
+
+    With recomputation it is above 1: B computes what W needs.
+    """
+    if not model.halves:
+        return Fraction(0)
+    stack = replace(model.stack, batch=model.micro.batch)
+    one = replace(model, stack=stack, vocab=0, named="", schedule=model.of_one_micro_batch)
+    trace = one.trace(dry_run.period_of(stack.recompute, stack.experts), sums=False)
+    return Fraction(trace.operands, trace.saved)
 
 
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[

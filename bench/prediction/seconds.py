@@ -11,7 +11,7 @@ import functools
 import math
 from collections import Counter
 from copy import copy
-from typing import Mapping, NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 
@@ -227,16 +227,16 @@ def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
         `bench.instruments.placement.direction_order` returns them.
     """
     placed = GridShape(order, [grid[axis] for axis in order])
-    return with_strides(trace, {axis: placed.stride(axis) for axis in order})
+    return with_strides(trace, lambda event: placed.stride(event.direction))
 
 
-def with_strides(trace: Trace, strides: Mapping[str, int]) -> Trace:
-    """Return the trace of a step with other strides of the grid's directions over the nodes."""
+def with_strides(trace: Trace, stride_of: Callable[[Collective], int]) -> Trace:
+    """Return the trace of a step with other strides of its collectives over the nodes."""
     found = copy(trace)
     found.events = Counter()
     for (phase, part, event), times in trace.events.items():
         if isinstance(event, Collective):
-            event = event._replace(stride=strides[event.direction])
+            event = event._replace(stride=stride_of(event))
         found.events[phase, part, event] += times
     return found
 

@@ -5,6 +5,7 @@ and loss, sums of gradients over replicas.  The optimizer is added from the byte
 kernel of AdamW moves.
 """
 
+import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -20,9 +21,11 @@ from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing.events import Collective, PHASES
+from mm3d.training.data_grid import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step
@@ -104,8 +107,10 @@ def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeat
     return total
 
 
-def parameters_of_rank(model: PipelineModel) -> float:
+def parameters_of_rank(model: PipelineModel) -> tuple[float, float]:
     """Return the parameters of the first rank of the stage with the most, by dividing the model.
+
+    First are those that every replica has, then those of the experts that it has.
     """
     sizes, schedule, parts = model.sizes, model.schedule, model.parts
     divided = weight_parts(model.scheme, model.grids[0])
@@ -118,25 +123,70 @@ def parameters_of_rank(model: PipelineModel) -> float:
         extra[last] += cost.vectors_of_norm(sizes) * sizes.hidden / divided    # of the last one
     if model.vocab and (last != first or not model.tied):
         extra[last] += model.vocab * sizes.hidden / divided
-    layer = layer_parameters(model.scheme, model.grids[0], sizes)
-    return max(layer * count + more for count, more in zip(layers, extra))
+    where = model.scheme, model.grids[0], sizes, model.experts
+    layer, routed = layer_parameters(*where), expert_parameters(*where, model.expert_parallel)
+    return max(((layer * count + more, routed * count) for count, more in zip(layers, extra)),
+               key=sum)
 
 
 @cache
-def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes) -> float:
+def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
+                     experts: ExpertOptions | None = None) -> float:
     """Return the parameters of a layer on the first rank, whose blocks of weights are the largest.
 
-    Vectors are taken to be divided evenly.
+    Vectors are taken to be divided evenly.  With experts it is the mean of the layers, with their
+    routers, without the experts.
     """
-    kind, ranks, one = find_scheme(scheme), grid.ranks, replace(sizes, layers=1)
+    one, every = replace(sizes, layers=1), experts.every if experts else 1
+    products = cost.products(one)
+    vectors = cost.parameters(one) - sum(
+        times * product.N * product.K for product, times in products.items())
+    found = (_words_of_weights(scheme, grid, products) + vectors) / weight_parts(scheme, grid)
+    if experts:
+        found += (experts.count * sizes.hidden / weight_parts(scheme, grid)
+                  - _perceptron(scheme, grid, one)) / every
+    return found
+
+
+@cache
+def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
+                      experts: ExpertOptions | None, parts: int) -> float:
+    """Return the parameters of the first rank's experts, a mean of the layers.
+
+    Parameters
+    ----------
+    scheme, grid, sizes, experts
+        As of `layer_parameters`.
+    parts : int
+        The replicas that divide the experts.
+    """
+    if experts is None:
+        return 0.0
+    own = math.ceil(experts.count / parts)
+    return own * _perceptron(scheme, grid, replace(sizes, layers=1)) / experts.every
+
+
+def _perceptron(scheme: str, grid: GridShape, one: ModelSizes) -> float:
+    """Return the parameters of the perceptron of a layer on the first rank."""
+    vectors = (one.architecture.biases == "all") * (one.gates * one.inner + one.hidden)
+    return (_words_of_weights(scheme, grid, expert_products(one)) + vectors
+            ) / weight_parts(scheme, grid)
+
+
+def expert_products(one: ModelSizes) -> dict[ProductShape, int]:
+    """Return the products of an expert's perceptron, of the sizes of one layer."""
+    routed = ExpertOptions(2, top=2, every=1)    # twice the rows of other products
+    return {product: times for product, times in cost.products(one, routed).items()
+            if product.M > one.tokens}
+
+
+def _words_of_weights(scheme: str, grid: GridShape, products: dict[ProductShape, int]) -> int:
+    """Return the words of weights, as if all ranks that divide one had as much as the first."""
+    kind, ranks = find_scheme(scheme), grid.ranks
     even = kind.local_products(grid, ProductShape("up", ranks, ranks, ranks))[0]
     gathered = ranks ** 2 // (even.inner * even.columns)    # parts of a weight in a product
-    words, vectors = 0, cost.parameters(one)
-    for product, times in cost.products(one).items():
-        local = kind.local_products(grid, product)[0]
-        words += times * local.inner * local.columns
-        vectors -= times * product.N * product.K
-    return (words * gathered + vectors) / weight_parts(scheme, grid)
+    own = [(times, kind.local_products(grid, product)[0]) for product, times in products.items()]
+    return gathered * sum(times * local.inner * local.columns for times, local in own)
 
 
 def weight_parts(scheme: str, grid: GridShape) -> int:
@@ -149,8 +199,33 @@ def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
 
     It reads gradients twice, reads and writes masters and moments, and writes values.
     """
-    share = (model.shards or model.data) if model.zero else 1
-    return adamw_seconds(machine, parameters_of_rank(model) / share, model.stack.dtype)
+    shares = shards_of(model) if model.zero else (1, 1)
+    return adamw_seconds(machine, sum(
+        count / share for count, share in zip(parameters_of_rank(model), shares)),
+        model.stack.dtype)
+
+
+def shards_of(model: PipelineModel) -> tuple[float, float]:
+    """Return the replicas among which ZeRO divides a copy of the model, and a rank's experts."""
+    shards = model.shards or model.data
+    return shards, shards_of_experts(model.experts, model.expert_parallel, shards)
+
+
+@cache
+def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) -> float:
+    """Return among how many ranks ZeRO divides the experts of the first rank.
+
+    Experts stay whole: where ranks have more than others, it is less than the number of ranks.
+
+    Parameters
+    ----------
+    experts : ExpertOptions or None
+        Options of experts.
+    parts, shards : int
+        The replicas that divide the experts, and those that divide a copy of the model.
+    """
+    own = math.ceil(experts.count / parts) if experts else 1
+    return own / math.ceil(own / expert_shards(shards, parts))
 
 
 def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
@@ -197,9 +272,15 @@ def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]
     as of `fullest_stage`.
     """
     _, peak = fullest_stage(shortened(model), optimizer=True, ends=ends)
-    found = state_by_kind(model.stack.dtype, parameters_of_rank(model), model.zero,
-                          model.shards or model.data)
+    found = state_of_rank(model)
     return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
+
+
+def state_of_rank(model: PipelineModel) -> dict[str, float]:
+    """Return the result of `state_by_kind` for the rank of `parameters_of_rank`."""
+    parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
+             for count, shards in zip(parameters_of_rank(model), shards_of(model))]
+    return {name: sum(one[name] for one in parts) for name in parts[0]}
 
 
 def state_by_kind(dtype: str, parameters: float, zero: int, shards: int) -> dict[str, float]:

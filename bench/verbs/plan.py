@@ -48,8 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
     parser.add_argument("--gpus", type=options.whole(1, MOST_RANKS), metavar="N", help=(
         "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
-        "ZeRO, schedules, micro-batches and recomputation that fit the memory, in float16 unless "
-        "--dtype says more"))
+        "ZeRO, experts, schedules, micro-batches and recomputation that fit the memory, in "
+        "float16 unless --dtype says more"))
     model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
@@ -154,9 +154,6 @@ def _trainings(arguments: argparse.Namespace) -> int:
             "with --gpus the plan says it; leave it, or --gpus and --model, out")
     asked = model_options.words_of(arguments)
     gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
-    if gpt.experts is not None:
-        raise UsageError(f"--model {arguments.model} has experts, which plans of whole trainings "
-                         f"do not know: a model without would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, gpt.seq, dtype, machine,
                         arguments.hide_sums, arguments.machine, asked)

@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
     `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid, and
     `inside` the direction of the mesh whose ranks follow each other on the nodes, "" for the order
-    of the mesh.
+    of the mesh, and `expert_parallel` the number of neighbouring replicas that divide the experts.
     """
 
     data: int
@@ -43,6 +43,7 @@ class Choice(NamedTuple):
     recompute: str
     shards: int | None = None
     inside: str = ""
+    expert_parallel: int = 1
 
     @property
     def places(self) -> int:
@@ -68,9 +69,10 @@ class Choice(NamedTuple):
     @property
     def family(self) -> str:
         """Name the kinds of parallelism beside replicas; or the kind of replicas."""
-        if self.places == self.stages == 1:
+        if self.places == self.stages == self.expert_parallel == 1:
             return "data, ZeRO 3" if self.zero == 3 else "data"
-        parts = [TITLES[self.scheme]] * (self.places > 1) + ["pipeline"] * (self.stages > 1)
+        parts = ([TITLES[self.scheme]] * (self.places > 1) + ["pipeline"] * (self.stages > 1)
+                 + ["experts"] * (self.expert_parallel > 1))
         return " + ".join(parts)
 
 
@@ -116,7 +118,7 @@ class Training:
         gpt = self.gpt
         return Stack(layers=layers or gpt.layers, hidden=gpt.hidden, heads=gpt.heads, batch=batch,
                      seq=self.seq, dtype=self.dtype, causal=True, recompute=recompute,
-                     architecture=gpt.architecture)
+                     architecture=gpt.architecture, experts=gpt.experts)
 
     def model(self, choice: Choice) -> PipelineModel:
         """Return the model that a plan is of, for exact predictions."""
@@ -124,8 +126,8 @@ class Training:
         return PipelineModel(
             schedule, choice.scheme, (choice.grid,) * choice.stages,
             self.stack(self.batch // choice.data, choice.recompute), data=choice.data,
-            zero=choice.zero, shards=choice.shards, vocab=self.gpt.vocab, tied=self.gpt.tied,
-            named=choice.schedule)
+            zero=choice.zero, shards=choice.shards, expert_parallel=choice.expert_parallel,
+            vocab=self.gpt.vocab, tied=self.gpt.tied, named=choice.schedule)
 
     @property
     def most_places(self) -> int:
@@ -153,8 +155,25 @@ class Training:
         """List the numbers of replicas and of stages for stages of so many ranks."""
         rest = self.gpus // places
         for data in divisors(math.gcd(rest, self.batch)):
-            if rest // data <= self.gpt.layers:
+            if self.divides_layers(rest // data):
                 yield data, rest // data
+
+    @property
+    def group(self) -> int:
+        """Return the number of layers of a group, such that all groups are alike."""
+        return self.gpt.experts.every if self.gpt.experts else 1
+
+    def divides_layers(self, stages: int) -> bool:
+        """Return whether the layers can be divided among stages; groups stay whole."""
+        layers = self.gpt.layers
+        return stages == 1 or stages <= layers and (
+            self.group == 1 or layers % (stages * self.group) == 0)
+
+    def expert_parallels(self, choice: Choice) -> tuple[int, ...]:
+        """List the numbers of replicas that may divide the experts."""
+        experts = self.gpt.experts
+        return tuple(one for one in divisors(choice.data)
+                     if one == 1 or experts and one <= experts.count)
 
     def micros(self, choice: Choice) -> Iterator[int]:
         """List the sequences of a micro-batch of which each rank has a part."""
@@ -174,8 +193,9 @@ class Training:
         layers = self.gpt.layers
         if microbatches % stages == 0:
             for chunks in range(2, MOST_CHUNKS + 1):
-                equal = layers % (stages * chunks) == 0
-                uneven = layers % stages and layers >= stages * chunks    # as without chunks
+                equal = layers % (stages * chunks * self.group) == 0
+                # As without chunks.
+                uneven = self.group == 1 and layers % stages and layers >= stages * chunks
                 if (equal or uneven) and stages * chunks * microbatches <= MOST_ACTIONS:
                     yield f"interleaved:{chunks}"
 
@@ -187,9 +207,14 @@ class Training:
 
     def insides(self, choice: Choice) -> tuple[str, ...]:
         """List the directions that may lie inside the nodes, "" for the order of the mesh first.
+
+        Replicas that divide experts stay equally far apart.
         """
-        return movable(choice.data // choice.parts, choice.parts, choice.stages, choice.grid,
-                       self.machine.ranks_per_node)
+        found = movable(choice.data // choice.parts, choice.parts, choice.stages, choice.grid,
+                        self.machine.ranks_per_node)
+        if choice.parts % choice.expert_parallel:
+            return tuple(one for one in found if one not in ("r", "d"))
+        return found
 
 
 @cache

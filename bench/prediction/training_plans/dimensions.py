@@ -46,6 +46,8 @@ DIMENSIONS = {
     "stages": Dimension(("data", "stages"),
                         lambda training, one: training.meshes(one.places),
                         lambda one: f"{one.stages}, data {one.data}"),
+    "experts": Dimension(("expert_parallel",), Training.expert_parallels,
+                         lambda one: f"on {one.expert_parallel}"),
     "micro-batch": Dimension(("micro",), Training.micros, lambda one: str(one.micro)),
     "schedule": Dimension(("schedule",), Training.schedules, lambda one: one.schedule),
     "recompute": Dimension(("recompute",), lambda training, one: POLICIES,
@@ -54,8 +56,14 @@ DIMENSIONS = {
                       lambda one: str(one.zero)),
     "shards": Dimension(("shards",), Training.shards, lambda one: str(one.shards or "all")),
     "inside nodes": Dimension(("inside",), Training.insides, lambda one: inside_nodes(one))}
-OF_WORK = ("grid", "stages", "micro-batch", "schedule", "recompute")    # of a micro-batch
+# of a micro-batch
+OF_WORK = ("grid", "stages", "experts", "micro-batch", "schedule", "recompute")
 OF_STATE = ("ZeRO", "shards")    # what replicas divide
+
+
+def searched(training: Training) -> list[str]:
+    """List the dimensions of which plans of a training have more than one value."""
+    return [name for name in DIMENSIONS if name != "experts" or training.gpt.experts]
 
 
 def list_choices(training: Training, names: Iterable[str] = tuple(DIMENSIONS),
@@ -106,16 +114,19 @@ def describe(choice: Choice) -> str:
     """Describe a plan in a line."""
     shards = f" in {choice.shards} shards" if choice.shards else ""
     inside = f", {choice.inside} inside nodes" if choice.inside else ""
-    return (f"data {choice.data} ZeRO {choice.zero}{shards}, {choice.stages} stages "
+    experts = f", experts on {choice.expert_parallel}" if choice.expert_parallel > 1 else ""
+    return (f"data {choice.data} ZeRO {choice.zero}{shards}{experts}, {choice.stages} stages "
             f"{choice.schedule}, micro-batch {choice.micro}, {choice.scheme} "
             f"{choice.grid.compact}, recompute {choice.recompute}{inside}")
 
 
 def pruned(training: Training) -> str:
     """Say which plans a search does not consider."""
-    found = ["models with experts", "replicas or interleaved stages with unequal numbers of "
+    found = ["replicas or interleaved stages with unequal numbers of "
              "sequences or layers", "ranks without a sequence, position or head",
              "orders of the mesh over nodes with more than one direction in another place"]
+    if training.gpt.experts:
+        found.append("stages that part the layers between two with experts")
     if training.gpus > FEW_GPUS:
         found.append(f"above {FEW_GPUS} GPUs, stages of more ranks than {MOST_NODES} nodes have, "
                      f"{training.most_places}, and more shards than one has, unless all replicas")

@@ -7,14 +7,19 @@ from bench.cases.variants import itemsize
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from bench.prediction.training_plans.choices import Choice, Training, mesh_strides
+from bench.prediction.training_plans.expert_work import (Copies, copies_of_experts,
+                                                         gathers_of_counts)
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
-from bench.prediction.training_step import (adamw_seconds, layer_parameters, state_by_kind,
+from bench.prediction.training_step import (adamw_seconds, expert_parameters,
+                                            layer_parameters, shards_of_experts, state_by_kind,
                                             weight_parts)
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective
 
-ARRAYS_OF_ENDS = 4    # of parameters
+# Of parameters; those of experts are beside the others of a layer.
+ARRAYS_OF_EXPERTS, ARRAYS_OF_ENDS = 4, 4
+Held = tuple[tuple[float, float, float], ...]    # parameters, those of experts, and other bytes
 
 
 class StageSizes(NamedTuple):
@@ -24,12 +29,19 @@ class StageSizes(NamedTuple):
     layers: tuple[int, int, int]    # of the first stage, of the last, of all
     of_layer: float
     ends: tuple[float, float]
+    of_experts: float = 0.0    # of a layer, beside the others
 
     @property
-    def most(self) -> float:
-        """Return the parameters of a rank of the stage with the most."""
-        return max(count * self.of_layer + extra
-                   for count, extra in zip(self.layers, self.ends))
+    def parameters(self) -> tuple[tuple[float, float], ...]:
+        """Return the parameters of a rank of the first stage and of the last; of experts second.
+        """
+        return tuple((count * self.of_layer + extra, count * self.of_experts)
+                     for count, extra in zip(self.layers, self.ends))
+
+    @property
+    def most(self) -> tuple[float, float]:
+        """Return those of the stage with the most."""
+        return max(self.parameters, key=sum)
 
 
 class Estimator:
@@ -44,24 +56,38 @@ class Estimator:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.arrays = cost.parameter_arrays(training.gpt.sizes())    # of a layer
-        self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products = map(
-            cache, (self._sizes, self._moved, self._hop, self._tied, self._adamw, self._state,
-                    self._products))
+        (self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products,
+         self.counts) = map(cache, (self._sizes, self._moved, self._hop, self._tied, self._adamw,
+                                    self._state, self._products, self._counts))
 
     def memory(self, choice: Choice, filled: LayerBytes) -> float:
         """Estimate the bytes at the peak of a rank."""
-        state = self.state(choice.zero, choice.parts)
-        return max(state * parameters + held for parameters, held in self.held(choice, filled))
+        return max(self.needed(choice, self.held(choice, filled)))
 
-    def held(self, choice: Choice, filled: LayerBytes) -> tuple[tuple[float, float], ...]:
+    def needed(self, choice: Choice, held: Held) -> tuple[float, ...]:
+        """Estimate the bytes at the peak of a rank of the stages of `held`.
+
+        `held` is the result of `held` for this plan, or for one with another `zero` and `shards`.
+        """
+        state = [self.state(choice.zero, shards) for shards in self.shards_of(choice)]
+        return tuple(state[0] * shared + state[1] * experts + more
+                     for shared, experts, more in held)
+
+    def shards_of(self, choice: Choice) -> tuple[float, float]:
+        """Return the replicas among which ZeRO divides a copy of the model, and experts."""
+        return choice.parts, shards_of_experts(self.training.gpt.experts, choice.expert_parallel,
+                                               choice.parts)
+
+    def held(self, choice: Choice, filled: LayerBytes) -> Held:
         """Return the parameters of a rank of the first and the last stage, and bytes beside them.
 
-        They do not depend on what replicas divide.
+        Where W is apart there may be a third: the last stage with one layer more than others has
+        more micro-batches that wait for W.  They do not depend on what replicas divide.
         """
         stages, chunks = choice.stages, choice.chunks
         micro = self.training.microbatches(choice)
-        sizes = self.sizes(choice.scheme, choice.grid, stages)
-        first, last, _ = sizes.layers
+        sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
+        first, last, every = sizes.layers
         behind = grown = 0.0
         if chunks > 1:    # in layers of all chunks of a rank
             most = micro * chunks
@@ -76,9 +102,13 @@ class Estimator:
         spent = filled.working, filled.ends_working
         if stages == 1:
             spent = (max(spent), max(spent))
-        parameters = [count * sizes.of_layer + extra
-                      for count, extra in zip(sizes.layers, sizes.ends)]
-        return tuple((of, kept + more) for of, kept, more in zip(parameters, held, spent))
+        found = tuple((*of, kept + more) for of, kept, more in zip(sizes.parameters, held, spent))
+        place = every - last * stages - 1    # the last stage with one layer more
+        if choice.schedule == "zb-h1" and place > 0:
+            kept = first * (filled.saved * min(stages - place, micro)
+                            + filled.operands * min(place, micro - 1)) + grown * (first - 1)
+            found += (first * sizes.of_layer, first * sizes.of_experts, kept + filled.working),
+        return found
 
     def _state(self, zero: int, shards: int) -> float:
         """Return the bytes per parameter of a rank's state."""
@@ -96,13 +126,15 @@ class Estimator:
         """Return the seconds of all products at their rate, divided among all GPUs."""
         training, machine = self.training, self.training.machine
         sizes = training.stack(training.batch, recompute).sizes
-        count = sum(cost.flops(sizes).values()) + cost.flops_again(sizes, recompute)
+        experts = training.gpt.experts
+        count = (sum(cost.flops(sizes, experts).values())
+                 + cost.flops_again(sizes, recompute, experts))
         return count / (training.gpus * machine.gemm_rate[training.dtype] * machine.achieved.gemm)
 
     def seconds(self, choice: Choice, work: LayerWork, hops: bool = True) -> float:
         """Estimate the seconds of a step; without `hops` a bound from below."""
         stages, strides = choice.stages, choice.strides
-        sizes = self.sizes(choice.scheme, choice.grid, stages)
+        sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         between = self.hop(choice.scheme, choice.grid, choice.micro,
                            (choice.data // choice.parts, choice.parts, stages),
                            choice.inside) if hops and stages > 1 else (0.0, 0.0)
@@ -111,13 +143,17 @@ class Estimator:
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)
-        share = choice.parts if choice.zero else 1
-        return (total + sums + self.adamw(sizes.most / share)
-                + self.tied(stages, strides["s"], sizes.parts))
+        shards = self.shards_of(choice) if choice.zero else (1, 1)
+        changed = sum(count / share for count, share in zip(sizes.most, shards))
+        return total + sums + self.adamw(changed) + self.tied(stages, strides["s"], sizes.parts)
 
-    def alone(self, choice: Choice, work: LayerWork) -> float:
-        """Estimate the seconds of a step without hops, replicas and optimizer."""
-        return self._pipelined(choice, work, work.forward + work.backward, (0.0, 0.0))[0]
+    def alone(self, choice: Choice, work: LayerWork, again: float) -> float:
+        """Estimate the seconds of a step without hops, replicas and optimizer.
+
+        Backward takes `again` seconds more than that of `work`.
+        """
+        layer = work.forward + (work.backward + again)
+        return self._pipelined(choice, work, layer, (0.0, 0.0))[0]
 
     def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
                    hops: tuple[float, float]) -> tuple[float, float]:
@@ -133,7 +169,7 @@ class Estimator:
             The result of `_hop`.
         """
         micro, stages = self.training.microbatches(choice), choice.stages
-        sizes = self.sizes(choice.scheme, choice.grid, stages)
+        sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         first, last, every = sizes.layers
         ends = sum(work.ends)
         busy = [first * layer, last * layer + ends]
@@ -151,28 +187,58 @@ class Estimator:
 
     def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
                        strides: dict[str, int]) -> float:
-        """Return the seconds of a layer with what ZeRO 2 and 3 move."""
-        if choice.parts == 1 or choice.zero < 2:
-            return work.forward + work.backward
-        where = choice.parts, strides["d"], sizes.of_layer, self.arrays
-        gathered = self.moved("all_gather", *where) * (choice.zero == 3)
-        over = gathered, (self.moved("reduce_scatter", *where)
-                          + gathered * (1 + (choice.recompute == "full")))
+        """Return the seconds of a layer with what ZeRO 2 and 3 move, and counts of choices."""
+        over = [0.0, 0.0]
+        if self.training.gpt.experts:
+            over[0] += self.counts(choice.expert_parallel, self._copies(
+                choice, strides, (0.0, 0.0))[-1][0])
+        for copies, words, arrays in self._copies(choice, strides, (
+                sizes.of_layer, sizes.of_experts)) if choice.zero > 1 else ():
+            if copies.shards > 1:
+                where = copies.shards, copies.near, words, arrays
+                gathered = self.moved("all_gather", *where) * (choice.zero == 3)
+                over[0] += gathered
+                over[1] += (self.moved("reduce_scatter", *where)
+                            + gathered * (1 + (choice.recompute == "full")))
         both = (work.forward, over[0]), (work.backward, over[1])
         return sum(map(max if self.training.overlap else sum, both))
 
+    def _copies(self, choice: Choice, strides: dict[str, int], words: tuple[float, float]
+                ) -> list[tuple[Copies, float, float]]:
+        """Return the ranks with copies of the parameters of a rank, and of its experts.
+
+        Each is with its words among `words`, and the number of arrays of a layer.
+        """
+        parts, near, far = choice.parts, strides["d"], strides["r"]
+        whole = Copies(parts, near, choice.data // parts, far)
+        if not self.training.gpt.experts:
+            return [(whole, words[0], self.arrays)]
+        own = copies_of_experts(choice.data, parts, choice.expert_parallel, near, far)
+        every = self.training.gpt.experts.every    # a router is in place of a perceptron
+        return [(whole, words[0], self.arrays - (ARRAYS_OF_EXPERTS - 1) / every),
+                (own, words[1], ARRAYS_OF_EXPERTS / every)]
+
     def _last_sums(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
         """Return the seconds of sums over replicas, and of gathers, at the end of a step."""
-        parts, copies = choice.parts, choice.data // choice.parts
-        arrays, found = self.arrays * sizes.layers[0] + ARRAYS_OF_ENDS, 0.0
-        for kind, moves in (("reduce_scatter", choice.zero < 2), ("all_gather", choice.zero < 3)):
-            if moves and parts > 1:
-                found += self.moved(kind, parts, strides["d"], sizes.most, arrays)
-        if copies > 1:
-            found += self.moved("all_reduce", copies, strides["r"], sizes.most / parts, arrays)
+        found = 0.0
+        for copies, words, arrays in self._copies(choice, strides, sizes.most):
+            arrays = arrays * sizes.layers[0] + ARRAYS_OF_ENDS
+            for kind, moves in (("reduce_scatter", choice.zero < 2),
+                                ("all_gather", choice.zero < 3)):
+                if moves and copies.shards > 1:
+                    found += self.moved(kind, copies.shards, copies.near, words, arrays)
+            if copies.count > 1:
+                found += self.moved("all_reduce", copies.count, copies.far,
+                                    words / copies.shards, arrays)
         return found
 
-    def _sizes(self, scheme: str, grid: GridShape, stages: int) -> StageSizes:
+    def _counts(self, parts: int, copies: Copies) -> float:
+        """Return the seconds in which replicas learn what tokens have chosen, of a layer."""
+        experts, machine = self.training.gpt.experts, self.training.machine
+        return sum(achieved_seconds(machine, collective_terms(machine, one))
+                   for one in gathers_of_counts(experts, parts, copies)) / experts.every
+
+    def _sizes(self, scheme: str, grid: GridShape, stages: int, experts: int) -> StageSizes:
         """Return the sizes of stages."""
         gpt, parts = self.training.gpt, weight_parts(scheme, grid)
         share, more = divmod(gpt.layers, stages)
@@ -181,8 +247,9 @@ class Estimator:
         ends = [table + learned * self.training.seq * gpt.hidden / parts, table]
         if stages == 1:
             ends = [ends[0] + table * (not gpt.tied)] * 2
-        layer = layer_parameters(scheme, grid, self.training.stack(1, "none", 1).sizes)
-        return StageSizes(parts, (share + (more > 0), share, gpt.layers), layer, tuple(ends))
+        where = scheme, grid, self.training.stack(1, "none", 1).sizes, gpt.experts
+        return StageSizes(parts, (share + (more > 0), share, gpt.layers), layer_parameters(*where),
+                          tuple(ends), expert_parameters(*where, experts))
 
     def _moved(self, kind: str, ranks: int, stride: int, words: float, arrays: int) -> float:
         """Return the seconds of a collective of so many arrays over replicas."""

@@ -20,6 +20,9 @@ from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
+                                                         gathered_words, own_experts,
+                                                         split_seconds)
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -38,8 +41,9 @@ LOGIT_PASSES = {"own": (8, 6), "fused": (2, 2)}
 class Layer(NamedTuple):
     """What determines the work of a layer.
 
-    `halves` is whether W is apart from B, and `strides` are those of the grid's directions over
-    the nodes; () for the grid's own.
+    `halves` is whether W is apart from B, `experts` the number of replicas that divide experts,
+    and `strides` are those of the grid's directions, and of that of experts, over the nodes; ()
+    for the grid's own.
     """
 
     scheme: str
@@ -47,15 +51,23 @@ class Layer(NamedTuple):
     micro: int
     recompute: str
     halves: bool
+    experts: int = 1
     strides: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, choice: Choice, whole: bool = False) -> "Layer":
         """Return the layer of a plan; with `whole` as if W were never apart, in any place."""
-        strides = choice.strides if choice.inside and not whole else ()
+        placed = not whole and (choice.inside or choice.expert_parallel > 1)
+        names = (*choice.grid, *["d"] * (choice.expert_parallel > 1))
+        strides = choice.strides if placed else ()
         return cls(choice.scheme, choice.grid, choice.micro, choice.recompute,
-                   not whole and choice.schedule.startswith("zb"),
-                   tuple(strides[name] for name in choice.grid) if strides else ())
+                   not whole and choice.schedule.startswith("zb"), choice.expert_parallel,
+                   tuple(strides[name] for name in names) if strides else ())
+
+    @property
+    def placed(self) -> dict[str, int]:
+        """Return the strides by direction; {} for the grid's own."""
+        return dict(zip((*self.grid, EXPERTS), self.strides))
 
     @property
     def anywhere(self) -> "Layer":
@@ -107,12 +119,14 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     """
     machine, size = training.machine, itemsize(training.dtype)
     blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
-    elements, kind = blocks.elements(), LayerKind.of(blocks.sizes)
+    elements = blocks.elements()
+    kind = LayerKind.of(blocks.sizes, training.gpt.experts)
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, machine.attention, kind))
     elements[-1] /= largest_block(layer.micro, blocks.sequences)
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype, kind))
+    working += max(size, WIDE) * _gathered(training, layer)
     logits = _logits(training, layer)
     return (LayerBytes(saved, operands, working, max(working, size * LOGIT_ARRAYS * logits),
                        grown),
@@ -128,26 +142,33 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
     `BlockSizes.elements`, but of the scores of a sequence alone.
     """
     rows, found, size = [], [], itemsize(dtype)
+    # With experts as many rows as make products, rather than gradients of weights, the peak.
+    experts, group = kind.experts, kind.layers
+    hidden, more = (256, 8) if experts else (64, 1)
     for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (3, 2, 128), (1, 8, 128), (1, 2, 256)):
-        sizes = kind.small(64, batch, seq)
-        stack = Stack(**sizes, causal=True, dtype=dtype, recompute=recompute)
+        batch *= more
+        grid, sizes = GridShape("x", (ranks,)), kind.small(hidden, batch, seq)
+        stack = Stack(**sizes, causal=True, dtype=dtype, recompute=recompute, experts=experts)
         whole, apart = (traced_bytes([PipelineModel(
-            build_once(name, 1, 1), "1d", (GridShape("x", (ranks,)),), stack).trace(layers)
-            for layers in range(1, most + 1)]) for name, most in (("gpipe", 1), ("zb-h1", 2)))
+            build_once(name, 1, 1), "1d", (grid,), stack).trace(group * layers)
+            for layers in range(1, most + 1)], group=group)
+            for name, most in (("gpipe", 1), ("zb-h1", 2)))
         rows.append(line_elements(ranks, sizes))
         rows[-1][-1] /= batch
-        found.append((whole.saved / size, whole.working / size, apart.operands / size,
-                      apart.grown / size))
+        gradients = gathered_words("1d", grid, replace(sizes, layers=1), experts, 1)
+        found.append((whole.saved / size, whole.working / size - gradients,
+                      apart.operands / size, apart.grown / size))
     return tuple(np.maximum(words, 0) for words in np.linalg.lstsq(
         np.array(rows), np.array(found), rcond=None)[0].T)
 
 
 @cache
 def launches(kernels: str, attention: str, recompute: str, kind: LayerKind) -> tuple[int, int]:
-    """Count the operations that a rank starts in a layer, forward and backward."""
+    """Count the operations that a rank starts in a period of layers, forward and backward."""
     sizes = kind.small(64, 2, 8)
-    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute), kernels,
-                         attention, "float32", sizes.head)
+    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute,
+                                            experts=kind.experts), kernels, attention, "float32",
+                         sizes.head)
     return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
                      and not isinstance(event, (Boundary, Collective, Overlapped)))
                  for phase in PHASES)
@@ -175,22 +196,34 @@ class ScreenedLayer:
 
 def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     """Count the work of a layer by closed forms."""
-    machine, stack = training.machine, training.stack(layer.micro, layer.recompute, 1)
+    machine, experts, group = training.machine, training.gpt.experts, training.group
+    stack = training.stack(layer.micro, layer.recompute, group)
     found, _ = grid_work(layer.scheme, layer.grid, machine, stack)
-    started = [machine.launch_seconds * count / machine.achieved.latency for count in launches(
-        machine.kernels, machine.attention, layer.recompute, LayerKind.of(stack.sizes))]
-    halves = cost.flops_of_halves(stack.sizes)
+    of_rank = experts and replace(experts, count=own_experts(experts, layer.experts),
+                                  top=min(experts.top, own_experts(experts, layer.experts)))
+    split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
+    started = [machine.launch_seconds * count / machine.achieved.latency + times * split
+               for count, times in zip(launches(machine.kernels, machine.attention,
+                                                layer.recompute,
+                                                LayerKind.of(stack.sizes, of_rank)),
+                                       (1, 2 + (layer.recompute == "full")))]
+    halves = cost.flops_of_halves(stack.sizes, experts)
     share = halves["backward_weights"] / (
-        sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute))
-    passes = tuple(replace(found[phase], seconds_alone=found[phase].seconds_alone + more)
-                   for phase, more in zip(PHASES, started))
+        sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute, experts))
+    moves: tuple[Calls, Calls] = (), ()
+    if layer.experts > 1:
+        moves = exchanges(training, layer.experts, layer.recompute == "full", _blocks(
+            layer.scheme, layer.grid, replace(stack.sizes, layers=1)).outer_block)
+    passes = tuple(PhaseWork((found[phase].seconds_alone + more) / group, tuple(
+        (event, calls / group) for event, calls in (*found[phase].collectives, *own)))
+        for phase, more, own in zip(PHASES, started, moves))
     return ScreenedLayer(passes, _screened_ends(training, layer), share,
                          screened_bytes(training, layer)[0])
 
 
 def screened_work(training: Training, layer: Layer, screened: ScreenedLayer) -> LayerWork:
     """Price a layer by the result of `screen_layer`, which does not depend on strides."""
-    strides = dict(zip(layer.grid, layer.strides))
+    strides = layer.placed
     passes, ends = (tuple(one.seconds(training.machine, strides) for one in both)
                     for both in (screened.passes, screened.ends))
     return LayerWork(*passes, screened.weights * passes[1], ends, screened.filled)
@@ -225,42 +258,65 @@ def _logits(training: Training, layer: Layer) -> float:
 
 
 def trace_alone(training: Training, layer: Layer) -> tuple[Trace, ...]:
-    """Run a layer dry; where W is apart, two layers as well."""
-    alone = replace(_of_one_layer(training, layer), vocab=0)
-    return tuple(alone.trace(layers, block=training.machine.elementwise_block)
-                 for layers in range(1, 2 + layer.halves))
+    """Run a group of layers dry; where W is apart, two groups as well."""
+    alone, group = replace(_of_one_group(training, layer), vocab=0), training.group
+    return tuple(alone.trace(group * groups, block=training.machine.elementwise_block, sums=False)
+                 for groups in range(1, 2 + layer.halves))
 
 
 def trace_layer(training: Training, layer: Layer,
                 alone: tuple[Trace, ...] = ()) -> tuple[Trace, ...]:
-    """Run a GPT of one layer dry; return also the result of `trace_alone`, before it."""
-    return (*(alone or trace_alone(training, layer)), _of_one_layer(training, layer).trace(
-        1, block=training.machine.elementwise_block))
+    """Run a GPT of one group dry; return also the result of `trace_alone`, before it."""
+    return (*(alone or trace_alone(training, layer)), _of_one_group(training, layer).trace(
+        training.group, block=training.machine.elementwise_block, sums=False))
 
 
-def _of_one_layer(training: Training, layer: Layer) -> PipelineModel:
+def _of_one_group(training: Training, layer: Layer) -> PipelineModel:
+    """Return a model of one group of layers, on as many replicas as divide the experts."""
     return PipelineModel(
         build_once("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
-        training.stack(layer.micro, layer.recompute, 1), vocab=training.gpt.vocab,
-        tied=training.gpt.tied)
+        training.stack(layer.micro, layer.recompute, training.group), data=layer.experts,
+        expert_parallel=layer.experts, vocab=training.gpt.vocab, tied=training.gpt.tied)
 
 
-def traced_bytes(alone: Sequence[Trace], whole: Trace | None = None) -> LayerBytes:
-    """Return the bytes of a layer by `trace_alone`, and those of its ends by the GPT `whole`."""
+def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
+                whole: Trace | None = None) -> LayerBytes:
+    """Return the result of `traced_bytes`, with gradients of experts as wide as in training."""
+    found, size = traced_bytes(alone, whole, training.group), itemsize(training.dtype)
+    more = (max(size, WIDE) - size) * _gathered(training, layer)
+    return found._replace(working=found.working + more, ends_working=found.ends_working + more)
+
+
+def _gathered(training: Training, layer: Layer) -> int:
+    """Return the words of the larger weight of all of a rank's experts, as products have it."""
+    if training.gpt.experts is None:
+        return 0
+    return gathered_words(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
+                          training.gpt.experts, layer.experts)
+
+
+def traced_bytes(alone: Sequence[Trace], whole: Trace | None = None,
+                 group: int = 1) -> LayerBytes:
+    """Return the bytes of a layer by `trace_alone`, and those of its ends by the GPT `whole`.
+
+    Both have a `group` of layers, of which bytes that are kept are the mean.
+    """
     one, *two = alone
     working = [found.peak - found.parameters - one.saved for found in (one, whole or one)]
-    return LayerBytes(one.saved, one.operands, *working, *(
-        found.peak - one.peak - one.parameters - one.saved for found in two))
+    return LayerBytes(one.saved / group, one.operands / group, *working, *(
+        (found.peak - one.peak - one.parameters - one.saved) / group for found in two))
 
 
 def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> LayerWork:
     """Price a layer by the result of `trace_layer`, which does not depend on strides."""
     alone, both = traces[0], traces[-1]
-    strides = dict(zip(layer.grid, layer.strides))
-    own, all_of_it = (_phase_seconds(training, with_strides(one, strides) if strides else one)
+    strides = layer.placed
+    own, all_of_it = (_phase_seconds(training, with_strides(
+        one, lambda event: strides[event.direction]) if strides else one)
                       for one in (alone, both))
     ends = tuple(whole - part for whole, part in zip(all_of_it, own))
-    return LayerWork(*own, ends[:2], traced_bytes(traces[:-1], both))
+    return LayerWork(*(seconds / training.group for seconds in own), ends[:2],
+                     layer_bytes(training, layer, traces[:-1], both))
 
 
 def _phase_seconds(training: Training, trace: Trace) -> tuple[float, float, float]:

@@ -2,17 +2,16 @@
 
 import heapq
 from bisect import bisect_right
-from dataclasses import replace
 from functools import cache
 from typing import Callable, Iterable, Iterator
 
 from bench.errors import UsageError
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
-from bench.prediction.training_plans.estimate import Estimator
-from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screen_layer,
-                                                        screened_bytes, screened_work, trace_alone,
-                                                        trace_layer, traced_bytes,
+from bench.prediction.training_plans.estimate import Estimator, Held
+from bench.prediction.training_plans.layer_work import (Layer, LayerWork, layer_bytes,
+                                                        screen_layer, screened_bytes,
+                                                        screened_work, trace_alone, trace_layer,
                                                         traced_work)
 
 KEPT = 100          # plans of a family that closed forms leave
@@ -21,6 +20,8 @@ OF_FAMILY = 4       # the same, of each family
 SLACK = 1.15        # of memory, by closed forms
 TRACED_SLACK = 1.02    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
+
+INFINITE = float("inf")
 
 Scored = tuple[float, Choice]    # estimated seconds first
 States = tuple[Choice, ...]    # what replicas divide
@@ -53,7 +54,7 @@ class Screening:
             lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
         self.listed, self.fitting = cache(self._listed), cache(self._fitting)
         self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
-        self.least = float("inf")    # bytes of the smallest candidate
+        self.least = INFINITE    # bytes of the smallest candidate
 
     def choices(self) -> Iterator[Choice]:
         """List all plans."""
@@ -84,17 +85,13 @@ class Screening:
         for work in self.works():
             filled, passes = self.filled(Layer.of(work, whole=True))
             held = self.estimator.held(work, filled)
-            listed, ascending = self.listed(work.data)
-            most = min((limit - more) / parameters for parameters, more in held)
-            fitting = bisect_right(ascending, most)
-            counts["candidates"] += len(listed)
-            counts["too large"] += len(listed) - fitting
-            if fitting < len(listed):
-                self.least = min(self.least, max(ascending[fitting] * parameters + more
-                                                 for parameters, more in held))
-            if fitting:
+            every = len(self.listed(work.data)[0])
+            states, least = self._split(work, held, limit)
+            counts["candidates"] += every
+            counts["too large"] += every - len(states)
+            self.least = min(self.least, least)
+            if states:
                 bound = self.estimator.least(work, passes)
-                states = self.fitting(work.data, fitting)
                 for family, some in self._families(work, states).items():
                     bounded.setdefault(family, []).append((bound, work, some))
         if not self.counts["candidates"]:
@@ -107,6 +104,24 @@ class Screening:
         """List what so many replicas divide, and the bytes per parameter, ascending."""
         states = tuple(self.states(data))
         return states, sorted(self.estimator.state(one.zero, one.parts) for one in states)
+
+    def _split(self, work: Choice, held: Held, limit: float) -> tuple[States, float]:
+        """Return of what replicas may divide that with which a plan may fit.
+
+        Beside it are the least bytes of the others, infinite if there are none.
+        """
+        states, ascending = self.listed(work.data)
+        if self.training.gpt.experts:    # of which ZeRO divides other parts
+            needed = {one: max(self.estimator.needed(
+                one._replace(expert_parallel=work.expert_parallel), held)) for one in states}
+            return (tuple(one for one in states if needed[one] <= limit),
+                    min((more for more in needed.values() if more > limit), default=INFINITE))
+        fitting = bisect_right(ascending, min(
+            (limit - more) / parameters for parameters, _, more in held))
+        if fitting == len(states):
+            return states, INFINITE
+        least = max(ascending[fitting] * parameters + more for parameters, _, more in held)
+        return self.fitting(work.data, fitting) if fitting else (), least
 
     def _families(self, work: Choice, states: States) -> dict[str, States]:
         """Return by family what replicas may divide."""
@@ -130,13 +145,13 @@ class Screening:
         """
         heap: list = []    # the slowest first
         for number, (bound, work, states) in enumerate(plans):
-            worst = -heap[0][0] if len(heap) == KEPT else float("inf")
+            worst = -heap[0][0] if len(heap) == KEPT else INFINITE
             if bound > worst:
                 break
             if not number % 1000:
                 self.progress(f"{work._replace(zero=states[0].zero).family}: {number} of "
                               f"{len(plans)} ways to divide the work estimated")
-            if worst < float("inf") and self._alone(work) > worst:
+            if worst < INFINITE and self._alone(work) > worst:
                 continue
             best: dict[int, Scored] = {}
             for one in states:
@@ -158,12 +173,11 @@ class Screening:
             layer = Layer.of(choice._replace(inside=one))
             work = self.screened(layer._replace(recompute="none"))
             again = LEAST_AGAIN * work.forward * (choice.recompute == "full")
-            found.append(self.estimator.alone(choice, replace(
-                work, backward=work.backward + again)))
+            found.append(self.estimator.alone(choice, work, again))
         return min(found)
 
     def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork],
-                most: float = float("inf")) -> Scored | None:
+                most: float = INFINITE) -> Scored | None:
         """Return the fastest place of a plan on the nodes; None if all take more than `most`.
 
         Hops, which take the longest to price, are priced only where a place may be the fastest.
@@ -211,7 +225,8 @@ class Screening:
         """Return whether a plan fits by dry runs of a layer, or almost."""
         layer = Layer.of(choice).anywhere
         most = TRACED_SLACK * self.limit
-        fits = (self.estimator.memory(choice, traced_bytes(self.alone(layer))) <= most
+        alone = layer_bytes(self.training, layer, self.alone(layer))
+        fits = (self.estimator.memory(choice, alone) <= most
                 and self.estimator.memory(choice, self.traced(layer).filled) <= most)
         self.counts["layers"] = self.alone.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")

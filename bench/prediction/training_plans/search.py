@@ -14,11 +14,11 @@ from bench.errors import UsageError
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import fullest_stage
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.dimensions import DIMENSIONS, changed, describe
+from bench.prediction.training_plans.dimensions import changed, describe, searched
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
 from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                            parameters_of_rank, predict_step, shortened)
+                                            predict_step, shortened, state_of_rank)
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
@@ -38,7 +38,7 @@ class TrainingPlan:
     step : TrainingStep
         Its predicted seconds.
     ends : str
-        Which stages may be the fullest, by the dry run of a layer: "first", "last", or "both".
+        Which stages may be the fullest, by the dry run of a layer, as of `fullest_stage`.
     """
 
     choice: Choice
@@ -80,7 +80,7 @@ class Found:
     unfit : list of TrainingPlan
         Plans that were predicted and do not fit.
     changes : dict of str to TrainingPlan or str
-        For each of `DIMENSIONS`, the fastest plan that fits and differs from the best in this
+        For each of the dimensions, the fastest plan that fits and differs from the best in this
         alone; or why there is none.
     refused : dict of str to str
         Why the library cannot run plans that were to be predicted, by their description.
@@ -143,7 +143,7 @@ class Search(Screening):
             raise UsageError(self.too_large() if self.unfit else self._none_runs())
         families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
         fastest = next(iter(families.values()))
-        changes = {name: self._cheapest(name, fastest.choice) for name in DIMENSIONS}
+        changes = {name: self._cheapest(name, fastest.choice) for name in searched(self.training)}
         self.counts["exact"] = self.predicted.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
@@ -172,10 +172,8 @@ class Search(Screening):
         other = self.measured.get(_work_of(plan.choice))
         if other is None or other.choice == plan.choice:
             return False
-        own, known = (self.estimator.state(one.choice.zero, one.choice.parts)
-                      for one in (plan, other))
-        more = (own - known) * parameters_of_rank(plan.model)
-        return other.memory["all"] + more > ROUNDED * self.limit
+        own, known = (sum(state_of_rank(one.model).values()) for one in (plan, other))
+        return other.memory["all"] + own - known > ROUNDED * self.limit
 
     def _none_runs(self) -> str:
         which, why = next(iter(self.refused.items()))
@@ -191,10 +189,10 @@ class Search(Screening):
             model = training.model(choice)
             step = predict_step(model, training.machine, overlap=training.overlap,
                                 inside=choice.inside)
-            state = self.estimator.state(choice.zero, choice.parts)
             filled = self.traced(Layer.of(choice).anywhere).filled
-            first, last = (state * parameters + more for parameters, more
-                           in self.estimator.held(choice, filled))
+            first, last, *between = self.estimator.needed(choice, self.estimator.held(
+                choice, filled))
+            first = max(first, *between, 0.0)
             ends = ("first" if last <= NEAR * first else "last" if first <= NEAR * last
                     else "both")
             return TrainingPlan(choice, model, step, ends)

@@ -48,27 +48,29 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
 
 def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of plans: how GPUs divide the training, and how fast each is."""
-    rows = [[plan.choice.family, *choice_cells(plan.choice), *map(number_cell, rates(
+    routed = training.gpt.experts is not None
+    rows = [[plan.choice.family, *choice_cells(plan.choice, routed), *map(number_cell, rates(
         training, plan))] for plan in plans]
     return Table("The fastest plan of each family", [
-        Column("family", align="<"), *choice_columns(), Column("step s", align="."),
+        Column("family", align="<"), *choice_columns(routed), Column("step s", align="."),
         *(Column(*head, align=".") for head in (
             ("tokens/s", "a GPU"), ("Tflop/s", "a GPU"), ("MFU", "%"), ("HFU", "%")))], rows)
 
 
-def choice_columns() -> list[Column]:
+def choice_columns(experts: bool = False) -> list[Column]:
     """Return the columns of `choice_cells`."""
-    return [Column("data"), Column("ZeRO"), Column("shards"), Column("stages"),
+    return [Column("data"), *[Column("experts", "on")] * experts, Column("ZeRO"),
+            Column("shards"), Column("stages"),
             Column("schedule", align="<"), Column("micro-", "batch"), Column("scheme", align="<"),
             Column("grid", align="<"), Column("inside", "nodes", align="<"),
             Column("recompute", align="<")]
 
 
-def choice_cells(choice: Choice) -> list[Cell]:
-    """Return the cells that say how a plan divides the training."""
-    return [choice.data, choice.zero, choice.parts if choice.zero else "-", choice.stages,
-            choice.schedule, choice.micro, choice.scheme, choice.grid.compact,
-            inside_nodes(choice), choice.recompute]
+def choice_cells(choice: Choice, experts: bool = False) -> list[Cell]:
+    """Return the cells that say how a plan divides the training, perhaps with its `experts`."""
+    return [choice.data, *[choice.expert_parallel] * experts, choice.zero,
+            choice.parts if choice.zero else "-", choice.stages, choice.schedule, choice.micro,
+            choice.scheme, choice.grid.compact, inside_nodes(choice), choice.recompute]
 
 
 def rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
@@ -105,10 +107,11 @@ def time_table(plans: Sequence[TrainingPlan]) -> Table:
 def unfit_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of plans that were predicted and do not fit, with what they lack."""
     limit = training.machine.memory_bytes
-    rows = [[plan.choice.family, *choice_cells(plan.choice), number_cell(plan.seconds),
+    routed = training.gpt.experts is not None
+    rows = [[plan.choice.family, *choice_cells(plan.choice, routed), number_cell(plan.seconds),
              number_cell((plan.memory["all"] - limit) / GIB, ".3g")] for plan in plans]
     return Table("Predicted plans that do not fit", [
-        Column("family", align="<"), *choice_columns(), Column("step s", align="."),
+        Column("family", align="<"), *choice_columns(routed), Column("step s", align="."),
         Column("lacks", "GiB", align=".")], rows)
 
 
@@ -137,7 +140,8 @@ def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
     mesh = (f"--data {choice.data} --zero {choice.zero} {shards}--stages {choice.stages} "
             f"--schedule {choice.schedule} --microbatches {training.microbatches(choice)} "
             f"--scheme {choice.scheme} --grid {choice.grid.compact} --recompute "
-            f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside))
+            f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)
+            + f" --expert-parallel {choice.expert_parallel}" * (choice.expert_parallel > 1))
     trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
     return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} "
             f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
@@ -159,6 +163,8 @@ def remarks(training: Training, found: Found) -> Notes:
         *([f"the library refused {len(found.refused)} plans that were to be predicted; the first, "
            f"{first[0]}: {first[1]}"] if first else []),
         OVERLAPS[training.overlap],
+        *(["experts on: the neighbouring replicas that divide the experts; tokens are assumed to "
+           "choose all experts equally often"] if gpt.experts else []),
         "shards: replicas that divide one copy of the model by ZeRO; inside nodes: the direction "
         "of the mesh that varies fastest from rank to rank (d among these replicas, r across "
         "copies, s stages)",

@@ -124,3 +124,30 @@ def test_plans_of_the_stages(capsys):
 def test_what_cannot_be_is_refused(words, said, capsys):
     assert status_of(main, [*DRY, "--ranks", "8", "--grid", "4x1x1", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [0, 5])
+@pytest.mark.parametrize("name, micro, per, more", [
+    ("1f1b", 7, 1, {"zero": 2, "data": 2}), ("1f1b", 4, 2, {"tied": False}),
+    ("zb-h1", 7, 1, {"zero": 1, "data": 2}), ("interleaved:2", 12, 2, {"zero": 3, "data": 2})])
+def test_the_peak_of_a_stage_follows_from_fewer_stages(name, micro, per, more, stage):
+    """It is that of the whole step, to the byte."""
+    layers = 6 * per
+    model = PipelineModel(build(name, 6, micro), "1d", (GridShape("x", (1,)),) * 6, Stack(
+        layers, 64, 4, 2 * micro, 16, dtype="float16"), vocab=64, named=name, **more)
+    assert pipeline_seconds.shorter_steps(model, stage) is not None
+    assert pipeline_seconds.peak_bytes(model, stage, optimizer=True) == model.whole_step(
+        0, stage, optimizer=True).peak
+
+
+@pytest.mark.parametrize("recompute, layers, micro", [
+    ("none", 11, 6), ("full", 11, 6), ("full", 10, 6), ("selective", 8, 3)])
+def test_no_stage_of_a_zero_bubble_pipeline_is_fuller_than_the_fullest(recompute, layers, micro):
+    """With recomputation what W needs is the most: stages in the middle with a layer more."""
+    model = PipelineModel(build("zb-h1", 4, micro), "1d", (GridShape("x", (1,)),) * 4, Stack(
+        layers, 64, 4, micro, 32, dtype="float16", recompute=recompute), vocab=8, named="zb-h1")
+    peaks = [model.whole_step(0, stage, optimizer=True).peak for stage in range(4)]
+    stage, peak = pipeline_seconds.fullest_stage(model, optimizer=True)
+    assert peak == max(peaks) == peaks[stage]
+    if (recompute, layers) == ("full", 11):
+        assert 0 < stage < 3

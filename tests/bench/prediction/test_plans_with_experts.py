@@ -1,0 +1,133 @@
+"""Plans of whole trainings with experts: against brute force, dry runs, and as options."""
+import re
+from dataclasses import replace
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from bench.__main__ import main
+from bench.prediction.machine_model import load_machine
+from bench.prediction.model_file import ModelFile
+from bench.prediction.pipeline_seconds import predict_pipeline
+from bench.prediction.training_plans import search
+from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
+                                                        trace_layer, traced_work)
+from bench.prediction.training_step import expert_parameters, layer_parameters
+from mm3d.grid.shape import GridShape
+from mm3d.model.experts.layer import Experts
+from support import status_of
+
+EXPERTS = Experts(4, top=2, every=1, gate="mixtral", capacity=None)
+ROUTED = ModelFile("routed", layers=4, hidden=256, heads=4, vocab=512, seq=128, experts=EXPERTS)
+LINE = GridShape("x", (1,))
+
+
+def training(gpus: int, batch: int, mib: float, experts: Experts = EXPERTS) -> Training:
+    """A small model with experts on nodes of 4 GPUs with little memory."""
+    machine = structs.replace(load_machine("dgx-a100"), ranks_per_node=4,
+                              memory_bytes=mib * 2 ** 20)
+    gpt = structs.replace(ROUTED, experts=experts)
+    return Training(gpt, gpus, batch, 128, "float16", machine)
+
+
+class Few(search.Search):
+    """A part of all plans, so that each can be predicted exactly; on 4 GPUs without grids."""
+
+    def works(self):
+        shapes = [("1d", 1), *[("1d", 2)] * (self.training.gpus > 4)]
+        return (one for one in super().works() if one.recompute == "none" and one.micro == 1
+                and one.schedule == "1f1b" and (one.scheme, one.places) in shapes)
+
+    def states(self, data):
+        return (one for one in super().states(data) if one.zero in (0, 2))
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("gpus, batch, mib, every", [(4, 4, 70, 1), (8, 8, 45, 1), (8, 8, 40, 2)])
+def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib, every):
+    asked = Few(training(gpus, batch, mib, replace(EXPERTS, every=every)))
+    found = asked.run()
+    plans = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
+    fitting = [plan for plan in plans if plan.memory["all"] <= asked.limit]
+    assert 5 < len(fitting) < len(plans) and not asked.refused    # the memory decides
+    assert {2, 4} <= {plan.choice.expert_parallel for plan in fitting}
+    assert found.best.seconds == min(plan.seconds for plan in fitting)
+    assert {plan.choice.family for plan in fitting} == set(found.families)
+
+
+@pytest.mark.parametrize("zero, shards, parts", [(0, None, 1), (1, None, 4), (3, 2, 4), (2, 4, 2)])
+def test_estimates_by_dry_runs_of_layers_are_near_those_of_a_step(zero, shards, parts):
+    """ZeRO cannot divide a single expert of a rank: it stays whole on one of two shards."""
+    asked = search.Search(training(8, 8, 100))
+    plan = asked.predicted(Choice(8, zero, 1, "1f1b", 1, "1d", LINE, "none", shards, "", parts))
+    work = asked.traced(Layer.of(plan.choice))
+    assert asked.estimator.memory(plan.choice, work.filled) == pytest.approx(
+        plan.memory["all"], rel=.05)
+    assert asked.estimator.seconds(plan.choice, work) == pytest.approx(plan.seconds, rel=.08)
+
+
+@pytest.mark.parametrize("scheme, sizes, parts", [
+    ("1d", (2,), 1), ("1d", (2,), 3), ("3d", (2, 1, 2), 2), ("2d", (2, 2), 4)])
+def test_parameters_are_those_of_a_dry_run(scheme, sizes, parts):
+    """Of two layers, one with experts; values and gradients have 2 bytes each."""
+    asked = training(4, 4, 100, replace(EXPERTS, every=2))
+    (grid,) = {one for kind, one in asked.shapes() if kind == scheme and one.sizes == sizes}
+    trace = trace_layer(asked, Layer(scheme, grid, 2, "none", False, parts))[0]
+    where = scheme, grid, asked.stack(2, "none").sizes, asked.gpt.experts
+    experts = expert_parameters(*where, parts)
+    assert layer_parameters(*where) + experts == pytest.approx(trace.parameters / 8, rel=5e-3)
+    if parts > 1:
+        assert experts == pytest.approx(trace.divided / 8, rel=5e-3)
+
+
+@pytest.mark.parametrize("parts, recompute", [(1, "none"), (4, "full")])
+def test_closed_forms_of_a_layer_are_near_its_dry_run(parts, recompute):
+    gpt = structs.replace(ROUTED, hidden=4096, heads=32,
+                          experts=Experts(8, top=2, every=1, capacity=None))
+    asked = Training(gpt, 8, 8, 2048, "float16", load_machine("dgx-h100"))
+    for scheme, grid in asked.shapes():
+        if grid.sizes in ((1,), (4,), (1, 2, 2)):
+            layer = Layer(scheme, grid, 2, recompute, False, parts,
+                          (*map(grid.stride, grid), grid.ranks) if parts > 1 else ())
+            near = screened_work(asked, layer, screen_layer(asked, layer.anywhere))
+            exact = traced_work(asked, layer, trace_layer(asked, layer))
+            for name in ("forward", "backward"):
+                assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.11), layer
+            assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.15)
+            assert near.filled.working < 1.05 * exact.filled.working
+
+
+def test_experts_inside_nodes_are_reached_faster():
+    """4 replicas of 2 stages divide the experts, on nodes of 4: of the first or of all stages."""
+    asked = training(16, 8, 100)
+    choice = Choice(8, 1, 2, "1f1b", 1, "1d", LINE, "none", None, "", 4)
+    plans = [search.Search(asked).predicted(choice._replace(inside=inside, shards=shards))
+             for inside, shards in (("", None), ("d", None), ("d", 4), ("s", None))]
+    far, near, hybrid, same = (sum(one.own["forward"]["network"]
+                                   for one in plan.step.pipeline.spent) for plan in plans)
+    assert far == same > 0 == near == hybrid
+    assert asked.insides(choice) == ("", "d") and asked.insides(choice._replace(shards=2)) == ("",)
+    with pytest.raises(ValueError, match="shards=2 that expert_parallel=4 divides would do"):
+        predict_pipeline(asked.model(choice._replace(shards=2)), asked.machine, inside="d")
+
+
+def test_dry_predicts_the_best_plan_as_it_is_printed(capsys, tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(msgspec.toml.encode({name: getattr(ROUTED, name) for name in (
+        "name", "layers", "hidden", "heads", "vocab", "seq")}).decode())
+    assert main(["plan", "--machine", "dgx-a100", "--gpus", "4", "--model", str(path), "--batch",
+                 "4", "--experts", "4", "--expert-every", "2", "--format", "json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "experts on" in said and "models with experts" not in said
+    options = re.search(r'python -m bench (dry .*?)"', said)[1].split()
+    assert options[options.index("--experts") + 1] == "4"
+    seconds = re.search(r'"step s".*?(\d+\.\d+)', said)
+    assert seconds and main(options) == 0
+
+
+def test_options_of_experts_that_do_nothing_are_refused(capsys):
+    assert status_of(main, ["plan", "--gpus", "8", "--model", "gpt-3-175b", "--batch", "8",
+                            "--expert-top", "2"]) == 2
+    assert "--experts 8 would do" in capsys.readouterr().err
