@@ -18,6 +18,7 @@ from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.architecture import CHOICES, INNER_FACTOR, PLAIN, Architecture
+from mm3d.model.attention.costs import context_moves
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
@@ -163,11 +164,13 @@ class BlockSizes:
         Sizes of its directions.
     sizes : ModelSizes
         Sizes of the model.
+    context : int
+        Number of grids among which the positions are divided.
     """
 
-    def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
-        outer, inner = find_scheme(name).layouts(grid, sizes["batch"], sizes["seq"])
-        self.sizes = sizes
+    def __init__(self, name: str, grid: GridShape, sizes: ModelSizes, context: int = 1) -> None:
+        self.sizes, self.own = sizes, -(-sizes.seq // context)    # positions
+        outer, inner = find_scheme(name).layouts(grid, sizes.batch, self.own)
         # Parts of activations by sequence, position and feature.
         self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
@@ -179,14 +182,15 @@ class BlockSizes:
         """Return the batch of products of attention in a forward pass."""
         batch, seq = self.sizes["batch"], self.sizes["seq"]
         pairs = largest_block(batch, self.sequences) * self.heads
-        return Gemm(2 * pairs, largest_block(seq, self.positions), self.sizes.head, seq, dtype)
+        return Gemm(2 * pairs, largest_block(self.own, self.positions), self.sizes.head, seq,
+                    dtype)
 
     @property
     def outer_block(self) -> tuple[int, int]:
         """Return the tokens and features of an outer activation."""
         sequences, positions, features = self.outside
         return (largest_block(self.sizes.batch, sequences)
-                * largest_block(self.sizes.seq, positions),
+                * largest_block(self.own, positions),
                 largest_block(self.sizes.hidden, features))
 
     def elements(self) -> np.ndarray:
@@ -196,7 +200,7 @@ class BlockSizes:
         perceptron's, which is as wide as the outer one by default.
         """
         batch, seq = self.sizes.batch, self.sizes.seq
-        rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
+        rows = largest_block(batch, self.sequences) * largest_block(self.own, self.positions)
         return np.array([
             math.prod(self.outer_block),
             rows * self.heads * self.sizes.head,
@@ -260,12 +264,17 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
     return tuple(found)
 
 
-def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
-              stack: Stack) -> tuple[dict[str, PhaseWork], dict[str, float]]:
-    """Return the work of a rank in each phase, and the words that it moves."""
-    size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
+def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
+              context: tuple[int, str] = (1, "gather")
+              ) -> tuple[dict[str, PhaseWork], dict[str, float]]:
+    """Return the work of a rank in each phase, and the words that it moves.
+
+    `context` is the number of grids among which positions are divided, and the way of attention.
+    """
+    size, whole = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
-    blocks = BlockSizes(name, grid, sizes)
+    blocks = BlockSizes(name, grid, whole, context[0])
+    sizes = replace(whole, seq=blocks.own)    # of a grid
     moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
@@ -278,8 +287,8 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
         for product, times in cost.products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
-    again = (cost.flops_again(sizes, recompute, experts)
-             / cost.flops(sizes, experts)["forward"])
+    again = (cost.flops_again(whole, recompute, experts)
+             / cost.flops(whole, experts)["forward"])
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward
     if machine.kernels == "own" or flash:    # scores are multiplied once more
@@ -292,6 +301,19 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
     chosen = parse_policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
-    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]),
-                             collectives_of(moves[phase].values(), grid, size))
+    found = {phase: collectives_of(moves[phase].values(), grid, size) for phase in PHASES}
+    if context[0] > 1:
+        over = context_moves(name, grid, whole, *context, recompute)
+        for phase in PHASES:
+            found[phase] += tuple(_over_context(move, context[0], grid, size)
+                                  for move in over[phase].values())
+    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]), found[phase])
             for phase in PHASES}, words
+
+
+def _over_context(move: Move, ranks: int, grid: GridShape, size: int) -> tuple[Collective, int]:
+    """Return a collective over a context of neighbouring grids, and how often a rank calls it."""
+    sent = move.words / (grid.ranks * ranks) * size / move.calls
+    if move.collective != "all_to_all":    # the whole, of which a rank does not receive its own
+        sent *= ranks / (ranks - 1)
+    return Collective(move.collective, move.axis, ranks, grid.ranks, sent), move.calls
