@@ -27,6 +27,9 @@ from mm3d.schemes.closed_form import Move, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
+# Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
+OF_OTHERS = {"gather": 6, "ring": 8}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -169,7 +172,8 @@ class BlockSizes:
     """
 
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes, context: int = 1) -> None:
-        self.sizes, self.own = sizes, -(-sizes.seq // context)    # positions
+        self.sizes, self.context = sizes, context
+        self.own = -(-sizes.seq // context)    # positions
         outer, inner = find_scheme(name).layouts(grid, sizes.batch, self.own)
         # Parts of activations by sequence, position and feature.
         self.outside, inside = (tuple(
@@ -206,6 +210,25 @@ class BlockSizes:
             rows * self.heads * self.sizes.head,
             rows * largest_block(self.sizes.inner, self.features) / INNER_FACTOR,
             rows * seq * self.heads], float)
+
+    def words_of_others(self, way: str) -> float:
+        """Return the words of others' keys and values, and of their gradients, in backward."""
+        if self.context == 1:
+            return 0.0
+        return (OF_OTHERS[way] * self.elements()[1] / self.sizes.group
+                * (self.context if way == "gather" else 1))
+
+    def scores_held(self, way: str) -> tuple[float, int]:
+        """Return the share of a sequence's scores that are held at once, and arrays of them.
+
+        A rank of a context takes a chunk of queries at a time, with all keys, or those that a
+        window leaves, or with a chunk of them.
+        """
+        if self.context == 1:
+            return 1.0, 3
+        window = self.sizes.architecture.window or self.sizes.seq
+        seen = min(1.0, window / self.sizes.seq + 0.5 / self.context)
+        return (0.5 * seen, 3) if way == "gather" else (0.25 / self.context, 2)
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,

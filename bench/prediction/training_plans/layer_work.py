@@ -21,7 +21,6 @@ from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.context_work import scores_held, words_of_others
 from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
                                                          gathered_words, own_experts,
                                                          split_seconds)
@@ -133,14 +132,14 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     kind = LayerKind.of(blocks.sizes, training.gpt.experts)
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, machine.attention, kind))
-    share, arrays = scores_held(layer.context, layer.way, blocks.sizes)
+    share, arrays = blocks.scores_held(layer.way)
     elements[-1] *= share / largest_block(layer.micro, blocks.sequences)
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype, kind))
     working += max(size, WIDE) * _gathered(training, layer)
     if machine.elementwise_block == sys.maxsize:    # all heads of keys at once
         working = max(working, arrays * max(size, 4) * elements[-1] / blocks.sizes.group)
-    working += size * words_of_others(layer.context, layer.way, elements[1] / blocks.sizes.group)
+    working += size * blocks.words_of_others(layer.way)    # keys and values, and gradients
     logits = _logits(training, layer)
     return (LayerBytes(saved, operands, working, max(working, size * LOGIT_ARRAYS * logits),
                        grown),
