@@ -54,6 +54,7 @@ _FILES = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
           "save_pretrained": "mm3d.pretrained.saving",
           "Transformer": "mm3d.model.transformer", "ModelSizes": "mm3d.model.sizes",
           "Architecture": "mm3d.model.architecture",
+          "ExpertDesign": "mm3d.model.experts.options",
           "Vector": "mm3d.model.vectors", "Experts": "mm3d.model.experts.layer",
           "cost": "mm3d.model.cost",
           "Watchdog": "mm3d.tracing.watchdog"}

@@ -85,7 +85,11 @@ class Model:
         """
         found = {name: value for name, value in asdict(self).items() if name != FIELD}
         found |= {f"{FIELD}_{name}": value for name, value in self.architecture.given().items()}
-        found |= {PREFIX + name: value for name, value in (found.pop("experts") or {}).items()}
+        experts = found.pop("experts") or {}
+        if self.experts is not None:
+            experts |= self.experts.design.given()
+            del experts["design"]
+        found |= {PREFIX + name: value for name, value in experts.items()}
         return {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
                 for name, value in found.items() if value is not None}
 

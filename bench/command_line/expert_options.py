@@ -7,13 +7,17 @@ from typing import Any
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError, as_usage_error
-from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS
+from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS, ExpertDesign
 from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
 # The options of add_choice and add_layers, with the fields of Experts that they set.
 CHOICE = {"expert_top": "top", "capacity": "capacity", "gate": "gate", "convention": "convention",
           "min_capacity": "min_capacity", "expert_order": "order"}
+# The options of add_design, with the fields of ExpertDesign.
+DESIGN = {"expert_width": "width", "shared_expert": "shared", "shared_gate": "shared_gate",
+          "expert_groups": "groups", "expert_top_groups": "top_groups",
+          "expert_factor": "factor"}
 LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z",
           "bias_rate": "bias_rate"}
 
@@ -56,6 +60,23 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
                                              "sigmoid-bias")):
         parser.add_argument(f"--{name}", type=number(), metavar="X",
                             help=f"{about} (default {default:g})")
+    add_design(parser)
+
+
+def add_design(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what experts have in Qwen's and DeepSeek's models."""
+    for name, about in (
+            ("expert-width", "features between the products of an expert (default: those of the "
+                             "perceptron)"),
+            ("shared-expert", "the same of an expert that every token goes to (default: none)"),
+            ("expert-groups", "groups of experts, of which a token goes to the best, with --gate "
+                              "sigmoid-bias (default 1)"),
+            ("expert-top-groups", "groups that a token goes to (default 1)")):
+        parser.add_argument(f"--{name}", type=options.whole(1), metavar="N", help=about)
+    parser.add_argument("--shared-gate", action="store_const", const=True, help=(
+        "multiply the shared expert's output by the sigmoid of a product with the token"))
+    parser.add_argument("--expert-factor", type=number(above=True), metavar="X",
+                        help="what gates are multiplied by at last (default 1)")
 
 
 def add_expert_parallel(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +110,7 @@ def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
-    for name in LAYERS:
+    for name in (*LAYERS, *DESIGN):
         if getattr(arguments, name) is not None:
             raise _without_effect(arguments, name, "--experts 8")
     return None
@@ -126,7 +147,11 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
             ("expert_order", found["capacity"] is None, "--capacity 1.25")):
         if LAYERS[name] in given and nothing:
             raise _without_effect(arguments, name, remedy)
-    experts = Experts(arguments.experts, **found)
+    design = ExpertDesign(**{field: value for name, field in DESIGN.items()
+                             if (value := getattr(arguments, name, None)) is not None})
+    if design.top_groups > 1 and design.groups == 1:
+        raise _without_effect(arguments, "expert_top_groups", "--expert-groups 8")
+    experts = Experts(arguments.experts, **found, design=design)
     with as_usage_error():
         experts.check()
     return experts

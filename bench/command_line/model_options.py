@@ -15,7 +15,7 @@ from bench.prediction.model_file import ModelFile, load_model
 LAYERS = {"layers": 24, "seq": 512}    # without --model
 CHANGES = ("layers", "seq", "vocab")    # of a model, where a verb has such an option
 SAID = ("hidden", "heads", "untied")    # by the model
-EXPERTS = ("experts", *expert_options.LAYERS)    # by a model that has some
+EXPERTS = ("experts", *expert_options.LAYERS, *expert_options.DESIGN)    # by a model that has some
 
 
 def add_named(parser: argparse.ArgumentParser) -> None:

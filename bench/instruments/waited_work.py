@@ -279,6 +279,10 @@ class WaitingTransport(SilentTransport):
         return Pending(out, None, WaitedRequest(moving, self._clock),
                        (self.backend.contiguous(a),))
 
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """Return a buffer for all blocks, and their lengths, which the carrier needs."""
+        return MpiTransport._flat(self, a, dim, counts)
+
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         self._carry(self.carrier.all_gather, self._block(recv, lengths), 0, lengths)
 

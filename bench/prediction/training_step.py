@@ -20,6 +20,7 @@ from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.experts.costs import with_inner
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
@@ -134,7 +135,7 @@ def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
     """Return the parameters of a layer on the first rank, whose blocks of weights are the largest.
 
     Vectors are taken to be divided evenly.  With experts it is the mean of the layers, with their
-    routers, without the experts.
+    routers and shared experts, without the others.
     """
     one, every = replace(sizes, layers=1), experts.every if experts else 1
     products = cost.products(one)
@@ -142,8 +143,12 @@ def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
         times * product.N * product.K for product, times in products.items())
     found = (_words_of_weights(scheme, grid, products) + vectors) / weight_parts(scheme, grid)
     if experts:
-        found += (experts.count * sizes.hidden / weight_parts(scheme, grid)
+        design = experts.design
+        columns = experts.count + design.shared_gate
+        found += (columns * sizes.hidden / weight_parts(scheme, grid)
                   - _perceptron(scheme, grid, one)) / every
+        if design.shared is not None:
+            found += _perceptron(scheme, grid, with_inner(one, design.shared)) / every
     return found
 
 
@@ -162,7 +167,8 @@ def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
     if experts is None:
         return 0.0
     own = math.ceil(experts.count / parts)
-    return own * _perceptron(scheme, grid, replace(sizes, layers=1)) / experts.every
+    one = with_inner(replace(sizes, layers=1), experts.design.width)
+    return own * _perceptron(scheme, grid, one) / experts.every
 
 
 def _perceptron(scheme: str, grid: GridShape, one: ModelSizes) -> float:

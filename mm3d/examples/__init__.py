@@ -1,1 +1,1 @@
-"""Three programs of the tour; see README.rst."""
+"""Programs of the tour, see README.rst, and of a training beside the library transformers."""

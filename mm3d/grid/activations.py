@@ -91,8 +91,7 @@ class Space:
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Return the shape of a block of an activation of (batch, seq, *features).
 
-        It is the block of the rank at `coords`, by default of this rank; a `GridShape` needs
-        `coords`.
+        It is that of the rank at `coords`, by default of this rank; a `GridShape` needs them.
         """
         layout = self.layout(len(features) - 1, unit)
         return layout.local_shape(self.grid, (self.batch, self.seq, *features), coords)

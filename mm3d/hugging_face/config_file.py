@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mm3d.config import Model
-from mm3d.hugging_face.families import EXPERTS, FAMILIES, NEUTRAL
+from mm3d.hugging_face.families import FAMILIES, NEUTRAL, QWEN_EXPERTS, Family
 from mm3d.model.architecture import INNER_FACTOR, PLAIN, Architecture
+from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign
 from mm3d.model.experts.layer import Experts
 
 CONFIG = "config.json"
@@ -138,7 +139,7 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
     found = {field: _plain_size(name, field, value, sizes) for field, value in found.items()}
     return sizes | {"tied": bool(given["tie_word_embeddings"]),
                     "architecture": Architecture(**found),
-                    "experts": _experts(name, given) if family.experts else None}
+                    "experts": _experts(name, given, family.experts) if family.experts else None}
 
 
 def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -180,12 +181,17 @@ def _window(given: Mapping[str, Any], layers: Any, refused: list[str]) -> int | 
     return window
 
 
-def _experts(name: str, given: Mapping[str, Any]) -> Experts:
-    """Return the experts of every layer, which drop no token."""
-    count, top = (_size(name, key, given[key]) for key in EXPERTS[:2])
+def _experts(name: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> Experts:
+    """Return the experts, which drop no token: Mixtral's, or Qwen's where there are its keys."""
+    count, top = (_size(name, key, given[key]) for key in keys[:2])
     balance = given["router_aux_loss_coef"] if given.get("output_router_logits") else 0.0
-    return Experts(count, top, every=1, capacity=None, gate="mixtral", balance=balance, z=0.0,
-                   convention="huggingface")
+    every, gate, design = 1, "mixtral", PLAIN_DESIGN
+    if keys == QWEN_EXPERTS:
+        every, width, shared = (_size(name, key, given[key]) for key in (keys[4], *keys[6:]))
+        gate = "mixtral" if given[keys[5]] else "switch"    # divided by the sum of the chosen
+        design = ExpertDesign(width, shared, True)
+    return Experts(count, top, every=every, capacity=None, gate=gate, balance=balance, z=0.0,
+                   convention="huggingface", design=design)
 
 
 def _size(name: str, key: str, value: Any) -> int:
@@ -235,13 +241,14 @@ def config_of(model: Model) -> dict[str, Any]:
     if family.window:
         values["sliding_window"] = architecture.window
         values["use_sliding_window"] = architecture.window is not None
-        if kind == "qwen2":
+        if kind.startswith("qwen2"):
             values["max_window_layers"] = 0 if architecture.window else model.layers
         else:
             del values["use_sliding_window"]
     if experts is not None:
-        values |= dict(zip(EXPERTS, (experts.count, experts.top, experts.balance > 0,
-                                     experts.balance)))
+        values |= dict(zip(family.experts, (
+            experts.count, experts.top, experts.balance > 0, experts.balance, experts.every,
+            experts.gate == "mixtral", experts.design.width, experts.design.shared)))
     return {"architectures": [family.name], "model_type": kind, **values,
             "tie_word_embeddings": model.tied}
 
@@ -254,14 +261,19 @@ def _family_of(architecture: Architecture, experts: Any) -> str:
         plain = replace(PLAIN, **family.architecture)
         same = all(getattr(architecture, one.name) == getattr(plain, one.name)
                    for one in fields(architecture) if one.name not in free)
-        if not same or (experts is None) == family.experts:
-            continue
-        if experts is None or _plain_experts(experts):
+        if same and (experts is None if not family.experts else _of_family(experts, family)):
             return kind
     raise ValueError(f"no family of Hugging Face has the architecture {architecture.given()} and "
                      f"experts={experts}: those of {', '.join(FAMILIES)} would do")
 
 
-def _plain_experts(experts: Any) -> bool:
-    """Return whether experts are those of a Mixtral."""
-    return (experts.every, experts.capacity, experts.gate) == (1, None, "mixtral")
+def _of_family(experts: Experts | None, family: Family) -> bool:
+    """Return whether experts are those of a Mixtral, or of a Qwen where the family has its keys.
+    """
+    if experts is None or experts.capacity is not None:
+        return False
+    if family.experts == QWEN_EXPERTS:
+        own = ExpertDesign(experts.design.width, experts.design.shared, True)
+        return (experts.gate in ("switch", "mixtral") and None not in (own.width, own.shared)
+                and experts.design == own)
+    return (experts.every, experts.gate, experts.design) == (1, "mixtral", PLAIN_DESIGN)

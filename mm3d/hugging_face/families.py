@@ -39,8 +39,11 @@ class Family:
     only : mapping of str to tuple
         Keys that change what a model computes, with the values that are computed here; the first
         is also the default.
-    rotary, window, experts : bool
-        Whether there are keys of rotary embeddings, of a window, and of experts.
+    rotary, window : bool
+        Whether there are keys of rotary embeddings, and of a window.
+    experts : tuple of str
+        The keys of experts: how many there are, how many are chosen, whether there is a balance
+        loss, its coefficient, and those of Qwen's alone; () without experts.
     """
 
     name: str
@@ -51,20 +54,22 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rotary: bool = True
     window: bool = False
-    experts: bool = False
+    experts: tuple[str, ...] = ()
 
     @property
     def known(self) -> frozenset[str]:
         """Return the keys that are read or have one value."""
         more = [*self.sizes.values(), *self.keys.values(), *self.only, "tie_word_embeddings"]
-        more += ROTARY * self.rotary + WINDOW * self.window + EXPERTS * self.experts
-        return NEUTRAL | {*more}
+        more += ROTARY * self.rotary + WINDOW * self.window
+        return NEUTRAL | {*more, *self.experts}
 
 
 ROTARY = ["rope_theta", "rope_scaling", "rope_parameters"]
 WINDOW = ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"]
-EXPERTS = ["num_local_experts", "num_experts_per_tok", "output_router_logits",
-           "router_aux_loss_coef"]
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "output_router_logits",
+           "router_aux_loss_coef")
+QWEN_EXPERTS = ("num_experts", *EXPERTS[1:], "decoder_sparse_step", "norm_topk_prob",
+                "moe_intermediate_size", "shared_expert_intermediate_size")
 LLAMA_SIZES = {"layers": "num_hidden_layers", "hidden": "hidden_size",
                "heads": "num_attention_heads", "vocab": "vocab_size",
                "positions": "max_position_embeddings"}
@@ -95,9 +100,17 @@ FAMILIES = {
         LLAMA_DEFAULTS | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6,
             "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
-        SILU | {"router_jitter_noise": (0.0,)}, window=True, experts=True),
+        SILU | {"router_jitter_noise": (0.0,)}, window=True, experts=EXPERTS),
     "qwen2": Family(
         "Qwen2ForCausalLM", LLAMA_SIZES, LLAMA | {"biases": "qkv"}, LLAMA_KEYS,
         LLAMA_DEFAULTS | {
             "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False,
-            "max_window_layers": 28}, SILU, window=True)}
+            "max_window_layers": 28}, SILU, window=True),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", LLAMA_SIZES, LLAMA | {"biases": "qkv"}, LLAMA_KEYS,
+        LLAMA_DEFAULTS | {
+            "num_key_value_heads": 16, "sliding_window": 4096, "use_sliding_window": False,
+            "max_window_layers": 28, "router_aux_loss_coef": 0.001, **dict(zip(
+                (*QWEN_EXPERTS[:2], *QWEN_EXPERTS[4:]), (60, 4, 1, False, 1408, 5632)))},
+        SILU | {"qkv_bias": (True,), "mlp_only_layers": ([], None)}, window=True,
+        experts=QWEN_EXPERTS)}

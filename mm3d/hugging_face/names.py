@@ -31,6 +31,14 @@ LLAMA = {
     "experts.router.weight": ("block_sparse_moe.gate.weight",),
     "experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     "experts.down": ("block_sparse_moe.experts.{}.w2",), "norm": ("norm",)}
+TABLES = {"gpt2": GPT2, "qwen2_moe": LLAMA | {
+    "experts.router.weight": ("mlp.gate.weight",),
+    "experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "experts.down": ("mlp.experts.{}.down_proj",),
+    "experts.shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "experts.shared.down": ("mlp.shared_expert.down_proj",),
+    "experts.shared.gate.weight": ("mlp.shared_expert_gate.weight",)}}
+ROUTED = ("experts.up", "experts.down")
 # Beginnings of the names of buffers, which older files have beside the parameters.
 BUFFERS = ("attn.bias", "attn.masked_bias", "self_attn.rotary_emb.inv_freq")
 
@@ -118,7 +126,8 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     ValueError
         When the family has no such parameter.
     """
-    (root, layers), table = (GPT2_PREFIXES, GPT2) if kind == "gpt2" else (LLAMA_PREFIXES, LLAMA)
+    root, layers = GPT2_PREFIXES if kind == "gpt2" else LLAMA_PREFIXES
+    table = TABLES.get(kind, LLAMA)
     local, prefix = name, root
     if name.startswith("layers."):
         _, number, local = name.split(".", 2)
@@ -131,7 +140,7 @@ def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Pie
     if part not in table:
         raise ValueError(f"{kind} of Hugging Face has no tensor for {name!r}")
     tensors = [f"{prefix}{one}.{what}" for one in table[part]]
-    experts = part.startswith("experts.")
+    experts = part in ROUTED
     rows = what == "weight" and len(shape) > 1
     transposed, lead = rows and kind != "gpt2", shape[1:2] if experts else shape[:1]
     inner = shape[experts + rows:]

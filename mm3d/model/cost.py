@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mm3d.model.experts.costs import expert_moves
+from mm3d.model.experts.costs import expert_moves, has_bias, products_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import ModelSizes
@@ -100,11 +100,12 @@ def _sum_flops(sizes: ModelSizes, experts: ExpertOptions | None, recompute: str,
 def _flops_of(part: str, sizes: ModelSizes, experts: ExpertOptions | None,
               again: bool = False) -> int:
     """Count the operations of the forward of a part; routers are not computed `again`."""
-    found = sum(2 * one.M * one.N * one.K for one in _products_of(part, sizes, experts))
+    found = sum(2 * one.M * one.N * one.K for one in products_of(part, sizes, experts))
     if part == "attention":
         found += 4 * sizes.tokens * sizes.seq * sizes.heads * sizes.head    # Q K^T and P V
-    if part == "experts" and not again:
-        found += 2 * sizes.tokens * sizes.hidden * experts.count
+    if part == "experts":    # the router, and the gate of a shared expert
+        columns = experts.count * (not again) + experts.design.shared_gate
+        found += 2 * sizes.tokens * sizes.hidden * columns
     return found
 
 
@@ -113,48 +114,27 @@ def products(sizes: ModelSizes,
     """Count the products with weights of a forward pass by their shapes; all experts as one."""
     found: Counter[ProductShape] = Counter()
     for (part, kind), times in passes(sizes, "none", experts).items():
-        for product in _products_of(part, sizes, experts) if kind == "forward" else ():
+        for product in products_of(part, sizes, experts) if kind == "forward" else ():
             found[product] += times
     return found
-
-
-@cache
-def _products_of(part: str, sizes: ModelSizes,
-                 experts: ExpertOptions | None) -> tuple[ProductShape, ...]:
-    """List the products with weights of a part."""
-    h, inner, gates = sizes.hidden, sizes.inner, sizes.gates
-    rows = sizes.tokens * (experts.top if part == "experts" else 1)    # k for each token
-    unit = sizes.head * (sizes.group + 2)    # what comes before the last dimension stays whole
-    heads = sizes.head * sizes.group
-    found = {"qkv": ProductShape("up", rows, h, sizes.kv_heads * unit, (1, unit)),
-             "proj": ProductShape("down", rows, sizes.kv_heads * heads, h, (heads, 1)),
-             "up": ProductShape("up", rows, h, gates * inner, (1, gates)),
-             "down": ProductShape("down", rows, inner, h)}
-    names = {"experts": ("up", "down")}.get(part, (part,))
-    return tuple(found[name] for name in names if name in found)
 
 
 def parameters(sizes: ModelSizes) -> int:
     """Count the elements of all parameters; a layer of 2019 has 12 hidden^2 + 13 hidden."""
     norms = 2 * sizes.hidden * vectors_of_norm(sizes)
     return sizes.layers * (norms + sum(
-        one.N * one.K + one.K * _has_bias(part, sizes)
-        for part in PRODUCTS for one in _products_of(part, sizes, None)))
+        one.N * one.K + one.K * has_bias(part, sizes)
+        for part in PRODUCTS for one in products_of(part, sizes, None)))
 
 
 def parameter_arrays(sizes: ModelSizes) -> int:
     """Count the arrays of parameters of a layer without experts; one of 2019 has 12."""
-    return 2 * vectors_of_norm(sizes) + sum(1 + _has_bias(part, sizes) for part in PRODUCTS)
+    return 2 * vectors_of_norm(sizes) + sum(1 + has_bias(part, sizes) for part in PRODUCTS)
 
 
 def vectors_of_norm(sizes: ModelSizes) -> int:
     """Return how many vectors a norm has, and how many sums over a row its forward takes."""
     return 1 if sizes.architecture.norm == "rms" else 2
-
-
-def _has_bias(part: str, sizes: ModelSizes) -> bool:
-    """Return whether the product of a part has a bias."""
-    return sizes.architecture.biases in ("all", part)
 
 
 @cache
@@ -264,10 +244,10 @@ def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | 
         gathers, sums = ([*of.inner.sequence_moves(collective, 2 * of.tokens * keys)]
                          for collective in ("all_gather", "reduce_scatter"))
         return gathers, gathers + sums
-    products = _products_of(part, sizes, experts)
     if part == "experts":
-        return expert_moves(of, sizes, experts, products, kind == "again")
-    forward, backward = of.product_moves(*products, kind == "recomputed")
+        return expert_moves(of, sizes, experts, kind == "again")
+    (product,) = products_of(part, sizes, experts)
+    forward, backward = of.product_moves(product, kind == "recomputed")
     return forward + gathers, backward
 
 
@@ -277,10 +257,10 @@ def _vectors_in(part: str, of: Words, sizes: ModelSizes) -> list[tuple[SpaceCost
     if part == "norm":
         return [(of.outer, sizes.hidden)] * vectors_of_norm(sizes)
     if part == "gelu":
-        return [(of.inner, sizes.inner)] * (gelu_adds and _has_bias("up", sizes))
-    if part not in PRODUCTS or part == "up" and gelu_adds or not _has_bias(part, sizes):
+        return [(of.inner, sizes.inner)] * (gelu_adds and has_bias("up", sizes))
+    if part not in PRODUCTS or part == "up" and gelu_adds or not has_bias(part, sizes):
         return []
-    return [(of.spaces(one.way)[1], one.K) for one in _products_of(part, sizes, None)]
+    return [(of.spaces(one.way)[1], one.K) for one in products_of(part, sizes, None)]
 
 
 def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",

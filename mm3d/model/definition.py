@@ -64,6 +64,7 @@ def _define_experts(experts: ExpertOptions) -> tuple[dict[str, Any], dict[str, A
     if experts.capacity is not None:    # these say how it is counted
         function |= {"convention": training.pop("convention"), "order": experts.dropping_order,
                      "min_capacity": experts.least_capacity}
+    function |= experts.design.given()
     return tuple({f"experts.{name}": value for name, value in facts.items()}
                  for facts in (function, training))
 

@@ -1,11 +1,13 @@
-"""Gate a perceptron by SiLU."""
+"""Gate a perceptron by SiLU; and list the layers of a perceptron with any function."""
 
 from typing import Any
 
 from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.grid.activations import Space
+from mm3d.model.builder import Builder
 from mm3d.model.functional import upcast
+from mm3d.model.layers import Gelu, Layer, Linear
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.passes import Pass
 
@@ -25,7 +27,7 @@ def swiglu_forward(x: Array, out: Array) -> Array:
     library, xp = backend_of(x), namespace(x)
     for g, u, y in row_blocks(library, x[..., 0, :], x[..., 1, :], out):
         g, u = upcast(g), upcast(u)
-        y[...] = xp.astype(g * _sigmoid(xp, g) * u, y.dtype, copy=False)
+        y[...] = xp.astype(g * sigmoid(xp, g) * u, y.dtype, copy=False)
     return out
 
 
@@ -35,13 +37,13 @@ def swiglu_backward(dy: Array, x: Array, out: Array) -> Array:
     for d, g, u, dg, du in row_blocks(library, dy, x[..., 0, :], x[..., 1, :], out[..., 0, :],
                                       out[..., 1, :]):
         d, g, u = upcast(d), upcast(g), upcast(u)
-        s = _sigmoid(xp, g)
+        s = sigmoid(xp, g)
         dg[...] = xp.astype(d * u * s * (1 + g * (1 - s)), dg.dtype, copy=False)
         du[...] = xp.astype(d * g * s, du.dtype, copy=False)
     return out
 
 
-def _sigmoid(xp: Any, a: Array) -> Array:
+def sigmoid(xp: Any, a: Array) -> Array:
     """Compute 1 / (1 + exp(-a)); this form of it overflows nowhere."""
     return 0.5 + 0.5 * xp.tanh(0.5 * a)
 
@@ -69,3 +71,31 @@ class SwiGLU:
     def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute the gradients of g and u, (batch, seq, 2, features)."""
         return swiglu_backward(dy, saved, out=self.empty_both(dy.dtype))
+
+
+def perceptron_layers(build: Builder, name: str, hidden: int, inner: int, gates: int,
+                      has_bias: bool) -> list[Layer]:
+    """Make two products and the function between them: GELU, or SiLU that gates a third.
+
+    Parameters
+    ----------
+    build : Builder
+        Makes the parameters.
+    name : str
+        The beginning of their names, such as "mlp".
+    hidden, inner : int
+        Global numbers of features of input and output, and between the products.
+    gates : int
+        How many products up there are: 2 where one gates the other.
+    has_bias : bool
+        Whether the products have biases.
+    """
+    if gates == 2:
+        up = Linear(build, f"{name}.up", "up", (hidden, 2, inner), has_bias=has_bias)
+        between = build.named(SwiGLU(build.inner, inner), f"{name}.swiglu", "swiglu")
+    else:
+        up = Linear(build, f"{name}.up", "up", (hidden, inner), adds_bias=False,
+                    has_bias=has_bias)
+        between = build.named(Gelu(up, build.inner, inner), f"{name}.gelu", "gelu")
+    return [up, between, Linear(build, f"{name}.down", "down", (inner, hidden),
+                                has_bias=has_bias)]

@@ -7,14 +7,13 @@ from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Recomputed, Residual
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.layers import Gelu, Layer, Linear
+from mm3d.model.layers import Layer, Linear
+from mm3d.model.swiglu import perceptron_layers
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.attention.ring import RingAttention
 from mm3d.model.rms_norm import make_norm
 from mm3d.model.rotary import Rotary, Turns
-from mm3d.model.sizes import ModelSizes
 from mm3d.model.stack import Stack
-from mm3d.model.swiglu import SwiGLU
 
 
 def transformer_layers(build: Builder, stack: Stack, part: range | None = None) -> list[Layer]:
@@ -93,15 +92,4 @@ def _layer(build: Builder, stack: Stack, selective: bool,
     if experts is not None:
         return [attention, residual("mlp", [norm, experts.make_layer(build, "experts", sizes)])]
     return [attention, residual("mlp", [
-        norm, *_up(build, sizes, every), Linear(build, "mlp.down", "down", (sizes.inner, h),
-                                                has_bias=every)])]
-
-
-def _up(build: Builder, sizes: ModelSizes, has_bias: bool) -> list[Layer]:
-    """Make the first product of a perceptron, or two at once, and what follows."""
-    if sizes.gates == 2:
-        up = Linear(build, "mlp.up", "up", (sizes.hidden, 2, sizes.inner), has_bias=has_bias)
-        return [up, build.named(SwiGLU(build.inner, sizes.inner), "mlp.swiglu", "swiglu")]
-    up = Linear(build, "mlp.up", "up", (sizes.hidden, sizes.inner), adds_bias=False,
-                has_bias=has_bias)
-    return [up, build.named(Gelu(up, build.inner, sizes.inner), "mlp.gelu", "gelu")]
+        norm, *perceptron_layers(build, "mlp", h, sizes.inner, sizes.gates, every)])]

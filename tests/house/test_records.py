@@ -16,6 +16,7 @@ TUPLES = {"mm3d.tracing.events", "mm3d.tracing.observed_calls", "mm3d.schemes.cl
           "bench.instruments.spans", "bench.statistics",
           "bench.prediction.seconds", "bench.prediction.training_plans.choices",
           "bench.prediction.training_plans.estimate",
+          "bench.prediction.training_plans.expert_work",
           "bench.prediction.training_plans.layer_work"}
 COUNTERS = {"mm3d.grid.axis.Traffic"}    # no record: added to in every collective
 

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.config import Config, Division, Model
+from mm3d.model.experts.options import ExpertDesign
 from mm3d.tracing import dry_run
 
 MODEL = Model(layers=2, hidden=8, heads=2, batch=4, seq=6, vocab=16, seed=3, dtype="float64",
@@ -58,7 +59,9 @@ def test_settings_are_flat_and_without_what_is_none():
     experts = mm3d.Experts(4, top=2, capacity=None)
     found = replace(MODEL, experts=experts).settings()
     assert found == MODEL.settings() | {f"experts_{name}": value for name, value in vars(
-        experts).items() if value is not None}
+        experts).items() if value is not None and name != "design"}
+    own = replace(experts, design=ExpertDesign(shared=8))    # of a design what is not by default
+    assert replace(MODEL, experts=own).settings() == found | {"experts_shared": 8}
     assert found["experts_top"] == 2 and not {"master", "experts", "experts_capacity"} & {*found}
 
 

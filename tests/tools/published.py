@@ -11,8 +11,11 @@ LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=18, num_attent
              tie_word_embeddings=False)
 MIXTRAL = LLAMA | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 QWEN2 = LLAMA | dict(model_type="qwen2", tie_word_embeddings=True)
+QWEN2_MOE = LLAMA | dict(model_type="qwen2_moe", num_experts=5, num_experts_per_tok=3,
+                         decoder_sparse_step=2, moe_intermediate_size=7, norm_topk_prob=False,
+                         shared_expert_intermediate_size=11)
 GPT2 = dict(model_type="gpt2", n_layer=2, n_embd=12, n_head=2, vocab_size=17, n_positions=9)
-CONFIGS = {one["model_type"]: one for one in (GPT2, LLAMA, MIXTRAL, QWEN2)}
+CONFIGS = {one["model_type"]: one for one in (GPT2, LLAMA, MIXTRAL, QWEN2, QWEN2_MOE)}
 BATCH, SEQ = 4, 5
 
 
@@ -39,15 +42,23 @@ def shapes(config) -> dict[str, tuple[int, ...]]:
                "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h),
                "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, q)}
         three = (inner, h), (h, inner), (inner, h)
-        if experts := config.get("num_local_experts"):
+
+        def perceptron(name, width):
+            return {f"{name}.{one}_proj": (h, width) if one == "down" else (width, h)
+                    for one in ("gate", "down", "up")}
+        if "num_experts" in config and (n + 1) % config["decoder_sparse_step"] == 0:
+            own["mlp.gate"], own["mlp.shared_expert_gate"] = (config["num_experts"], h), (1, h)
+            own |= perceptron("mlp.shared_expert", config["shared_expert_intermediate_size"])
+            for e in range(config["num_experts"]):
+                own |= perceptron(f"mlp.experts.{e}", config["moe_intermediate_size"])
+        elif experts := config.get("num_local_experts"):
             own |= {f"block_sparse_moe.experts.{e}.w{k}": three[k - 1]
                     for e in range(experts) for k in (1, 2, 3)}
             own["block_sparse_moe.gate"] = experts, h
         else:
-            own |= {f"mlp.{name}_proj": sides
-                    for name, sides in zip(("gate", "down", "up"), three)}
+            own |= perceptron("mlp", inner)
         found |= {f"model.layers.{n}.{name}.weight": sides for name, sides in own.items()}
-        if config["model_type"] == "qwen2":
+        if config["model_type"].startswith("qwen2"):
             found |= {f"model.layers.{n}.self_attn.{one}_proj.bias": (rows,)
                       for one, rows in (("q", q), ("k", kv), ("v", kv))}
     return found
@@ -95,15 +106,15 @@ def plain_logits(config, p, tokens) -> np.ndarray:
         gate = linear(x, names[0])
         return linear(gate / (1 + np.exp(-gate)) * linear(x, names[1]), names[2])
 
-    def experts(x, name):
+    def experts(x, name, parts, of_all=False):
         logits = linear(x, f"{name}.gate")
         out = np.zeros_like(x)
         for row, scores in np.ndenumerate(np.empty(x.shape[:-1])):
             best = np.argsort(-logits[row])[:config["num_experts_per_tok"]]
-            share = np.exp(logits[row][best]) / np.exp(logits[row][best]).sum()
-            for e, weight in zip(best, share):
-                out[row] += weight * perceptron(x[row], [f"{name}.experts.{e}.w{k}"
-                                                         for k in (1, 3, 2)])
+            share = np.exp(logits[row]) / np.exp(logits[row][... if of_all else best]).sum()
+            for e in best:
+                out[row] += share[e] * perceptron(x[row], [f"{name}.experts.{e}.{one}"
+                                                           for one in parts])
         return out
 
     x = p["model.embed_tokens.weight"][tokens]
@@ -118,10 +129,15 @@ def plain_logits(config, p, tokens) -> np.ndarray:
         mixed = (scores / scores.sum(-1, keepdims=True) @ v).swapaxes(1, 2)
         x = x + linear(mixed.reshape(len(tokens), seq, -1), f"{name}.self_attn.o_proj")
         z = norm(x, f"{name}.post_attention_layernorm.weight")
+        three = [f"{one}_proj" for one in ("gate", "up", "down")]
         if "num_local_experts" in config:
-            x = x + experts(z, f"{name}.block_sparse_moe")
+            x = x + experts(z, f"{name}.block_sparse_moe", ("w1", "w3", "w2"))
+        elif f"{name}.mlp.shared_expert_gate.weight" in p:
+            shared = perceptron(z, [f"{name}.mlp.shared_expert.{one}" for one in three])
+            x = x + experts(z, f"{name}.mlp", three, not config["norm_topk_prob"]) + shared / (
+                1 + np.exp(-linear(z, f"{name}.mlp.shared_expert_gate")))
         else:
-            x = x + perceptron(z, [f"{name}.mlp.{one}_proj" for one in ("gate", "up", "down")])
+            x = x + perceptron(z, [f"{name}.mlp.{one}" for one in three])
     table = "lm_head" if "lm_head.weight" in p else "model.embed_tokens"
     return linear(norm(x, "model.norm.weight"), table)
 

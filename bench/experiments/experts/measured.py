@@ -80,6 +80,7 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
     if comm.rank:
         return None
     chosen = asdict(case.experts)
+    del chosen["design"]    # plain here
     settings = {
         **{name: value for name, value in chosen.items() if value is not None},
         "hidden": case.hidden, "wide": case.wide, "batch": case.batch, "seq": case.seq,

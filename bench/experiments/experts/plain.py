@@ -50,17 +50,28 @@ class PlainExperts:
             scores = 1 / (1 + np.exp(-self.logits))
         self.scores = scores
         if chosen is None:
-            sought = scores + self.a.get("router.bias", 0.0)
+            sought = self._in_groups(scores + self.a.get("router.bias", 0.0))
             chosen = np.argsort(-sought, axis=1, kind="stable")[:, :experts.top]
         self.chosen = chosen
         self.probabilities = scores / scores.sum(1, keepdims=True)
         of_chosen = np.take_along_axis(scores, chosen, 1)
         whole = scores if experts.gate == "switch" else of_chosen
-        self.gates = of_chosen / whole.sum(1, keepdims=True)
+        self.gates = experts.design.factor * of_chosen / whole.sum(1, keepdims=True)
         self.counts = np.zeros(chosen.shape[1:] + (experts.count,), np.int64)
         for n, column in enumerate(chosen.T):
             np.add.at(self.counts[n], column, 1)
         self.kept = self._keep()
+
+    def _in_groups(self, sought: np.ndarray) -> np.ndarray:
+        """Return what is sought, with -inf in groups of experts that a token does not go to."""
+        design, found = self.experts.design, np.full_like(sought, -np.inf)
+        size = self.experts.count // design.groups
+        for row, scores in zip(found, sought):
+            sums = [np.sort(part)[::-1][:2].sum() for part in np.split(scores, design.groups)]
+            for group in np.argsort(-np.array(sums), kind="stable")[:design.top_groups]:
+                own = slice(group * size, (group + 1) * size)
+                row[own] = scores[own]
+        return found
 
     def choice_error(self) -> float:
         """Return by how much a logit that was passed over exceeds one that was chosen.
@@ -97,7 +108,16 @@ class PlainExperts:
         for e in range(self.experts.count):
             tokens, gate, _, (_, _, r) = self._expert(e)
             y[tokens] += gate * r
+        if self.experts.design.shared is not None:
+            y += self._shared()
         return y
+
+    def _shared(self) -> np.ndarray:
+        """Compute the output of the shared expert, (tokens, hidden)."""
+        a = {name.removeprefix("shared."): one for name, one in self.a.items()}
+        g, _ = gelu(self.x @ a["up.weight"] + a["up.bias"])
+        y = g @ a["down.weight"] + a["down.bias"]
+        return y / (1 + np.exp(-self.x @ a["gate.weight"].T)) if "gate.weight" in a else y
 
     def _expert(self, e: int) -> tuple:
         """Compute an expert: its tokens, their gates and choices; slope, activation and result.

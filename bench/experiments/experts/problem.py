@@ -119,6 +119,10 @@ def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> di
     layers : int
         Layers of the model.
     """
+    if given := experts.design.given():
+        raise UsageError(f"PyTorch's layer beside experts knows none with "
+                         f"{', '.join(f'{k}={v!r}' for k, v in given.items())}: the default "
+                         f"design would do")
     first = experts.convention == "deepspeed" and experts.top <= 2
     divisor = {"huggingface": 1, "megablocks": experts.top * layers}.get(
         experts.convention, experts.top)

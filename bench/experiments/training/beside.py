@@ -75,7 +75,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         On all ranks, when loss or gradients of any side differ.
     """
     comm, case = subject.comm, subject.case
-    checks = verification.verify(subject.model, subject.batch, case.heads, case.dtype, comm)
+    checks = verification.verify(subject.model, subject.batch, case, comm)
     references: dict[str, TorchProcesses] = {}
     kernels = None
     with ExitStack() as stack:

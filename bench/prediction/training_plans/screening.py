@@ -37,10 +37,20 @@ class Screening:
         What is trained.
     progress : callable, optional
         Is given a line on what is done.
+
+    Raises
+    ------
+    UsageError
+        When experts are not as wide as the perceptron, or one is shared.
     """
 
     def __init__(self, training: Training,
                  progress: Callable[[str], None] = lambda line: None) -> None:
+        experts = training.gpt.experts
+        if experts and (experts.design.width or experts.design.shared):
+            raise UsageError(f"experts with {experts.design.given()}: trainings are planned with "
+                             f"experts as wide as the perceptron, and none shared; bench dry "
+                             f"counts others")
         self.training, self.progress = training, progress
         self.limit = training.machine.memory_bytes
         self.estimator = Estimator(training)

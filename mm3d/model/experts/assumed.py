@@ -2,8 +2,8 @@
 
 The router's logits are not known there, so the choice is a function of a token's global number.
 All experts get equally many pairs, as near as whole numbers can be, and every rank's tokens go to
-all experts alike.  Everything that follows from the choice, capacity among it, is computed as in a
-real run whose router chooses so.
+all experts alike, whatever their groups.  All that follows, capacity among it, is as in a real run
+whose router chooses so.
 """
 
 import math

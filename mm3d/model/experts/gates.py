@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
-from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.experts.options import BEST_OF_GROUP, ExpertDesign, ExpertOptions
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Choice:
         (tokens, E): softmax of all log scores, whose means enter the balance loss.
     slope : Array or None
         (tokens, E): derivative of each log score by its logit; None where it is 1.
-    gate : str
-        As in `Experts`.
+    gate, factor : str, float
+        As in `Experts`, and its design.
     """
 
     chosen: np.ndarray
@@ -39,6 +39,7 @@ class Choice:
     probabilities: Array
     slope: Array | None
     gate: str
+    factor: float = 1.0
 
 
 def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
@@ -75,15 +76,20 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
         sought = xp.exp(scores)
         if bias is not None:
             sought = sought + bias
+    design = experts.design
+    if design.groups > design.top_groups:
+        sought = _in_best_groups(library, sought, design)
     chosen = _largest(library, sought, experts.top)
     probabilities = _softmax(xp, scores)
     if experts.gate == "switch":
         gates = _gather(library, probabilities, chosen)
     else:
         gates = _softmax(xp, _gather(library, scores, chosen))
+    if design.factor != 1:
+        gates *= design.factor
     # A copy, so that the pool gets the memory back, as where the choice is assumed.
     host = np.array(library.to_host(chosen)) if assumed is None else assumed
-    return Choice(host, gates, probabilities, slope, experts.gate)
+    return Choice(host, gates, probabilities, slope, experts.gate, design.factor)
 
 
 def gates_backward(choice: Choice, dgates: Array) -> Array:
@@ -104,17 +110,43 @@ def gates_backward(choice: Choice, dgates: Array) -> Array:
     library, xp = backend_of(dgates), namespace(dgates)
     if choice.gate == "switch":
         dp = _scatter(library, dgates, choice)
+        if choice.factor != 1:
+            dp *= choice.factor
         return softmax_backward(dp, choice.probabilities, choice.slope)
-    inner = softmax_backward(dgates, choice.gates, None)
+    inner = softmax_backward(dgates, choice.gates, None, choice.factor)
     dz = _scatter(library, inner, choice)
     return dz if choice.slope is None else xp.multiply(dz, choice.slope)
 
 
-def softmax_backward(dp: Array, p: Array, slope: Array | None) -> Array:
-    """Compute p (dp - sum(p dp)) row by row, times the slopes of the log scores if given."""
+def softmax_backward(dp: Array, p: Array, slope: Array | None, factor: float = 1.0) -> Array:
+    """Compute p (dp - sum(p dp) / factor) row by row, times the slopes of the log scores if given.
+
+    p is `factor` times the softmax.
+    """
     xp = namespace(p)
-    dz = p * (dp - xp.sum(p * dp, axis=-1, keepdims=True))
+    mean = xp.sum(p * dp, axis=-1, keepdims=True)
+    if factor != 1:
+        mean /= factor
+    dz = p * (dp - mean)
     return dz if slope is None else dz * slope
+
+
+def _in_best_groups(library: Any, sought: Array, design: ExpertDesign) -> Array:
+    """Return what is sought, (rows, E), with -inf outside the best groups of each row.
+
+    A group is as good as the sum of its best two experts; among equals the lowest is taken.
+    """
+    xp, (rows, count) = library.xp, sought.shape
+    size = count // design.groups
+    members = xp.reshape(sought, (rows * design.groups, size))
+    best = _gather(library, members, _largest(library, members, min(BEST_OF_GROUP, size)))
+    sums = xp.reshape(xp.sum(best, axis=-1), (rows, design.groups))
+    chosen = _largest(library, sums, design.top_groups)
+    group = library.asarray(np.arange(count)[None, :] // size)
+    hidden = group != chosen[:, :1]
+    for n in range(1, design.top_groups):
+        hidden = hidden & (group != chosen[:, n:n + 1])
+    return xp.where(hidden, -math.inf, sought)
 
 
 def _log_sigmoid(xp: Any, z: Array) -> Array:

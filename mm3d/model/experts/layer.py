@@ -28,6 +28,7 @@ from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.router import Router
 from mm3d.model.experts.shared import Routings
+from mm3d.model.experts.shared_expert import SharedExpert
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.layers import Layer
@@ -121,7 +122,7 @@ class ExpertLinear:
 class ExpertsLayer:
     """Compute y = sum over the chosen experts e of g_e (GELU(x W_e + b_e) V_e + c_e).
 
-    An architecture may have no biases, or SwiGLU instead of GELU.
+    An architecture may have no biases, or SwiGLU instead of GELU; a shared expert is added to it.
 
     Parameters
     ----------
@@ -160,6 +161,11 @@ class ExpertsLayer:
         self.capacity = capacity_of(experts, self.order.tokens)
         self.parameters = [self.router.weight, *([self.bias] if self.bias else []),
                            *self.up.parameters, *self.down.parameters]
+        self.shared = None
+        if experts.design.shared is not None:
+            self.shared = SharedExpert(build, f"{name}.shared", experts.design, hidden,
+                                       architecture)
+            self.parameters += self.shared.parameters
 
     def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
         """Compute this rank's block of y; save the routing, and inputs and outputs of experts.
@@ -180,7 +186,11 @@ class ExpertsLayer:
         if c is not None:
             add_biases(R, c, plan.rows.outer_segments)
         y, R = self.dispatch.combine(R, routing.choice.gates, plan)
-        return xp.reshape(y, x.shape), (routing, x, weight, A, U, b, G, R)
+        y, of_shared = xp.reshape(y, x.shape), None
+        if self.shared is not None:
+            more, of_shared = self.shared.forward(x)
+            y += more
+        return y, (routing, x, weight, A, U, b, G, R, of_shared)
 
     def _route(self, tokens: Array) -> tuple[Routing, Array]:
         """Choose the experts of this rank's tokens; also return the gathered weight."""
@@ -223,7 +233,7 @@ class ExpertsLayer:
 
     def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
         """Compute dx; add to the gradients of router and experts."""
-        routing, x, weight, A, U, b, G, R = saved
+        routing, x, weight, A, U, b, G, R, of_shared = saved
         library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
         dR, dgates = self.dispatch.combine_backward(as_rows(dy), R, plan)
         exact = self.down.weight.has_master
@@ -238,7 +248,10 @@ class ExpertsLayer:
         self.up.weight.accumulate(dW)
         dx = self.dispatch.send_backward(dA, plan)
         dx += self._route_backward(routing, dgates, as_rows(x), weight)
-        return xp.reshape(xp.astype(dx, dy.dtype, copy=False), dy.shape)
+        dx = xp.reshape(xp.astype(dx, dy.dtype, copy=False), dy.shape)
+        if self.shared is not None:
+            dx += self.shared.backward(dy, x, of_shared)
+        return dx
 
     def _route_backward(self, routing: Routing, dgates: Array, tokens: Array,
                         weight: Array) -> Array:
@@ -325,8 +338,8 @@ class Experts(ExpertOptions):
 
     def make_layer(self, build: Builder, name: str, sizes: ModelSizes) -> ExpertsLayer:
         """Make a layer of experts in place of a multi-layer perceptron."""
-        return ExpertsLayer(build, name, self, sizes.hidden, sizes.inner, sizes.layers,
-                            sizes.architecture)
+        return ExpertsLayer(build, name, self, sizes.hidden, self.design.width or sizes.inner,
+                            sizes.layers, sizes.architecture)
 
     def recompute(self, build: Builder, layers: Sequence[Layer]) -> RecomputedExperts:
         """Wrap layers so that backward recomputes them with the routings of forward."""

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,92 @@ GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
 CONVENTIONS = "mm3d", "megatron", "deepspeed", "megablocks", "huggingface"
 DEEPSPEED_MIN_CAPACITY = 4    # the default of DeepSpeed's layer
+BEST_OF_GROUP = 2    # whose scores are summed up to those of a group
+
+
+@dataclass(frozen=True)
+class ExpertDesign:
+    """State what a layer of experts has beside those of Switch and Mixtral; by default nothing.
+
+    Attributes
+    ----------
+    width : int, optional
+        Features between the products of an expert; by default those of the architecture's
+        perceptron.
+    shared : int, optional
+        Features between the products of a *shared expert*, which every token goes to; its output
+        is added to that of the others (Dai et al., arXiv 2401.06066).  Several shared experts
+        are one of their joint width.  By default there is none.
+    shared_gate : bool
+        Whether the output of the shared expert is multiplied by the sigmoid of a product of the
+        token with a vector, as in Qwen's models with experts.
+    groups, top_groups : int
+        The experts are divided into groups of neighbours, and a token goes to experts of the
+        `top_groups` groups alone whose two best experts have the largest sum of scores, bias
+        included: only with the gate "sigmoid-bias" (DeepSeek-AI, arXiv 2412.19437, section
+        2.1.2).
+    factor : float
+        What the gates are multiplied by at last.
+    """
+
+    width: int | None = None
+    shared: int | None = None
+    shared_gate: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        keep_plain_numbers(self)
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {one.name: value for one in fields(self)
+                if (value := getattr(self, one.name)) != one.default}
+
+    def check(self, count: int, top: int, gate: str) -> None:
+        """Raise ValueError unless so many experts, with this gate, can have it.
+
+        Parameters
+        ----------
+        count, top, gate
+            As of `mm3d.model.experts.options.ExpertOptions`.
+        """
+        for name in ("width", "shared", "groups", "top_groups"):
+            value = getattr(self, name)
+            if value is None and name in ("width", "shared"):
+                continue
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} should be a whole number of at least 1")
+        if self.shared_gate and self.shared is None:
+            raise ValueError("shared_gate=True without a shared expert: shared=1024 would do, or "
+                             "shared_gate=False")
+        if (not isinstance(self.factor, numbers.Real) or isinstance(self.factor, bool)
+                or not 0 < self.factor < math.inf):
+            raise ValueError(f"factor={self.factor!r} should be a number above 0")
+        self._check_groups(count, top, gate)
+
+    def _check_groups(self, count: int, top: int, gate: str) -> None:
+        """Raise ValueError unless groups divide the experts, and enough are chosen."""
+        if self.top_groups > self.groups:
+            raise ValueError(f"top_groups={self.top_groups} of groups={self.groups} cannot be "
+                             f"chosen: top_groups={self.groups} at most would do")
+        if self.groups == 1:
+            return
+        if gate != "sigmoid-bias":
+            raise ValueError(f"groups={self.groups} with gate={gate!r}: gate='sigmoid-bias', or "
+                             f"groups=1, would do")
+        if count % self.groups:
+            near = [n for n in range(1, count + 1) if count % n == 0]
+            raise ValueError(f"groups={self.groups} do not divide count={count} experts: "
+                             f"{', '.join(map(str, near))} would do")
+        held = self.top_groups * (count // self.groups)
+        if top > held:
+            raise ValueError(f"top={top} experts cannot be chosen in top_groups={self.top_groups} "
+                             f"groups of {count // self.groups}: top={held} at most would do")
+
+
+PLAIN_DESIGN = ExpertDesign()
 
 
 @dataclass(frozen=True)
@@ -57,6 +143,8 @@ class ExpertOptions:
         otherwise "position".
     bias_rate : float
         How much a step changes the bias of the gate "sigmoid-bias".
+    design : ExpertDesign
+        Widths, shared experts and groups of experts.
     """
 
     count: int
@@ -70,6 +158,7 @@ class ExpertOptions:
     min_capacity: int | None = None
     order: str | None = None
     bias_rate: float = 1e-3
+    design: ExpertDesign = PLAIN_DESIGN
 
     def __post_init__(self) -> None:
         keep_plain_numbers(self)
@@ -113,6 +202,7 @@ class ExpertOptions:
         for name in ("balance", "z", "bias_rate"):
             _check_number(name, getattr(self, name))
         self._check_capacity()
+        self.design.check(self.count, self.top, self.gate)
 
     def _check_capacity(self) -> None:
         """Raise ValueError unless experts can take tokens, and the convention knows capacities."""

@@ -17,6 +17,7 @@ from bench.prediction.training_plans.layer_work import (Layer, screen_layer, scr
 from bench.prediction.training_step import expert_parameters, layer_parameters
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.layer import Experts
+from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign
 from support import status_of
 
 EXPERTS = Experts(4, top=2, every=1, gate="mixtral", capacity=None)
@@ -70,9 +71,10 @@ def test_estimates_by_dry_runs_of_layers_are_near_those_of_a_step(zero, shards, 
 
 @pytest.mark.parametrize("scheme, sizes, parts", [
     ("1d", (2,), 1), ("1d", (2,), 3), ("3d", (2, 1, 2), 2), ("2d", (2, 2), 4)])
-def test_parameters_are_those_of_a_dry_run(scheme, sizes, parts):
+@pytest.mark.parametrize("design", [PLAIN_DESIGN, ExpertDesign(512, 768, True)])
+def test_parameters_are_those_of_a_dry_run(scheme, sizes, parts, design):
     """Of two layers, one with experts; values and gradients have 2 bytes each."""
-    asked = training(4, 4, 100, replace(EXPERTS, every=2))
+    asked = training(4, 4, 100, replace(EXPERTS, every=2, design=design))
     (grid,) = {one for kind, one in asked.shapes() if kind == scheme and one.sizes == sizes}
     trace = trace_layer(asked, Layer(scheme, grid, 2, "none", False, parts))[0]
     where = scheme, grid, asked.stack(2, "none").sizes, asked.gpt.experts
@@ -113,6 +115,7 @@ def test_experts_inside_nodes_are_reached_faster():
         predict_pipeline(asked.model(choice._replace(shards=2)), asked.machine, inside="d")
 
 
+@pytest.mark.slow
 def test_dry_predicts_the_best_plan_as_it_is_printed(capsys, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(msgspec.toml.encode({name: getattr(ROUTED, name) for name in (
@@ -125,6 +128,13 @@ def test_dry_predicts_the_best_plan_as_it_is_printed(capsys, tmp_path):
     assert options[options.index("--experts") + 1] == "4"
     seconds = re.search(r'"step s".*?(\d+\.\d+)', said)
     assert seconds and main(options) == 0
+
+
+@pytest.mark.parametrize("more", [["--expert-width", "96"], ["--shared-expert", "96"]])
+def test_experts_unlike_the_perceptron_are_refused(capsys, more):
+    words = "plan --gpus 8 --batch 8 --model llama-3-8b --experts 8".split()
+    assert status_of(main, [*words, *more]) == 2
+    assert "trainings are planned with experts as wide as" in capsys.readouterr().err
 
 
 def test_options_of_experts_that_do_nothing_are_refused(capsys):

@@ -106,7 +106,7 @@ class Hybrid(search.Search):
                 and one.schedule == "1f1b" and one.micro == 1 and one.scheme == "1d")
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, gpt, batch, mib", [(Uneven, UNEVEN, 6, 12),
                                                    (Hybrid, SMALL, 8, 26)])
 def test_so_it_is_with_uneven_grids_shards_and_places(kind, gpt, batch, mib):

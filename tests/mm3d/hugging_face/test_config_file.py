@@ -5,6 +5,7 @@ import pytest
 
 import mm3d
 from mm3d.hugging_face.config_file import config_of, model_fields
+from mm3d.model.experts.options import ExpertDesign
 
 # As published; what is left out has the defaults of transformers.
 GPT2 = dict(model_type="gpt2", n_layer=12, n_embd=768, n_head=12, vocab_size=50257,
@@ -23,7 +24,11 @@ MIXTRAL = MISTRAL | dict(model_type="mixtral", sliding_window=None, num_local_ex
                          router_aux_loss_coef=0.02)
 QWEN2 = MISTRAL | dict(model_type="qwen2", use_sliding_window=False, sliding_window=131072,
                        max_window_layers=24, tie_word_embeddings=True)
-ALL = (GPT2, LLAMA, LLAMA | {"rope_scaling": SCALED}, MISTRAL, MIXTRAL, QWEN2)
+QWEN2_MOE = QWEN2 | dict(model_type="qwen2_moe", num_experts=60, num_experts_per_tok=4,
+                         decoder_sparse_step=2, moe_intermediate_size=1408, norm_topk_prob=True,
+                         shared_expert_intermediate_size=5632, mlp_only_layers=[], qkv_bias=True)
+ALL = (GPT2, LLAMA, LLAMA | {"rope_scaling": SCALED}, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE,
+       QWEN2_MOE | {"norm_topk_prob": False})
 DEEPSEEK = LLAMA | dict(model_type="deepseek_v3", q_lora_rank=1536, kv_lora_rank=512)
 
 
@@ -61,6 +66,11 @@ def test_llama_and_its_relatives(tmp_path):
     experts = read(MIXTRAL, tmp_path).experts
     assert experts == mm3d.Experts(8, 2, every=1, capacity=None, gate="mixtral", balance=0.0,
                                    z=0.0, convention="huggingface")
+    of_qwen = read(QWEN2_MOE, tmp_path).experts
+    assert of_qwen == mm3d.Experts(60, 4, every=2, capacity=None, gate="mixtral", balance=0.0,
+                                   z=0.0, convention="huggingface",
+                                   design=ExpertDesign(1408, 5632, True))
+    assert read(QWEN2_MOE | {"norm_topk_prob": False}, tmp_path).experts.gate == "switch"
 
 
 @pytest.mark.parametrize("config, named", [
@@ -77,6 +87,7 @@ def test_llama_and_its_relatives(tmp_path):
     (QWEN2 | dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
     (QWEN2 | dict(layer_types=["chunked_attention"]), ["chunked_attention"]),
     (MIXTRAL | dict(router_jitter_noise=0.1), ["router_jitter_noise=0.1"]),
+    (QWEN2_MOE | dict(mlp_only_layers=[0], qkv_bias=False), ["mlp_only_layers=[0]", "qkv_bias"]),
     (GPT2 | dict(activation_function="relu", scale_attn_by_inverse_layer_idx=True),
      ["activation_function='relu'", "scale_attn_by_inverse_layer_idx=True"]),
     ({}, ["model_type=None"])], ids=str)

@@ -10,6 +10,7 @@ import pytest
 
 import mm3d
 from mm3d.arrays import backend as backends
+from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.tracing import dry_run
 from mm3d.training.optimizers import SGD, AdamW
@@ -55,7 +56,8 @@ class Program:
             count = pick([4, 5])
             self.model["experts"] = mm3d.Experts(
                 count, top=pick([1, 2]), every=pick([1, 2]), capacity=pick([None, 0.8]),
-                gate=pick(["switch", "mixtral", "gshard", "sigmoid-bias"]))
+                gate=pick(["switch", "mixtral", "gshard", "sigmoid-bias"]),
+                design=ExpertDesign(pick([None, 5]), *pick([(), (7,), (7, True)])))
             self.model["expert_parallel"] = pick([one for one in (1, 2, 4) if not data % one])
         self.kind = SGD if dtype == "float16" and master is None else pick([AdamW, SGD])
         if draw.random() < 0.4:
@@ -64,6 +66,11 @@ class Program:
                 kv_heads=pick([None, 1]), head=pick([4, 10]), inner=pick([None, 7]),
                 perceptron=pick(["gelu", "swiglu", "swiglu"]),
                 biases=pick(["all", "qkv", "none"]), window=pick([None, None, 3]))
+
+        if data > 1 and "experts" not in self.model and draw.random() < 0.5:
+            context = pick([one for one in (2, 4, 8) if not data % one])
+            self.mesh |= {"data": data // context, "context": context}
+            self.model["context_way"] = pick(["gather", "ring"])
 
     def __repr__(self) -> str:
         return f"{self.mesh} {self.model} {self.kind.__name__}"

@@ -8,17 +8,22 @@ from mpi4py import MPI
 import mm3d
 from experts import SIZES, state_of, step
 from mm3d.model import cost
+from mm3d.model.experts.options import ExpertDesign
 from models import Parallelism
 
 # No length but the sequences' number on some grids divides evenly; an expert stays without tokens.
 CASES = [mm3d.Experts(5, every=1, capacity=0.8),
          mm3d.Experts(7, top=3, every=2, gate="gshard", capacity=0.6),
          mm3d.Experts(5, top=1, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0),
-         mm3d.Experts(5, every=1, gate="mixtral", capacity=None, balance=0.1)]
+         mm3d.Experts(5, every=1, gate="mixtral", capacity=None, balance=0.1),
+         mm3d.Experts(6, top=3, every=1, gate="sigmoid-bias", capacity=0.9, design=ExpertDesign(
+             5, 7, groups=3, top_groups=2, factor=2.5)),
+         mm3d.Experts(5, every=2, gate="switch", capacity=None, design=ExpertDesign(7, 5, True))]
 MIXTRAL = dict(norm="rms", positions="rotary", kv_heads=1, perceptron="swiglu", inner=11,
                biases="none")
-FIELDS = [{}, {}, dict(perceptron="swiglu", inner=7), MIXTRAL]    # of each case
-DROPLESS = mm3d.Experts(5, every=2, capacity=None)
+FIELDS = [{}, {}, dict(perceptron="swiglu", inner=7), MIXTRAL, {}, MIXTRAL]    # of each case
+DROPLESS = [mm3d.Experts(6, every=2, capacity=None, gate=one.gate, design=one.design)
+            for one in CASES]
 GRIDS = {
     4: [Parallelism("1d"), Parallelism("1d-sp"), Parallelism("2d"), Parallelism("2.5d", (1, 1, 4)),
         Parallelism("3d", (1, 2, 2)), Parallelism("3d", (2, 2, 1), {"rows": "positions"}),
@@ -42,7 +47,7 @@ def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number):
     grids = GRIDS[comm.size]
     if number >= len(grids):
         pytest.skip(f"{comm.size} ranks have {len(grids)} grids")
-    for case in range(len(CASES)) if number == 1 else (number % 3, 3):
+    for case in range(len(CASES)) if number == 1 else (number % 3, 3 + number % 3):
         with grids[number].on(comm) as scheme:
             model = mm3d.Transformer(scheme, **SIZES, experts=CASES[case], **FIELDS[case])
             found, expected = step(model), serial(case)
@@ -59,22 +64,22 @@ def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number):
 @pytest.mark.parametrize("part", [slice(1, 10, 4), slice(0, 10, 2), slice(3, 10, 4)])
 def test_words_are_the_closed_form_of_dropless_experts(comm, part):
     """Whatever the routing, inside a tensor group; also where layers are recomputed."""
-    for number, parallelism in enumerate(GRIDS[comm.size][part]):
-        case = number % len(FIELDS)
-        compare_words(comm, parallelism, ("none", "uniform:2")[number % 2], case)
+    for place, number in enumerate(range(len(GRIDS[comm.size]))[part]):
+        compare_words(comm, GRIDS[comm.size][number], ("uniform:2", "none")[place % 2],
+                      (number + 2) % len(CASES))    # gated sharing on divided features
 
 
 @functools.cache
 def output_on_one_rank(case: int) -> np.ndarray:
     with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
-        model = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS, **FIELDS[case])
+        model = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS[case], **FIELDS[case])
         model.load(state_of(model))
         return model.forward(model.random("x"))[0]
 
 
 def compare_words(comm, parallelism: Parallelism, recompute: str, case: int) -> None:
     with parallelism.on(comm) as scheme:
-        model, phases = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS,
+        model, phases = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS[case],
                                          recompute=recompute, **FIELDS[case]), []
         model.load(state_of(model))
         scheme.grid.reset_traffic()
@@ -85,7 +90,7 @@ def compare_words(comm, parallelism: Parallelism, recompute: str, case: int) -> 
         model.backward(y, saved)
         phases.append(scheme.grid.traffic())
         expected = cost.words(parallelism.name, scheme.grid.shape, model.sizes, recompute,
-                              experts=DROPLESS, **parallelism.options)
+                              experts=DROPLESS[case], **parallelism.options)
         words = [sum(comm.allreduce(one.words) for _, one in sorted(found.items()))
                  for found in phases]
     stated = [sum(of.values()) for of in expected.values()]
