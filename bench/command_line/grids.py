@@ -31,20 +31,23 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
 
 
 def divide_among_replicas(arguments: argparse.Namespace) -> None:
-    """Divide the job's ``--ranks`` and ``--batch`` by its ``--data`` replicas.
+    """Divide the job's ``--ranks`` and ``--batch`` by its replicas.
+
+    Those of ``--data`` divide both, those of ``--context`` the ranks alone.
 
     Raises
     ------
     UsageError
         When the replicas do not divide them.
     """
-    data = arguments.data or 1
-    for name in ("ranks", "batch"):
+    data, context = arguments.data or 1, arguments.context or 1
+    for name, parts in (("ranks", data * context), ("batch", data)):
         value = getattr(arguments, name) or 0
-        if value % data:
-            raise UsageError(f"--data {data} does not divide --{name} {value}, which is that of "
-                             f"all replicas: a multiple would do")
-        setattr(arguments, name, value // data or None)
+        if value % parts:
+            by = f" x --context {context}" * (parts > data)
+            raise UsageError(f"--data {data}{by} does not divide --{name} {value}, which is that "
+                             f"of all replicas: a multiple would do")
+        setattr(arguments, name, value // parts or None)
 
 
 def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: Stack,

@@ -15,6 +15,9 @@ from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.builders import check_size
 
 
+OF_STAGES = ("schedule", "microbatches", "context", "context_way", "zero", "shards")
+
+
 def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     """Add the options that divide layers among stages, and ranks among replicas of these.
 
@@ -28,10 +31,11 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     parser.add_argument("--stages", type=options.whole(1), metavar="P", help=(
         f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
         f"grid of its own; the batch is that of all micro-batches{batch}"))
-    given = dict.fromkeys(("schedule", "microbatches", "zero", "shards"))
-    said = {"schedule": "1f1b", "microbatches": "2 for each stage", "zero": "0", "shards": "all"}
-    for names, before in ((("schedule", "microbatches"), "with --stages: "),
-                          (("zero", "shards"), "with --stages and --data: ")):
+    given = dict.fromkeys(OF_STAGES)
+    said = {"schedule": "1f1b", "microbatches": "2 for each stage", "context": "1",
+            "context_way": "gather", "zero": "0", "shards": "all"}
+    for names, before in ((OF_STAGES[:4], "with --stages: "),
+                          (OF_STAGES[4:], "with --stages and --data: ")):
         add_fields(parser, Division, names, given, lambda name: f"default {said[name]}", before)
 
 
@@ -78,14 +82,18 @@ def check_stages(arguments: argparse.Namespace) -> None:
     if arguments.stages is not None:
         with as_usage_error():    # before anything is made for each stage
             check_size(arguments.stages, arguments.microbatches or 2 * arguments.stages)
-    for name in ("schedule", "microbatches", "zero", "shards"):
+    for name in OF_STAGES:
         if arguments.stages is None and getattr(arguments, name) is not None:
-            raise UsageError(f"--{name} {getattr(arguments, name)}: give --stages too"
-                             + ", such as --stages 1" * (name in ("zero", "shards")))
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: give "
+                             f"--stages too" + ", such as --stages 1" * (name in OF_STAGES[2:]))
+    several = (arguments.context or 1) > 1
     for name in ("zero", "shards"):
-        if getattr(arguments, name) and not arguments.data:
+        if getattr(arguments, name) and not (arguments.data or several):
             raise UsageError(f"--{name} {getattr(arguments, name)}: give --data too, the number "
                              f"of replicas")
+    if arguments.context_way and not several:
+        raise UsageError(f"--context-way {arguments.context_way} would do nothing here: --context "
+                         f"2 or more would do, or leave it out")
 
 
 def build_schedule(arguments: argparse.Namespace) -> Schedule:
@@ -94,17 +102,18 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
                  arguments.microbatches or 2 * arguments.stages)
 
 
-def replicas(arguments: argparse.Namespace) -> dict[str, int | None]:
-    """Return the fields of a `PipelineModel` that describe its replicas.
+def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
+    """Return the fields of `bench.prediction.pipeline_model.Replicas`.
 
     Raises
     ------
     ValueError
         When the shards do not divide the replicas.
     """
-    data = arguments.data or 1
-    check_data(data, data, arguments.shards)
-    return {"data": data, "zero": arguments.zero or 0, "shards": arguments.shards}
+    data, context = arguments.data or 1, arguments.context or 1
+    check_data(data * context, data, arguments.shards, context)
+    return {"data": data, "context": context, "context_way": arguments.context_way or "gather",
+            "zero": arguments.zero or 0, "shards": arguments.shards}
 
 
 def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],

@@ -18,6 +18,7 @@ from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.architecture import CHOICES, INNER_FACTOR, PLAIN, Architecture
+from mm3d.model.attention.costs import context_moves
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
@@ -25,6 +26,9 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import Move, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+
+# Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
+OF_OTHERS = {"gather": 6, "ring": 8}
 
 
 @dataclass(frozen=True)
@@ -163,11 +167,14 @@ class BlockSizes:
         Sizes of its directions.
     sizes : ModelSizes
         Sizes of the model.
+    context : int
+        Number of grids among which the positions are divided.
     """
 
-    def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
-        outer, inner = find_scheme(name).layouts(grid, sizes["batch"], sizes["seq"])
-        self.sizes = sizes
+    def __init__(self, name: str, grid: GridShape, sizes: ModelSizes, context: int = 1) -> None:
+        self.sizes, self.context = sizes, context
+        self.own = -(-sizes.seq // context)    # positions
+        outer, inner = find_scheme(name).layouts(grid, sizes.batch, self.own)
         # Parts of activations by sequence, position and feature.
         self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
@@ -179,14 +186,15 @@ class BlockSizes:
         """Return the batch of products of attention in a forward pass."""
         batch, seq = self.sizes["batch"], self.sizes["seq"]
         pairs = largest_block(batch, self.sequences) * self.heads
-        return Gemm(2 * pairs, largest_block(seq, self.positions), self.sizes.head, seq, dtype)
+        return Gemm(2 * pairs, largest_block(self.own, self.positions), self.sizes.head, seq,
+                    dtype)
 
     @property
     def outer_block(self) -> tuple[int, int]:
         """Return the tokens and features of an outer activation."""
         sequences, positions, features = self.outside
         return (largest_block(self.sizes.batch, sequences)
-                * largest_block(self.sizes.seq, positions),
+                * largest_block(self.own, positions),
                 largest_block(self.sizes.hidden, features))
 
     def elements(self) -> np.ndarray:
@@ -196,12 +204,31 @@ class BlockSizes:
         perceptron's, which is as wide as the outer one by default.
         """
         batch, seq = self.sizes.batch, self.sizes.seq
-        rows = largest_block(batch, self.sequences) * largest_block(seq, self.positions)
+        rows = largest_block(batch, self.sequences) * largest_block(self.own, self.positions)
         return np.array([
             math.prod(self.outer_block),
             rows * self.heads * self.sizes.head,
             rows * largest_block(self.sizes.inner, self.features) / INNER_FACTOR,
             rows * seq * self.heads], float)
+
+    def words_of_others(self, way: str) -> float:
+        """Return the words of others' keys and values, and of their gradients, in backward."""
+        if self.context == 1:
+            return 0.0
+        return (OF_OTHERS[way] * self.elements()[1] / self.sizes.group
+                * (self.context if way == "gather" else 1))
+
+    def scores_held(self, way: str) -> tuple[float, int]:
+        """Return the share of a sequence's scores that are held at once, and arrays of them.
+
+        A rank of a context takes a chunk of queries at a time, with all keys, or those that a
+        window leaves, or with a chunk of them.
+        """
+        if self.context == 1:
+            return 1.0, 3
+        window = self.sizes.architecture.window or self.sizes.seq
+        seen = min(1.0, window / self.sizes.seq + 0.5 / self.context)
+        return (0.5 * seen, 3) if way == "gather" else (0.25 / self.context, 2)
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
@@ -260,12 +287,17 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
     return tuple(found)
 
 
-def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
-              stack: Stack) -> tuple[dict[str, PhaseWork], dict[str, float]]:
-    """Return the work of a rank in each phase, and the words that it moves."""
-    size, sizes = np.dtype(stack.dtype).itemsize, stack.sizes
+def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
+              context: tuple[int, str] = (1, "gather")
+              ) -> tuple[dict[str, PhaseWork], dict[str, float]]:
+    """Return the work of a rank in each phase, and the words that it moves.
+
+    `context` is the number of grids among which positions are divided, and the way of attention.
+    """
+    size, whole = np.dtype(stack.dtype).itemsize, stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
-    blocks = BlockSizes(name, grid, sizes)
+    blocks = BlockSizes(name, grid, whole, context[0])
+    sizes = replace(whole, seq=blocks.own)    # of a grid
     moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
@@ -278,8 +310,8 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
         for product, times in cost.products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
-    again = (cost.flops_again(sizes, recompute, experts)
-             / cost.flops(sizes, experts)["forward"])
+    again = (cost.flops_again(whole, recompute, experts)
+             / cost.flops(whole, experts)["forward"])
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward
     if machine.kernels == "own" or flash:    # scores are multiplied once more
@@ -292,6 +324,19 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine,
     chosen = parse_policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
-    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]),
-                             collectives_of(moves[phase].values(), grid, size))
+    found = {phase: collectives_of(moves[phase].values(), grid, size) for phase in PHASES}
+    if context[0] > 1:
+        over = context_moves(name, grid, whole, *context, recompute)
+        for phase in PHASES:
+            found[phase] += tuple(_over_context(move, context[0], grid, size)
+                                  for move in over[phase].values())
+    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]), found[phase])
             for phase in PHASES}, words
+
+
+def _over_context(move: Move, ranks: int, grid: GridShape, size: int) -> tuple[Collective, int]:
+    """Return a collective over a context of neighbouring grids, and how often a rank calls it."""
+    sent = move.words / (grid.ranks * ranks) * size / move.calls
+    if move.collective != "all_to_all":    # the whole, of which a rank does not receive its own
+        sent *= ranks / (ranks - 1)
+    return Collective(move.collective, move.axis, ranks, grid.ranks, sent), move.calls

@@ -33,13 +33,14 @@ SOFTMAX_PRODUCTS = {"forward": 2, "backward": 4}
 SOFTMAX = {"forward": 4, "backward": 5}
 
 
-def priced(trace: Trace, machine: Machine, stack: Stack) -> Trace:
+def priced(trace: Trace, machine: Machine, stack: Stack, masked: float = 1.0) -> Trace:
     """Return the trace of a step of `stack` with the events of the kernels of `machine`."""
     return with_kernels(trace, machine.kernels, machine.attention, stack.dtype,
-                        stack.sizes.head)
+                        stack.sizes.head, masked)
 
 
-def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int) -> Trace:
+def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int,
+                 masked: float = 1.0) -> Trace:
     """Return the trace of a step with the events of other kernels.
 
     Parameters
@@ -52,6 +53,9 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
         The dtype of activations, in which scores are multiplied too.
     head : int
         Features of a head.
+    masked : float
+        The share of its scores that a rank of a context multiplies in the trace; fused kernels
+        are priced without regard to a mask, with a context as without.
 
     Returns
     -------
@@ -67,7 +71,7 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
     scores: Counter = Counter()    # operations by phase and part
     for (phase, part, event), times in trace.events.items():
         if isinstance(event, Gemm) and _plain(part) == ATTENTION:
-            scores[phase, part] += times * event.flops
+            scores[phase, part] += times * event.flops / masked
         elif isinstance(event, Boundary):
             if moved := boundary_bytes(event, phase, part, part in with_weights):
                 found.events[phase, part, Pass("fused", moved)] += times
@@ -78,7 +82,7 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
         if attention == "flash":
             found.events[phase, part, Flash(flops, dtype)] += 1
         else:
-            _add_softmax(found, (phase, part), way, flops, (dtype, head), trace)
+            _add_softmax(found, (phase, part), way, (flops, masked), (dtype, head), trace)
     return found
 
 
@@ -107,11 +111,14 @@ def _plain(part: str) -> str:
     return part.removesuffix(RECOMPUTED_SUFFIX)
 
 
-def _add_softmax(found: Trace, where: tuple[str, str], way: str, flops: float,
+def _add_softmax(found: Trace, where: tuple[str, str], way: str, work: tuple[float, float],
                  kind: tuple[str, int], trace: Trace) -> None:
-    """Add products of scores in memory, and the passes of a fused softmax and dropout."""
-    dtype, head = kind
-    share = SOFTMAX_PRODUCTS[way] / OWN_PRODUCTS[way]
+    """Add products of scores in memory, and the passes of a fused softmax and dropout.
+
+    `work` is the operations of all scores, and the share of them in the trace.
+    """
+    (dtype, head), (flops, masked) = kind, work
+    share = SOFTMAX_PRODUCTS[way] / OWN_PRODUCTS[way] / masked
     for (phase, part, event), times in trace.events.items():
         if (phase, part) == where and isinstance(event, Gemm):
             found.events[phase, part, event._replace(dtype=dtype)] += times * share

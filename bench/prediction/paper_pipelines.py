@@ -69,7 +69,7 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
     grid
         The grid of all stages, or one for each; by default the scheme's choice.
     **replicas
-        The fields data, zero and shards of `PipelineModel`.
+        Fields of `bench.prediction.pipeline_model.Replicas`.
 
     Returns
     -------
@@ -97,13 +97,13 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
 
 def row_model(row: Row, layers: int, schedule: Schedule,
               grid: Sizes | Sequence[Sizes] | None = None, data: int = 1,
-              **replicas: int | None) -> PipelineModel:
+              **replicas: int | str | None) -> PipelineModel:
     """Return a row of the paper as a pipeline; ValueError when it cannot be divided so."""
-    stages = schedule.ranks
-    if row.gpus % (data * stages):
-        among = f"{data} replicas of " * (data > 1)
+    stages, several = schedule.ranks, data * (replicas.get("context") or 1)
+    if row.gpus % (several * stages):
+        among = f"{several} replicas of " * (several > 1)
         raise ValueError(f"{among}{stages} stages do not divide {row.gpus} ranks")
-    grids = stage_grids(find_scheme(row.scheme), row.gpus // data, stages, grid)
+    grids = stage_grids(find_scheme(row.scheme), row.gpus // several, stages, grid)
     sizes = make_case(row, "paper", layers=layers).sizes
     largest, *_ = divide_rows(sizes.batch, data, schedule.microbatches)
     own = sum(rows.stop - rows.start for rows in largest)

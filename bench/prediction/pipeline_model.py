@@ -3,6 +3,7 @@
 Its ranks are run dry, one micro-batch or a whole step.
 """
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -11,9 +12,13 @@ from typing import Any, Self
 import numpy as np
 
 import mm3d
+from bench.instruments.placement import mesh_order
 from mm3d import ModelSizes
 from mm3d.config import Config
+from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
+from mm3d.model.attention.costs import context_pairs
+from mm3d.model.attention.windows import visible
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.options import ExpertOptions
@@ -24,6 +29,7 @@ from mm3d.tracing.events import HALVES, PHASES
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.batches import divide_layers
 from mm3d.training.optimizers import AdamW
+from mm3d.training.pipeline import check_context
 from mm3d.training.schedules import Schedule, build
 
 
@@ -33,8 +39,39 @@ def build_once(name: str, ranks: int, microbatches: int) -> Schedule:
     return build(name, ranks, microbatches)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """How a batch, and a copy of a model, are divided among replicas; as for `mm3d.Mesh`.
+
+    Attributes
+    ----------
+    data, context, shards : int, int, int or None
+        Replicas, or groups of them, that divide the sequences; replicas of a group, which divide
+        the positions; and those that divide a copy of the model.
+    zero, expert_parallel, context_way
+        As for `mm3d.Pipeline`.
+    """
+
+    data: int = 1
+    context: int = 1
+    context_way: str = "gather"
+    zero: int = 0
+    shards: int | None = None
+    expert_parallel: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of all replicas."""
+        return self.data * self.context
+
+    @property
+    def dividing(self) -> int:
+        """Return the number of replicas that divide a copy of the model by ZeRO."""
+        return self.shards or self.replicas
+
+
 @dataclass(frozen=True)
-class PipelineModel:
+class PipelineModel(Replicas):
     """A model to predict: its layers divided among pipeline stages, in equal replicas.
 
     Attributes
@@ -50,12 +87,6 @@ class PipelineModel:
         equally many tokens.
     options : tuple of (str, object)
         Options of the scheme.
-    data, shards : int, int or None
-        Number of replicas, and of those that divide a copy, as for `mm3d.Mesh`.
-    zero : {0, 1, 2, 3}
-        As for `mm3d.Pipeline`.
-    expert_parallel : int
-        As for `mm3d.Pipeline`.
     vocab : int
         Number of tokens of a `mm3d.GPT`; 0 for the layers alone.
     tied : bool
@@ -69,10 +100,6 @@ class PipelineModel:
     grids: tuple[GridShape, ...]
     stack: Stack
     options: tuple[tuple[str, Any], ...] = ()
-    data: int = 1
-    zero: int = 0
-    shards: int | None = None
-    expert_parallel: int = 1
     vocab: int = 0
     tied: bool = True
     named: str = ""
@@ -88,11 +115,13 @@ class PipelineModel:
         """
         model, how = config.model, config.division
         kind = find_scheme(how.scheme)
-        grid = kind.grid_shape(how.grid or kind.default_grid(ranks // how.data // how.stages))
+        grid = kind.grid_shape(how.grid or kind.default_grid(
+            ranks // (how.data * how.context * how.stages)))
         return cls(build_once(how.schedule, how.stages, how.microbatches), how.scheme,
                    (grid,) * how.stages,
                    Stack.of(config.stack() | {"batch": model.batch // how.data}), data=how.data,
-                   zero=how.zero, shards=how.shards, expert_parallel=how.expert_parallel,
+                   context=how.context, context_way=how.context_way, zero=how.zero,
+                   shards=how.shards, expert_parallel=how.expert_parallel,
                    vocab=model.vocab, tied=model.tied, named=how.schedule)
 
     @property
@@ -103,9 +132,19 @@ class PipelineModel:
     @property
     def mesh(self) -> GridShape:
         """Return the mesh: copies (r), replicas that divide one (d), stages (s), and the grid."""
-        shards, grid = self.shards or self.data, self.grids[0]
+        grid = self.grids[0]
         return GridShape("rds" + grid.directions, (
-            self.data // shards, shards, self.schedule.ranks, *grid.sizes))
+            self.replicas // self.dividing, self.dividing, self.schedule.ranks, *grid.sizes))
+
+    def strides(self, inside: str = "") -> dict[str, int]:
+        """Return the strides of the directions of the mesh over the nodes, and that of c.
+
+        `inside` varies fastest, see `bench.instruments.placement.mesh_order`, which says the
+        errors.  Replicas of a context are neighbours along d.
+        """
+        order = mesh_order(self.mesh, inside)
+        placed = GridShape(order, [self.mesh[name] for name in order])
+        return {name: placed.stride("d" if name == "c" else name) for name in (*order, "c")}
 
     @property
     def grid_name(self) -> str:
@@ -131,8 +170,22 @@ class PipelineModel:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the global shape of the activations of a micro-batch."""
-        return self.micro.batch, self.micro.seq, self.micro.hidden
+        """Return the shape of the activations of a micro-batch in the first replica."""
+        positions = sum(map(len, chunks_of(self.micro.seq, self.context, 0)))
+        return self.micro.batch, positions, self.micro.hidden
+
+    @property
+    def masked(self) -> float:
+        """Return which share of its scores the first rank of a causal context multiplies."""
+        seq, window = self.sizes.seq, self.stack.architecture.window
+        if self.context == 1 or not (self.stack.causal or self.vocab):
+            return 1.0
+        if self.context_way == "ring":
+            pairs = context_pairs(seq, self.context, 0, window=window)
+        else:    # with the keys of all chunks at once
+            pairs = sum(math.prod(map(len, visible(own, range(seq), True, window)))
+                        for own in chunks_of(seq, self.context, 0))
+        return pairs / (self.shape[1] * seq)
 
     @cached_property
     def parts(self) -> list[range]:
@@ -143,6 +196,7 @@ class PipelineModel:
         ValueError
             When the model cannot be divided so, or its experts cannot be predicted.
         """
+        check_context(self.context, self.stack, self.context_way)
         found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,
                               self.schedule.microbatches)
         if self.experts:
@@ -173,10 +227,12 @@ class PipelineModel:
               master: str | None = None) -> mm3d.Pipeline | mm3d.GPT:
         """Build the model of `layers` layers with the micro-batches of `schedule`."""
         mesh = mm3d.Mesh(comm, self.schedule.ranks, self.scheme, self.grids, backend,
-                         data=self.data, shards=self.shards, **dict(self.options))
+                         data=self.data, shards=self.shards, context=self.context,
+                         **dict(self.options))
         stack = replace(self.stack, layers=layers, master=master,
                         batch=self.data * schedule.microbatches * self.micro.batch)
-        how = {"zero": self.zero, "expert_parallel": self.expert_parallel}
+        how = {"zero": self.zero, "expert_parallel": self.expert_parallel,
+               "context_way": self.context_way}
         if not self.vocab:
             return mm3d.Pipeline(mesh, schedule, **stack.fields(), **how)
         fields = {name: value for name, value in stack.fields().items() if name != "causal"}
@@ -200,7 +256,7 @@ class PipelineModel:
 
         def trace_of(count: int) -> Trace:
             return dry_run.trace(
-                lambda *where: self.build(one, count * stages, *where), self.data * self.ranks,
+                lambda *where: self.build(one, count * stages, *where), self.replicas * self.ranks,
                 self.rank(place, stage, replica), block, step)
         return dry_run.extrapolate(
             trace_of, layers, dry_run.period_of(self.stack.recompute, self.experts)
@@ -231,7 +287,7 @@ class PipelineModel:
         return dry_run.extrapolate(
             lambda layers: dry_run.trace(
                 lambda *where: self.build(self.schedule, layers, *where, master),
-                self.data * self.ranks, self.rank(place, stage, replica), step=step),
+                self.replicas * self.ranks, self.rank(place, stage, replica), step=step),
             self.sizes.layers,
             dry_run.period_of(self.stack.recompute, self.experts) * self.schedule.stage_count)
 
@@ -242,8 +298,9 @@ def step_of_ends(model: Any, trace: Trace, halves: bool = False) -> None:
     Its passes are those of the layers: backward belongs to the first of the `halves`.
     """
     ends, chunks = model.chains[-1], model.chunks
-    rows = model.pipeline.rows[0]
-    tokens = np.zeros((rows.stop - rows.start, model.shape[1]), int)
+    rows, context = model.pipeline.rows[0], model.pipeline.context
+    positions = sum(map(len, context.chunks())) if context else model.shape[1]
+    tokens = np.zeros((rows.stop - rows.start, positions), int)
     trace.begin_phase(PHASES[0])
     if ends.embedding is not None:
         ends.embedding.forward(tokens)

@@ -16,7 +16,6 @@ from typing import Iterable
 
 import numpy as np
 
-from bench.instruments.placement import mesh_order
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
@@ -121,12 +120,16 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
     Raises
     ------
     ValueError
-        When there is no such direction, stages have grids of their own beside it, or experts are
-        divided among replicas that are not equally far apart then.
+        When there is no such direction, stages have grids of their own beside it, experts are
+        divided among replicas that are not equally far apart then, or shards do not hold whole
+        groups of replicas with the same sequences.
     """
     if inside and len(set(model.grids)) > 1:
         raise ValueError(f"--inside {inside}: stages with one grid would do")
-    mesh_order(model.mesh, inside)    # raises
+    if inside and model.dividing % model.context:
+        raise ValueError(f"--inside {inside} with --context {model.context}: a multiple of "
+                         f"{model.context} as --shards would do")
+    model.strides(inside)    # raises
     rank_of = model.schedule.rank_of
     chunks = [(len(part), model.grids[rank_of[stage]], _end_of(model, stage))
               for stage, part in enumerate(model.parts)]
@@ -189,9 +192,10 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
     stage = model.schedule.ranks - 1 if end == "last" else model.grids.index(grid)
     stack = replace(model.stack, batch=model.micro.batch)
     one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
-    trace = priced(_traced(one, layers, stage, machine.elementwise_block), machine, stack)
+    trace = priced(_traced(one, layers, stage, machine.elementwise_block), machine, stack,
+                   model.masked)
     if inside:
-        trace = _placed(trace, model, mesh_order(model.mesh, inside))
+        trace = _placed(trace, model, inside)
     own, over = copy(trace), copy(trace)
     own.events, over.events = Counter(), Counter()
     for (phase, part, event), times in trace.events.items():
@@ -200,23 +204,22 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
     return Spent(trace_terms(machine, own), trace_terms(machine, over))
 
 
-def _placed(trace: Trace, model: PipelineModel, order: str) -> Trace:
+def _placed(trace: Trace, model: PipelineModel, inside: str) -> Trace:
     """Return a trace with the ranks of the mesh in another order on the nodes.
 
     Ranks that replicas or divided experts join are a number of neighbouring replicas apart.
     """
-    mesh = model.mesh
-    placed = GridShape(order, [mesh[name] for name in order])
-    shards, near, far = mesh["d"], placed.stride("d"), placed.stride("r")
+    mesh, strides = model.mesh, model.strides(inside)
+    shards, near, far = mesh["d"], strides["d"], strides["r"]
 
     def stride_of(event: Collective) -> int:
-        if event.direction in mesh and event.direction not in REPLICAS:
-            return placed.stride(event.direction)
+        if event.direction in strides and event.direction not in REPLICAS:
+            return strides[event.direction]
         apart = event.stride // mesh.stride("d")
         if apart % shards == 0:
             return apart // shards * far
         if apart * event.size > shards and far != shards * near:
-            raise ValueError(f"--inside {order[-1]}: shards={shards} that expert_parallel="
+            raise ValueError(f"--inside {inside}: shards={shards} that expert_parallel="
                              f"{model.expert_parallel} divides would do")
         return apart * near
     return with_strides(trace, stride_of)

@@ -102,9 +102,12 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     (`chain_delay`); in shared memory a gather moves nothing.  A line that leaves a node crosses
     the link of the node once for all of its ranks there, and all lines through the node share the
     link.  In an all-to-all each rank sends equal blocks to all, those for other nodes through the
-    link of its own node.  With the transport "ordered" replicas exchange the terms of a sum like
-    this, and arrays that are gathered too, as MPI doubles distances from rank to rank.
+    link of its own node; but along a context, direction c, to the next rank alone.  With the
+    transport "ordered" replicas exchange the terms of a sum like this, and arrays that are
+    gathered too, as MPI doubles distances from rank to rank.
     """
+    if event.kind == "all_to_all" and event.direction == "c":
+        return shift_terms(machine, event)
     if event.direction in REPLICAS and "ordered" in machine.transport.split():
         twice = 1 + (event.kind == "all_reduce")
         event = event._replace(kind="all_to_all", bytes=twice * event.bytes)
@@ -135,6 +138,20 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     level = "network" if crossing >= within else "node"
     return {level: max(within, crossing),
             "latency": steps * machine.network.seconds_per_message}
+
+
+def shift_terms(machine: Machine, event: Collective) -> Terms:
+    """Predict the seconds in which each rank of a ring sends an array to the next, by term.
+
+    It is a step of a ring's all-gather, in which all lines through a node share its link.
+    """
+    widest, times = link_level(event.size, event.stride, machine.ranks_per_node)
+    within = event.bytes / machine.node.bytes_per_second
+    crossing = (times * event.bytes / machine.network.bytes_per_second
+                if widest == "network" else 0.0)
+    level = "network" if crossing >= within else "node"
+    return {level: max(within, crossing),
+            "latency": getattr(machine, widest).seconds_per_message}
 
 
 def chain_delay(event: Collective, per_node: int) -> float:

@@ -11,7 +11,6 @@ from fractions import Fraction
 from functools import cache
 
 from bench.cases.variants import itemsize
-from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.pipeline_model import PipelineModel, build_once
@@ -213,7 +212,7 @@ def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
 
 def shards_of(model: PipelineModel) -> tuple[float, float]:
     """Return the replicas among which ZeRO divides a copy of the model, and a rank's experts."""
-    shards = model.shards or model.data
+    shards = model.dividing
     return shards, shards_of_experts(model.experts, model.expert_parallel, shards)
 
 
@@ -250,11 +249,8 @@ def tied_seconds(model: PipelineModel, machine: Machine, inside: str = "") -> fl
         return 0.0
     whole = model.vocab * model.sizes.hidden / weight_parts(
         model.scheme, model.grids[0]) * itemsize(model.stack.dtype)
-    mesh = model.mesh
-    order = mesh_order(mesh, inside)
-    stride = GridShape(order, [mesh[name] for name in order]).stride("s")
     return achieved_seconds(machine, collective_terms(machine, Collective(
-        "all_reduce", "s", 2, abs(last - first) * stride, int(whole))))
+        "all_reduce", "s", 2, abs(last - first) * model.strides(inside)["s"], int(whole))))
 
 
 def model_flops(model: PipelineModel) -> dict[str, float]:

@@ -37,7 +37,8 @@ def rank_parts(model: PipelineModel, replica: int, stage: int, place: int) -> li
     return [Table(f"Stage {stage} of {schedule.ranks} in a step of {schedule.microbatches} "
                   f"micro-batches", [Column("quantity"), Column("of a rank")], rows),
             Table("Words of this rank in such a step: s between stages, d among replicas that "
-                  "divide a copy of the model, r across the copies",
+                  "divide a copy of the model, r across the copies"
+                  + ", c among those with the same sequences" * (model.context > 1),
                   [Column("direction"), Column("collective", align="<"), Column("words")],
                   [[direction, kind, Number(one.words, f"{one.words:,}")]
                    for (direction, kind), one in sorted(moved.items()) if one.words])]
@@ -51,7 +52,7 @@ def seconds_cells(model: PipelineModel, found: PredictedPipeline) -> list:
         times.forward, times.backward, times.weights)]
     return [number_cell(value, ".4g") for value in (
         float(found.seconds), float(found.without_hops), *share, 1e6 * found.inside,
-        1e6 * found.between, *[1e3 * float(max(found.sums))] * (model.data > 1),
+        1e6 * found.between, *[1e3 * float(max(found.sums))] * (model.replicas > 1),
         100 * float(timeline.bubble_rate))]
 
 
@@ -68,9 +69,9 @@ def seconds_parts(name: str, model: PipelineModel, found: PredictedPipeline,
                   machine: machine_model.Machine) -> list[Part]:
     """Make the table of the predicted seconds of a step."""
     return [Table(f"Predicted seconds of the pipeline (a model): {machine.described}",
-                  [Column("schedule"), Column("micro-batches"), *seconds_columns(model.data)],
+                  [Column("schedule"), Column("micro-batches"), *seconds_columns(model.replicas)],
                   [[name, model.schedule.microbatches, *seconds_cells(model, found)]]),
-            seconds_notes(model.data)]
+            seconds_notes(model.replicas)]
 
 
 def training_table(step: TrainingStep) -> Table:
@@ -99,7 +100,7 @@ def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[R
               missing: Sequence[str]) -> list[Part]:
     """Make the tables of the paper's rows as pipelines; name the rows that cannot be pipelines."""
     stages, parts = schedule.ranks, []
-    several = found[0].model.data if found else 1
+    several = found[0].model.replicas if found else 1
     of = f"{several} replicas of " * (several > 1)
     zero = f", ZeRO {found[0].model.zero}" * (several > 1) if found else ""
     columns = [Column("scheme"), Column("GPUs"), Column("grid of", "a stage", align="<"),
@@ -132,7 +133,7 @@ def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, flo
              number_cell(peak / 2 ** 30, ".2f"), "yes" if fits else "NO"]
             for model, found, peak, fits in model_found]
     first = model_found[0][0]
-    schedule, data = first.schedule, first.data
+    schedule, data = first.schedule, first.replicas
     of, zero = (f"{data} replicas of ", f", ZeRO {first.zero}") if data > 1 else ("", "")
     return [Table(f"Schemes and grids of a stage by predicted step time, {of}{schedule.ranks} "
                   f"stages, {schedule.microbatches} micro-batches{zero}", [

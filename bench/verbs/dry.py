@@ -66,7 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
         "where N replicas, of equally many ranks and sequences, divide them, in each stage of "
-        "ZeRO; with --stages or --experts also what the replicas send each other"))
+        "ZeRO; with --stages or --experts also what the replicas send each other; those of "
+        "--context come on top, and have the same sequences"))
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
@@ -185,8 +186,9 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
     if arguments.all_layers:
         raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
     data = arguments.data or 1
-    if not 0 <= arguments.rank < data * arguments.ranks:
-        raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would do")
+    count = data * (arguments.context or 1) * arguments.ranks
+    if not 0 <= arguments.rank < count:
+        raise ValueError(f"--rank {arguments.rank}: 0 to {count - 1} would do")
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, stack,
         options=tuple(_scheme_options(arguments).items()), vocab=arguments.vocab or 0,
@@ -201,16 +203,16 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
     if model.schedule.stage_count - 1 in model.schedule.stages[stage]:
         for phase, times in (("forward", 2), ("backward", 4), ("backward_input", 4)):
             useful[phase] += times * stage_sizes.tokens * stage_sizes.hidden * model.vocab
+    useful = {phase: count // model.context for phase, count in useful.items()}    # a replica's
     parts = [_title(arguments, model.grids[stage], stack.sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
         parts.append(dry_experts.notes(experts, trace, data, model.micro.tokens))
-    if arguments.data is not None:
-        whole = replace(model, data=1, shards=None).trace(layers, place, stage)
-        parts.append(dry_tables.state_table(whole.parameters, arguments.shards or data,
-                                            arguments.dtype))
+    if arguments.data is not None or model.context > 1:
+        whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
+        parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))
     if machine:
         inside, name = arguments.inside or "", arguments.schedule or "1f1b"
         if model.vocab:
@@ -238,6 +240,8 @@ def _scheme_options(arguments: argparse.Namespace) -> dict:
 def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) -> str:
     """Name the rank and the model."""
     several = arguments.data or 1 if arguments.experts or arguments.stages else 1
+    context = arguments.context or 1
+    several *= context
     of = f"{several} replicas of " * (several > 1)
     return (f"scheme {arguments.scheme}, {of}grid {grid}, rank {arguments.rank} of "
             f"{several * arguments.ranks}; "
@@ -247,6 +251,7 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
             + ", backward in halves" * arguments.halves
             + f"; {arguments.stages} stages" * bool(arguments.stages)
+            + f", context {context} {arguments.context_way or 'gather'}" * (context > 1)
             + f", {arguments.vocab} tokens" * bool(arguments.vocab)
             + f", ZeRO {arguments.zero or 0}" * (several > 1 and not arguments.experts))
 
@@ -282,7 +287,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
                              f"do")
         model = PipelineModel(
             build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
-            stack, tuple(asked.items()), data, expert_parallel=arguments.expert_parallel)
+            stack, tuple(asked.items()), data=data, expert_parallel=arguments.expert_parallel)
         replica, place = divmod(arguments.rank, arguments.ranks)
         return model.trace(stack.layers, place, 0, replica, block, sums=False,
                            extrapolates=not arguments.all_layers)

@@ -40,8 +40,9 @@ SIZES_OF_LAYERS = {"layers": 24, "batch": 384, "seq": 512}
 DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
 # What a training needs to be planned.
 SUCH = {"gpus": "512", "model": "llama-3-70b", "batch": "512"}
-OF_LAYERS = ("ranks", "recompute", "data", "stages", "schedule", "microbatches", "zero", "shards",
-             "costs", "pictures")
+MOST_CONTEXT = 1024    # of --contexts: a dry run for each
+OF_LAYERS = ("ranks", "recompute", "data", "stages", *pipeline_options.OF_STAGES, "costs",
+             "pictures")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "instead, estimate on which of these numbers of GPUs X x Y x Z trains --model faster than "
         "1 x t x 1 with a pipeline, at 1/8 to 8 times the machine's rate of links between nodes; "
         "--pictures draws it"))
+    parser.add_argument("--contexts", type=options.numbers, metavar="N,N", help=(
+        "instead, count what these numbers of ranks move that divide the positions of sequences "
+        "of --model, 8192 to 524288 tokens or --seq, keys and values gathered or in a ring"))
     parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
                         help="ranks of the job, of all replicas")
     options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
@@ -97,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _rules(arguments)
     if arguments.map:
         return _map(arguments)
+    if arguments.contexts:
+        return _contexts(arguments)
     if arguments.gpus or arguments.model or arguments.all or arguments.hide_sums:
         return _trainings(arguments)
     for name in ("ranks", "hidden"):
@@ -213,6 +219,25 @@ def _map(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _contexts(arguments: argparse.Namespace) -> int:
+    """Print both ways of contexts beside each other; return 0."""
+    from bench.prediction.meshes.context_ways import Asked, LENGTHS, list_places
+    from bench.reports.plans.context_ways import context_parts
+    _require(arguments, "model")
+    _refuse(arguments, ("gpus", "all", "batch", "layers", *OF_LAYERS),
+            "with --contexts one sequence of one layer is counted; leave it, or --contexts, out")
+    if max(arguments.contexts) > MOST_CONTEXT or min(arguments.contexts) < 2:
+        raise UsageError(f"--contexts {','.join(map(str, arguments.contexts))}: numbers from 2 to "
+                         f"{MOST_CONTEXT} would do")
+    lengths, dtype = [arguments.seq] if arguments.seq else LENGTHS, arguments.dtype or "float16"
+    asked = Asked(model_options.read_model(arguments), dtype,
+                  machine_model.load_machine(arguments.machine, dtype))
+    with as_usage_error(), StatusLine() as status:
+        places = [*list_places(asked, arguments.contexts, lengths, status.show)]
+    say(render(context_parts(asked, places), arguments.format))
+    return 0
+
+
 def _require(arguments: argparse.Namespace, *names: str) -> None:
     """Raise UsageError if one of these options of a training was not given."""
     for name in names:
@@ -225,7 +250,7 @@ def _refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) ->
     """Raise UsageError if one of these options was given."""
     for name in names:
         if value := getattr(arguments, name):
-            raise UsageError(f"--{name} {value}: {remedy}")
+            raise UsageError(f"--{name.replace('_', '-')} {value}: {remedy}")
 
 
 def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,

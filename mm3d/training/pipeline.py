@@ -297,20 +297,20 @@ class Pipeline(Trained):
 def make_context(axis: Axis | None, stack: Stack, way: str) -> Context | None:
     """Return how the ranks of `axis` divide positions; None if they do not.
 
-    Raises
-    ------
-    ValueError
-        When there is no such way, not a position for each rank, or the model has experts.
+    `check_context` says the errors.
     """
+    check_context(axis.size if axis else 1, stack, way)
+    return axis and Context(axis, stack.seq, way)
+
+
+def check_context(ranks: int, stack: Stack, way: str) -> None:
+    """Raise ValueError unless there are such a way, a position for each rank, and no experts."""
     ways = Division.__dataclass_fields__["context_way"].metadata["choices"]
     if way not in ways:
         raise ValueError(f"context_way={way!r} is unknown: choose one of {', '.join(ways)}")
-    if axis is None:
-        return None
-    if stack.seq < axis.size:
-        raise ValueError(f"seq={stack.seq} positions cannot be divided by context={axis.size}: "
-                         f"at least {axis.size} positions would do")
-    if stack.experts is not None:
-        raise ValueError(f"context={axis.size} divides sequences, which experts route whole: "
+    if stack.seq < ranks:
+        raise ValueError(f"seq={stack.seq} positions cannot be divided by context={ranks}: at "
+                         f"least {ranks} positions would do")
+    if ranks > 1 and stack.experts:
+        raise ValueError(f"context={ranks} divides sequences, which experts route whole: "
                          f"context=1, or no experts, would do")
-    return Context(axis, stack.seq, way)

@@ -9,7 +9,8 @@ from jobs.__main__ import parser as jobs
 MOST = 16
 # Options of one name and several helps: one meaning, of which these say what is particular.
 PARTICULAR = {
-    **dict.fromkeys(("--data", "--zero", "--shards", "--stages", "--schedule", "--microbatches"),
+    **dict.fromkeys(("--data", "--zero", "--shards", "--stages", "--schedule", "--microbatches",
+                     "--context", "--context-way"),
                     "of a mesh that is run, or that is predicted"),
     **dict.fromkeys(("--grid", "--hidden", "--ranks", "--scheme", "--inside"),
                     "one, or several that are measured or chosen from"),

@@ -9,6 +9,7 @@ from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipeline_model import PipelineModel, build_once
+from mm3d.config import Division
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
@@ -21,6 +22,9 @@ POLICIES = ("none", "selective", "full")
 # On more GPUs the ranks of a stage are those of `MOST_NODES` at most, and shards those of one.
 FEW_GPUS = 1024
 MOST_NODES = 8
+LONG_SEQ = 2 ** 14    # tokens of a sequence, from which on a context is considered
+MOST_CONTEXT = 16     # ranks that divide positions, beside stages within a node
+CONTEXT_WAYS = Division.__dataclass_fields__["context_way"].metadata["choices"]
 MOST_CHUNKS = 6     # of a rank, where stages are interleaved
 MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock times in seconds
 
@@ -31,6 +35,7 @@ class Choice(NamedTuple):
     `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid, and
     `inside` the direction of the mesh whose ranks follow each other on the nodes, "" for the order
     of the mesh, and `expert_parallel` the number of neighbouring replicas that divide the experts.
+    `way` is that of the context.
     """
 
     data: int
@@ -44,6 +49,13 @@ class Choice(NamedTuple):
     shards: int | None = None
     inside: str = ""
     expert_parallel: int = 1
+    context: int = 1
+    way: str = "gather"
+
+    @property
+    def replicas(self) -> int:
+        """Return the replicas, also those with the same sequences."""
+        return self.data * self.context
 
     @property
     def places(self) -> int:
@@ -58,21 +70,21 @@ class Choice(NamedTuple):
     @property
     def parts(self) -> int:
         """Return the replicas that divide one copy of the model by ZeRO."""
-        return self.shards or self.data
+        return self.shards or self.replicas
 
     @property
     def strides(self) -> dict[str, int]:
         """Return the strides of the directions of the mesh over the nodes."""
-        return mesh_strides(self.data // self.parts, self.parts, self.stages, self.grid,
+        return mesh_strides(self.replicas // self.parts, self.parts, self.stages, self.grid,
                             self.inside)
 
     @property
     def family(self) -> str:
         """Name the kinds of parallelism beside replicas; or the kind of replicas."""
-        if self.places == self.stages == self.expert_parallel == 1:
+        if self.places == self.stages == self.expert_parallel == self.context == 1:
             return "data, ZeRO 3" if self.zero == 3 else "data"
         parts = ([TITLES[self.scheme]] * (self.places > 1) + ["pipeline"] * (self.stages > 1)
-                 + ["experts"] * (self.expert_parallel > 1))
+                 + ["experts"] * (self.expert_parallel > 1) + ["context"] * (self.context > 1))
         return " + ".join(parts)
 
 
@@ -126,7 +138,8 @@ class Training:
         return PipelineModel(
             schedule, choice.scheme, (choice.grid,) * choice.stages,
             self.stack(self.batch // choice.data, choice.recompute), data=choice.data,
-            zero=choice.zero, shards=choice.shards, expert_parallel=choice.expert_parallel,
+            context=choice.context, context_way=choice.way, zero=choice.zero,
+            shards=choice.shards, expert_parallel=choice.expert_parallel,
             vocab=self.gpt.vocab, tied=self.gpt.tied, named=choice.schedule)
 
     @property
@@ -151,8 +164,21 @@ class Training:
                    for one in find_scheme(scheme).layouts(grid, grid.ranks, self.seq)]
         return columns[0] <= self.gpt.hidden and columns[1] <= self.gpt.sizes().kv_heads
 
+    @property
+    def long(self) -> bool:
+        """Return whether sequences are so long that dividing their positions is considered."""
+        return self.seq >= LONG_SEQ and self.gpt.experts is None
+
+    def contexts(self, choice: Choice) -> Iterator[tuple[int, str]]:
+        """List the numbers of ranks that divide positions, and their ways."""
+        yield 1, CONTEXT_WAYS[0]
+        if self.long and choice.places <= self.machine.ranks_per_node:
+            for ranks in divisors(self.gpus // choice.places)[1:]:
+                if ranks <= MOST_CONTEXT:
+                    yield from ((ranks, way) for way in CONTEXT_WAYS)
+
     def meshes(self, places: int) -> Iterator[tuple[int, int]]:
-        """List the numbers of replicas and of stages for stages of so many ranks."""
+        """List the numbers of replicas and of stages for so many ranks of a stage and context."""
         rest = self.gpus // places
         for data in divisors(math.gcd(rest, self.batch)):
             if self.divides_layers(rest // data):
@@ -178,7 +204,7 @@ class Training:
     def micros(self, choice: Choice) -> Iterator[int]:
         """List the sequences of a micro-batch of which each rank has a part."""
         for micro in divisors(self.batch // choice.data):
-            if has_rows(choice.scheme, choice.grid, micro, self.seq):
+            if has_rows(choice.scheme, choice.grid, micro, self.seq // choice.context):
                 yield micro
 
     def schedules(self, choice: Choice) -> Iterator[str]:
@@ -202,15 +228,18 @@ class Training:
     def shards(self, choice: Choice) -> tuple[int | None, ...]:
         """List the numbers of replicas that divide one copy of the model, None for all."""
         most = self.gpus if self.gpus <= FEW_GPUS else self.machine.ranks_per_node
-        return (None, *(one for one in divisors(choice.data)[1:-1]
+        return (None, *(one for one in divisors(choice.replicas)[1:-1]
                         if choice.zero and one <= most))
 
     def insides(self, choice: Choice) -> tuple[str, ...]:
         """List the directions that may lie inside the nodes, "" for the order of the mesh first.
 
-        Replicas that divide experts stay equally far apart.
+        Replicas that divide experts stay equally far apart; shards that cut a context stay in the
+        order of the mesh.
         """
-        found = movable(choice.data // choice.parts, choice.parts, choice.stages, choice.grid,
+        if choice.parts % choice.context:
+            return ("",)
+        found = movable(choice.replicas // choice.parts, choice.parts, choice.stages, choice.grid,
                         self.machine.ranks_per_node)
         if choice.parts % choice.expert_parallel:
             return tuple(one for one in found if one not in ("r", "d"))

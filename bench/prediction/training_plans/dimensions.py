@@ -7,8 +7,8 @@ choice is a line here, a field of `Choice`, and its price in `estimate`.
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_NODES, POLICIES,
-                                                     Training)
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_CONTEXT, MOST_NODES,
+                                                     POLICIES, Training)
 from mm3d.grid.shape import GridShape
 
 ZERO = range(4)
@@ -43,8 +43,10 @@ class Dimension:
 DIMENSIONS = {
     "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes(),
                       lambda one: f"{one.scheme} {one.grid.compact}"),
+    "context": Dimension(("context", "way"), Training.contexts,
+                         lambda one: f"{one.context}" + f" {one.way}" * (one.context > 1)),
     "stages": Dimension(("data", "stages"),
-                        lambda training, one: training.meshes(one.places),
+                        lambda training, one: training.meshes(one.places * one.context),
                         lambda one: f"{one.stages}, data {one.data}"),
     "experts": Dimension(("expert_parallel",), Training.expert_parallels,
                          lambda one: f"on {one.expert_parallel}"),
@@ -52,18 +54,19 @@ DIMENSIONS = {
     "schedule": Dimension(("schedule",), Training.schedules, lambda one: one.schedule),
     "recompute": Dimension(("recompute",), lambda training, one: POLICIES,
                            lambda one: one.recompute),
-    "ZeRO": Dimension(("zero",), lambda training, one: ZERO if one.data > 1 else ZERO[:1],
+    "ZeRO": Dimension(("zero",), lambda training, one: ZERO if one.replicas > 1 else ZERO[:1],
                       lambda one: str(one.zero)),
     "shards": Dimension(("shards",), Training.shards, lambda one: str(one.shards or "all")),
     "inside nodes": Dimension(("inside",), Training.insides, lambda one: inside_nodes(one))}
 # of a micro-batch
-OF_WORK = ("grid", "stages", "experts", "micro-batch", "schedule", "recompute")
+OF_WORK = ("grid", "context", "stages", "experts", "micro-batch", "schedule", "recompute")
 OF_STATE = ("ZeRO", "shards")    # what replicas divide
 
 
 def searched(training: Training) -> list[str]:
     """List the dimensions of which plans of a training have more than one value."""
-    return [name for name in DIMENSIONS if name != "experts" or training.gpt.experts]
+    known = {"experts": training.gpt.experts is not None, "context": training.long}
+    return [name for name in DIMENSIONS if known.get(name, True)]
 
 
 def list_choices(training: Training, names: Iterable[str] = tuple(DIMENSIONS),
@@ -81,12 +84,13 @@ def list_choices(training: Training, names: Iterable[str] = tuple(DIMENSIONS),
 def changed(training: Training, name: str, best: Choice) -> Iterator[Choice]:
     """List the plans that differ from `best` in one dimension.
 
-    Other stages are in place of replicas, other grids have as many ranks.  What has but one value
-    beside the other choice, such as ZeRO without replicas, has that.
+    Other stages and contexts are in place of replicas, other grids have as many ranks.  What has
+    but one value beside the other choice, such as ZeRO without replicas, has that.
     """
     for one in list_choices(training, [name], best):
-        if one.places * one.stages * one.data == training.gpus and one.places == best.places:
-            found = _completed(training, one)
+        data, more = divmod(training.gpus, one.places * one.stages * one.context)
+        if not more and one.places == best.places:
+            found = _completed(training, one._replace(data=data))
             if found not in (None, best):
                 yield found
 
@@ -105,7 +109,7 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
 
 def inside_nodes(choice: Choice) -> str:
     """Name the direction of more than one rank that varies fastest over the nodes."""
-    mesh = {"r": choice.data // choice.parts, "d": choice.parts, "s": choice.stages,
+    mesh = {"r": choice.replicas // choice.parts, "d": choice.parts, "s": choice.stages,
             **choice.grid}
     return choice.inside or ([name for name, size in mesh.items() if size > 1] or ["-"])[-1]
 
@@ -115,9 +119,10 @@ def describe(choice: Choice) -> str:
     shards = f" in {choice.shards} shards" if choice.shards else ""
     inside = f", {choice.inside} inside nodes" if choice.inside else ""
     experts = f", experts on {choice.expert_parallel}" if choice.expert_parallel > 1 else ""
-    return (f"data {choice.data} ZeRO {choice.zero}{shards}{experts}, {choice.stages} stages "
-            f"{choice.schedule}, micro-batch {choice.micro}, {choice.scheme} "
-            f"{choice.grid.compact}, recompute {choice.recompute}{inside}")
+    context = f" context {choice.context} {choice.way}" if choice.context > 1 else ""
+    return (f"data {choice.data}{context} ZeRO {choice.zero}{shards}{experts}, "
+            f"{choice.stages} stages {choice.schedule}, micro-batch {choice.micro}, "
+            f"{choice.scheme} {choice.grid.compact}, recompute {choice.recompute}{inside}")
 
 
 def pruned(training: Training) -> str:
@@ -127,6 +132,9 @@ def pruned(training: Training) -> str:
              "orders of the mesh over nodes with more than one direction in another place"]
     if training.gpt.experts:
         found.append("stages that part the layers between two with experts")
+    if training.long:
+        found.append(f"contexts of more than {MOST_CONTEXT} ranks, or beside stages of more ranks "
+                     f"than a node has")
     if training.gpus > FEW_GPUS:
         found.append(f"above {FEW_GPUS} GPUs, stages of more ranks than {MOST_NODES} nodes have, "
                      f"{training.most_places}, and more shards than one has, unless all replicas")

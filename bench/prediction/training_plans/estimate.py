@@ -135,8 +135,9 @@ class Estimator:
         """Estimate the seconds of a step; without `hops` a bound from below."""
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
-        between = self.hop(choice.scheme, choice.grid, choice.micro,
-                           (choice.data // choice.parts, choice.parts, stages),
+        between = self.hop(choice.scheme, choice.grid,
+                           (choice.micro, -(-self.training.seq // choice.context)),
+                           (choice.replicas // choice.parts, choice.parts, stages),
                            choice.inside) if hops and stages > 1 else (0.0, 0.0)
         total, busy = self._pipelined(choice, work, self._with_replicas(
             choice, work, sizes, strides), between)
@@ -210,7 +211,7 @@ class Estimator:
         Each is with its words among `words`, and the number of arrays of a layer.
         """
         parts, near, far = choice.parts, strides["d"], strides["r"]
-        whole = Copies(parts, near, choice.data // parts, far)
+        whole = Copies(parts, near, choice.replicas // parts, far)
         if not self.training.gpt.experts:
             return [(whole, words[0], self.arrays)]
         own = copies_of_experts(choice.data, parts, choice.expert_parallel, near, far)
@@ -258,18 +259,18 @@ class Estimator:
         terms["latency"] *= arrays
         return achieved_seconds(machine, terms)
 
-    def _hop(self, scheme: str, grid: GridShape, micro: int, rds: tuple[int, int, int],
-             inside: str) -> tuple[float, float]:
+    def _hop(self, scheme: str, grid: GridShape, tokens: tuple[int, int],
+             rds: tuple[int, int, int], inside: str) -> tuple[float, float]:
         """Return the mean seconds of a hop between stages, and those of the longest.
 
-        The longest is on two nodes if any is, and the first on one node if any is.
+        The longest is on two nodes if any is, and the first on one node if any is.  `tokens` are
+        the sequences of a micro-batch, and a replica's positions in each.
         """
         training, per_node = self.training, self.training.machine.ranks_per_node
         stride = mesh_strides(*rds, grid, inside)["s"]
         crossing = min(rds[2] - 2, max(0, per_node // stride - 1))
         mesh = GridShape("rds" + grid.directions, (*rds, *grid.sizes))
-        shape = micro, training.seq, training.gpt.hidden
-        moves = stage_moves(scheme, grid, grid, shape, {})
+        moves = stage_moves(scheme, grid, grid, (*tokens, training.gpt.hidden), {})
         first, longest = (seconds_of_moves(training.machine, *place_moves(
             moves, itemsize(training.dtype), mesh, inside, per_node, (source, source + 1)))[0]
             for source in (0, crossing))

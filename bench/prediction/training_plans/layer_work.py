@@ -4,6 +4,7 @@ Closed forms, a millisecond each, price the layers of all plans; dry runs of one
 of milliseconds, those of the best.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, Sequence
@@ -14,7 +15,7 @@ from bench.cases.variants import itemsize
 from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork,
                                                collectives_of, elementwise_coefficients,
                                                grid_work, line_elements)
-from bench.prediction.kernels import with_kernels
+from bench.prediction.kernels import priced, with_kernels
 from bench.prediction.pipeline_model import PipelineModel, build_once
 from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
@@ -24,6 +25,7 @@ from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, e
                                                          gathered_words, own_experts,
                                                          split_seconds)
 from mm3d import ModelSizes
+from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.stack import Stack
@@ -42,8 +44,8 @@ class Layer(NamedTuple):
     """What determines the work of a layer.
 
     `halves` is whether W is apart from B, `experts` the number of replicas that divide experts,
-    and `strides` are those of the grid's directions, and of that of experts, over the nodes; ()
-    for the grid's own.
+    and `strides` are those of the grid's directions, and of that of experts or of a context, over
+    the nodes; () for the grid's own.
     """
 
     scheme: str
@@ -53,26 +55,33 @@ class Layer(NamedTuple):
     halves: bool
     experts: int = 1
     strides: tuple[int, ...] = ()
+    context: int = 1
+    way: str = "gather"
 
     @classmethod
     def of(cls, choice: Choice, whole: bool = False) -> "Layer":
         """Return the layer of a plan; with `whole` as if W were never apart, in any place."""
-        placed = not whole and (choice.inside or choice.expert_parallel > 1)
-        names = (*choice.grid, *["d"] * (choice.expert_parallel > 1))
-        strides = choice.strides if placed else ()
+        divided = choice.expert_parallel > 1 or choice.context > 1    # among neighbours along d
+        names = (*choice.grid, *["d"] * divided)
+        strides = choice.strides if not whole and (choice.inside or divided) else ()
         return cls(choice.scheme, choice.grid, choice.micro, choice.recompute,
                    not whole and choice.schedule.startswith("zb"), choice.expert_parallel,
-                   tuple(strides[name] for name in names) if strides else ())
-
-    @property
-    def placed(self) -> dict[str, int]:
-        """Return the strides by direction; {} for the grid's own."""
-        return dict(zip((*self.grid, EXPERTS), self.strides))
+                   tuple(strides[name] for name in names) if strides else (), choice.context,
+                   choice.way)
 
     @property
     def anywhere(self) -> "Layer":
         """Return the layer without its place on the nodes."""
         return self._replace(strides=()) if self.strides else self
+
+    @property
+    def placed(self) -> dict[str, int]:
+        """Return the strides by direction; {} for the grid's own."""
+        return dict(zip((*self.grid, "c" if self.context > 1 else EXPERTS), self.strides))
+
+    def positions(self, training: Training) -> int:
+        """Return how many positions of each sequence the first replica of a context has."""
+        return sum(map(len, chunks_of(training.seq, self.context, 0)))
 
 
 class LayerBytes(NamedTuple):
@@ -118,15 +127,19 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     sequence, which are computed one after the other.
     """
     machine, size = training.machine, itemsize(training.dtype)
-    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
+    blocks = _blocks(training, layer)
     elements = blocks.elements()
     kind = LayerKind.of(blocks.sizes, training.gpt.experts)
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, machine.attention, kind))
-    elements[-1] /= largest_block(layer.micro, blocks.sequences)
+    share, arrays = blocks.scores_held(layer.way)
+    elements[-1] *= share / largest_block(layer.micro, blocks.sequences)
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype, kind))
     working += max(size, WIDE) * _gathered(training, layer)
+    if machine.elementwise_block == sys.maxsize:    # all heads of keys at once
+        working = max(working, arrays * max(size, 4) * elements[-1] / blocks.sizes.group)
+    working += size * blocks.words_of_others(layer.way)    # keys and values, and gradients
     logits = _logits(training, layer)
     return (LayerBytes(saved, operands, working, max(working, size * LOGIT_ARRAYS * logits),
                        grown),
@@ -198,7 +211,7 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     """Count the work of a layer by closed forms."""
     machine, experts, group = training.machine, training.gpt.experts, training.group
     stack = training.stack(layer.micro, layer.recompute, group)
-    found, _ = grid_work(layer.scheme, layer.grid, machine, stack)
+    found, _ = grid_work(layer.scheme, layer.grid, machine, stack, (layer.context, layer.way))
     of_rank = experts and replace(experts, count=own_experts(experts, layer.experts),
                                   top=min(experts.top, own_experts(experts, layer.experts)))
     split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
@@ -212,8 +225,8 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute, experts))
     moves: tuple[Calls, Calls] = (), ()
     if layer.experts > 1:
-        moves = exchanges(training, layer.experts, layer.recompute == "full", _blocks(
-            layer.scheme, layer.grid, replace(stack.sizes, layers=1)).outer_block)
+        moves = exchanges(training, layer.experts, layer.recompute == "full",
+                          _blocks(training, layer).outer_block)
     passes = tuple(PhaseWork((found[phase].seconds_alone + more) / group, tuple(
         (event, calls / group) for event, calls in (*found[phase].collectives, *own)))
         for phase, more, own in zip(PHASES, started, moves))
@@ -223,8 +236,7 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
 
 def screened_work(training: Training, layer: Layer, screened: ScreenedLayer) -> LayerWork:
     """Price a layer by the result of `screen_layer`, which does not depend on strides."""
-    strides = layer.placed
-    passes, ends = (tuple(one.seconds(training.machine, strides) for one in both)
+    passes, ends = (tuple(one.seconds(training.machine, layer.placed) for one in both)
                     for both in (screened.passes, screened.ends))
     return LayerWork(*passes, screened.weights * passes[1], ends, screened.filled)
 
@@ -232,7 +244,7 @@ def screened_work(training: Training, layer: Layer, screened: ScreenedLayer) -> 
 def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWork]:
     """Return the work of the ends, forward and backward, by closed forms."""
     machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
-    shape = ProductShape("up", layer.micro * training.seq, gpt.hidden, gpt.vocab)
+    shape = ProductShape("up", layer.micro * layer.positions(training), gpt.hidden, gpt.vocab)
     size = itemsize(training.dtype)
     product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
                   for one in kind.local_products(layer.grid, shape))
@@ -245,15 +257,21 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
 
 
 @cache
-def _blocks(scheme: str, grid: GridShape, sizes: ModelSizes) -> BlockSizes:
-    return BlockSizes(scheme, grid, sizes)
+def _sized_blocks(scheme: str, grid: GridShape, sizes: ModelSizes, context: int) -> BlockSizes:
+    return BlockSizes(scheme, grid, sizes, context)
+
+
+def _blocks(training: Training, layer: Layer) -> BlockSizes:
+    """Return the block sizes of a layer."""
+    return _sized_blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
+                         layer.context)
 
 
 def _logits(training: Training, layer: Layer) -> float:
     """Return the largest number of logits of a rank."""
-    blocks = _blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes)
+    blocks = _blocks(training, layer)
     return (largest_block(layer.micro, blocks.sequences)
-            * largest_block(training.seq, blocks.positions)
+            * largest_block(layer.positions(training), blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
 
 
@@ -276,7 +294,8 @@ def _of_one_group(training: Training, layer: Layer) -> PipelineModel:
     return PipelineModel(
         build_once("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
         training.stack(layer.micro, layer.recompute, training.group), data=layer.experts,
-        expert_parallel=layer.experts, vocab=training.gpt.vocab, tied=training.gpt.tied)
+        expert_parallel=layer.experts, vocab=training.gpt.vocab, tied=training.gpt.tied,
+        context=layer.context, context_way=layer.way)
 
 
 def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
@@ -310,8 +329,8 @@ def traced_bytes(alone: Sequence[Trace], whole: Trace | None = None,
 def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> LayerWork:
     """Price a layer by the result of `trace_layer`, which does not depend on strides."""
     alone, both = traces[0], traces[-1]
-    strides = layer.placed
-    own, all_of_it = (_phase_seconds(training, with_strides(
+    model, strides = _of_one_group(training, layer), layer.placed
+    own, all_of_it = (_phase_seconds(training, model, with_strides(
         one, lambda event: strides[event.direction]) if strides else one)
                       for one in (alone, both))
     ends = tuple(whole - part for whole, part in zip(all_of_it, own))
@@ -319,11 +338,11 @@ def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> 
                      layer_bytes(training, layer, traces[:-1], both))
 
 
-def _phase_seconds(training: Training, trace: Trace) -> tuple[float, float, float]:
+def _phase_seconds(training: Training, model: PipelineModel,
+                   trace: Trace) -> tuple[float, float, float]:
     """Return the seconds of forward, of backward, and of W within it."""
     machine = training.machine
-    spent = trace_terms(machine, with_kernels(trace, machine.kernels, machine.attention,
-                                              training.dtype, training.gpt.sizes().head))
+    spent = trace_terms(machine, priced(trace, machine, model.stack, model.masked))
     seconds = {phase: achieved_seconds(machine, terms) for phase, terms in spent.items()}
     weights = seconds.get(HALVES[-1], 0.0)
     backward = sum(seconds.get(phase, 0.0) for phase in ("backward", *HALVES[1:]))

@@ -69,7 +69,7 @@ class Screening:
     def choices(self) -> Iterator[Choice]:
         """List all plans."""
         for work in self.works():
-            for one in self.states(work.data):
+            for one in self.states(work.replicas):
                 choice = work._replace(zero=one.zero, shards=one.shards)
                 yield from (choice._replace(inside=place)
                             for place in self.training.insides(choice))
@@ -95,7 +95,7 @@ class Screening:
         for work in self.works():
             filled, passes = self.filled(Layer.of(work, whole=True))
             held = self.estimator.held(work, filled)
-            every = len(self.listed(work.data)[0])
+            every = len(self.listed(work.replicas)[0])
             states, least = self._split(work, held, limit)
             counts["candidates"] += every
             counts["too large"] += every - len(states)
@@ -120,7 +120,7 @@ class Screening:
 
         Beside it are the least bytes of the others, infinite if there are none.
         """
-        states, ascending = self.listed(work.data)
+        states, ascending = self.listed(work.replicas)
         if self.training.gpt.experts:    # of which ZeRO divides other parts
             needed = {one: max(self.estimator.needed(
                 one._replace(expert_parallel=work.expert_parallel), held)) for one in states}
@@ -131,11 +131,11 @@ class Screening:
         if fitting == len(states):
             return states, INFINITE
         least = max(ascending[fitting] * parameters + more for parameters, _, more in held)
-        return self.fitting(work.data, fitting) if fitting else (), least
+        return self.fitting(work.replicas, fitting) if fitting else (), least
 
     def _families(self, work: Choice, states: States) -> dict[str, States]:
         """Return by family what replicas may divide."""
-        if work.places * work.stages > 1:    # else the stage of ZeRO decides
+        if work.places * work.stages * work.context > 1:    # else the stage of ZeRO decides
             return {work.family: states}
         found: dict[str, list[Choice]] = {}
         for one in states:

@@ -48,27 +48,32 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
 
 def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of plans: how GPUs divide the training, and how fast each is."""
-    routed = training.gpt.experts is not None
-    rows = [[plan.choice.family, *choice_cells(plan.choice, routed), *map(number_cell, rates(
-        training, plan))] for plan in plans]
+    routed, long = training.gpt.experts is not None, training.long
+    rows = [[plan.choice.family, *choice_cells(plan.choice, routed, long), *map(
+        number_cell, rates(training, plan))] for plan in plans]
     return Table("The fastest plan of each family", [
-        Column("family", align="<"), *choice_columns(routed), Column("step s", align="."),
+        Column("family", align="<"), *choice_columns(routed, long), Column("step s", align="."),
         *(Column(*head, align=".") for head in (
             ("tokens/s", "a GPU"), ("Tflop/s", "a GPU"), ("MFU", "%"), ("HFU", "%")))], rows)
 
 
-def choice_columns(experts: bool = False) -> list[Column]:
+def choice_columns(experts: bool = False, long: bool = False) -> list[Column]:
     """Return the columns of `choice_cells`."""
-    return [Column("data"), *[Column("experts", "on")] * experts, Column("ZeRO"),
+    return [Column("data"), *[Column("context", align="<")] * long,
+            *[Column("experts", "on")] * experts, Column("ZeRO"),
             Column("shards"), Column("stages"),
             Column("schedule", align="<"), Column("micro-", "batch"), Column("scheme", align="<"),
             Column("grid", align="<"), Column("inside", "nodes", align="<"),
             Column("recompute", align="<")]
 
 
-def choice_cells(choice: Choice, experts: bool = False) -> list[Cell]:
-    """Return the cells that say how a plan divides the training, perhaps with its `experts`."""
-    return [choice.data, *[choice.expert_parallel] * experts, choice.zero,
+def choice_cells(choice: Choice, experts: bool = False, long: bool = False) -> list[Cell]:
+    """Return the cells that say how a plan divides the training, perhaps with its `experts`.
+
+    If sequences are `long`, the context is among them.
+    """
+    return [choice.data, *[DIMENSIONS["context"].said(choice)] * long,
+            *[choice.expert_parallel] * experts, choice.zero,
             choice.parts if choice.zero else "-", choice.stages, choice.schedule, choice.micro,
             choice.scheme, choice.grid.compact, inside_nodes(choice), choice.recompute]
 
@@ -107,11 +112,12 @@ def time_table(plans: Sequence[TrainingPlan]) -> Table:
 def unfit_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of plans that were predicted and do not fit, with what they lack."""
     limit = training.machine.memory_bytes
-    routed = training.gpt.experts is not None
-    rows = [[plan.choice.family, *choice_cells(plan.choice, routed), number_cell(plan.seconds),
+    routed, long = training.gpt.experts is not None, training.long
+    rows = [[plan.choice.family, *choice_cells(plan.choice, routed, long),
+             number_cell(plan.seconds),
              number_cell((plan.memory["all"] - limit) / GIB, ".3g")] for plan in plans]
     return Table("Predicted plans that do not fit", [
-        Column("family", align="<"), *choice_columns(routed), Column("step s", align="."),
+        Column("family", align="<"), *choice_columns(routed, long), Column("step s", align="."),
         Column("lacks", "GiB", align=".")], rows)
 
 
@@ -137,7 +143,8 @@ def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
     sizes = (f"{training.asked or f'--model {training.gpt.name}'} --batch {training.batch} --seq "
              f"{training.seq} --dtype {training.dtype}")
     shards = f"--shards {choice.shards} " * bool(choice.shards)
-    mesh = (f"--data {choice.data} --zero {choice.zero} {shards}--stages {choice.stages} "
+    context = f"--context {choice.context} --context-way {choice.way} " * (choice.context > 1)
+    mesh = (f"--data {choice.data} {context}--zero {choice.zero} {shards}--stages {choice.stages} "
             f"--schedule {choice.schedule} --microbatches {training.microbatches(choice)} "
             f"--scheme {choice.scheme} --grid {choice.grid.compact} --recompute "
             f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)

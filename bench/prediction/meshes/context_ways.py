@@ -1,0 +1,137 @@
+"""Set the two ways of a context beside each other: words, seconds and bytes of a layer.
+
+Words are counted by dry runs of one layer, beside the closed form.  Seconds are a model's: as the
+library computes, which waits for every block, and if blocks of a ring went on behind attention.
+"""
+
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass
+from typing import Callable, Iterator, Sequence
+
+from bench.prediction.kernels import ATTENTION, priced
+from bench.prediction.machine_model import Machine
+from bench.prediction.model_file import ModelFile
+from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.seconds import achieved_seconds, trace_terms
+from mm3d.grid.shape import GridShape
+from mm3d.model.attention.costs import context_moves
+from mm3d.model.stack import Stack
+from mm3d.schemes import find_scheme
+from mm3d.tracing.events import PHASES, Collective
+from mm3d.tracing.trace import Trace
+
+SCHEME = "1d-sp"    # inside a stage
+LENGTHS = (8192, 32768, 131072, 524288)    # of sequences, by default
+WAYS = ("gather", "ring")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is counted: a layer of a model on a machine, one sequence, without recomputation."""
+
+    gpt: ModelFile
+    dtype: str
+    machine: Machine
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of a context, on the first rank.
+
+    Attributes
+    ----------
+    words : int
+        That the rank moves along the context, forward and backward, counted by a dry run.
+    seconds, hidden : float
+        Predicted, of forward and backward: as they are, and if what moves along the context went
+        on behind attention.
+    peak : int
+        Bytes of the rank at the peak, parameters among them.
+    """
+
+    words: int
+    seconds: float
+    hidden: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A context of a number of grids, for sequences of a length.
+
+    Attributes
+    ----------
+    seq, ranks, places : int
+        Positions, ranks of the context, and ranks of a grid.
+    words : float
+        Of a rank along the context in closed form, the mean of all.
+    ways : dict of str to Way
+        By `WAYS`.
+    """
+
+    seq: int
+    ranks: int
+    places: int
+    words: float
+    ways: dict[str, Way]
+
+
+def list_places(asked: Asked, contexts: Sequence[int], lengths: Sequence[int],
+                progress: Callable[[str], None] = lambda line: None) -> Iterator[Place]:
+    """Count all contexts, on one rank each and beside grids of a whole node.
+
+    Raises
+    ------
+    ValueError
+        When sequences, heads or features cannot be divided so.
+    """
+    for places in dict.fromkeys((1, asked.machine.ranks_per_node)):
+        for seq in lengths:
+            for ranks in contexts:
+                progress(f"{seq} tokens, {ranks} x {places} ranks")
+                grid = find_scheme(SCHEME).grid_shape((places,))
+                model = _model(asked, grid, seq, ranks)
+                moves = context_moves(SCHEME, grid, model.sizes, ranks)
+                words = sum(move.words for phase in moves.values() for move in phase.values())
+                yield Place(seq, ranks, places, words / (ranks * places), {
+                    way: count_way(asked, _model(asked, grid, seq, ranks, way)) for way in WAYS})
+
+
+def _model(asked: Asked, grid: GridShape, seq: int, ranks: int,
+           way: str = "gather") -> PipelineModel:
+    """Return one layer of the model; ValueError when it cannot be divided so."""
+    gpt = asked.gpt
+    stack = Stack(layers=1, hidden=gpt.hidden, heads=gpt.heads, batch=1, seq=seq, causal=True,
+                  dtype=asked.dtype, architecture=gpt.architecture, experts=gpt.experts)
+    model = PipelineModel(build_once("gpipe", 1, 1), SCHEME, (grid,), stack, context=ranks,
+                          context_way=way)
+    model.parts    # raises
+    return model
+
+
+def count_way(asked: Asked, model: PipelineModel) -> Way:
+    """Run the layer dry, and price it."""
+    machine = asked.machine
+    trace = model.trace(1, block=machine.elementwise_block, sums=False)
+    words = sum(one.words for moved in trace.traffic.values()
+                for (direction, _), one in moved.items() if direction == "c")
+    found = priced(trace, machine, model.stack, model.masked)
+    seconds = hidden = 0.0
+    for phase in PHASES:
+        whole, over, scores = (_seconds(machine, found, phase, which) for which in (
+            lambda part, event: True,
+            lambda part, event: isinstance(event, Collective) and event.direction == "c",
+            lambda part, event: part == ATTENTION and not isinstance(event, Collective)))
+        seconds += whole
+        hidden += whole - min(over, scores)
+    return Way(words, seconds, hidden, trace.peak)
+
+
+def _seconds(machine: Machine, trace: Trace, phase: str,
+             which: Callable[[str, object], bool]) -> float:
+    """Predict the seconds of some events of a phase."""
+    found = copy(trace)
+    found.events = Counter({key: times for key, times in trace.events.items()
+                            if key[0] == phase and which(*key[1:])})
+    return achieved_seconds(machine, trace_terms(machine, found)[phase])
