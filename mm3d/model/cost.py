@@ -290,8 +290,8 @@ def step_words(model: Any) -> dict[Key, float]:
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
     """Return a lower bound of the words that some rank moves in a product M x N by N x K.
 
-    It is the tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022)
-    in its three regimes, in which the best grid has one, two or three directions.
+    It is the tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022),
+    where ranks store each element once: with copies, as in 2.5-D, they may move fewer words.
 
     Parameters
     ----------
