@@ -91,7 +91,7 @@ def train_by_transformers(python: str, folder: Path, batches: np.ndarray) -> lis
         When it fails there.
     """
     np.save(folder / "batches.npy", batches)
-    (folder / "adamw.json").write_text(json.dumps(ADAMW), "utf-8")
+    (folder / "adamw.json").write_text(json.dumps(ADAMW), encoding="utf-8")
     program = Path(__file__).with_name("learn_by_transformers.py")
     plain = {name: value for name, value in os.environ.items()    # no rank of this job
              if not name.startswith(("PMI", "MPI", "OMPI", "PMIX", "HYDRA"))}

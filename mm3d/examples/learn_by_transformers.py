@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
-    (folder / "losses.json").write_text(json.dumps(losses), "utf-8")
+    (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,12 @@ def test_every_argument_is_in_the_definition_or_known_not_to_be():
     arguments |= {one.name for kind in (mm3d.Model, mm3d.Division, Stack) for one in fields(kind)}
     arguments -= {*OF_MESH} - {"scheme"}
     assert arguments - facts == ELSEWHERE
-    assert {f"experts.{one.name}" for one in fields(mm3d.Experts)} <= facts
+    assert {f"experts.{one.name}" for one in fields(mm3d.Experts)} - facts == {"experts.design"}
+    # Only what differs from the designs of before is a fact.
+    designed = gpt(routed={"gate": "sigmoid-bias", "count": 4, "design": mm3d.ExpertDesign(
+        width=8, shared=4, shared_gate=True, groups=2, top_groups=2, factor=2.0)})
+    more = {*designed.definition.function} - {*model.definition.function}
+    assert {f"experts.{one.name}" for one in fields(mm3d.ExpertDesign)} <= more
     assert {f"architecture.{one.name}" for one in fields(mm3d.Architecture)} - facts == {
         "architecture.epsilon"}    # which has been a fact before
     assert not {*model.definition.function} & {*model.definition.training}
