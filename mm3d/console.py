@@ -69,15 +69,15 @@ def protect() -> None:
 
 
 def say(*lines: object) -> None:
-    """Print lines to standard output at once."""
-    print(*lines, sep="\n", flush=True)
+    """Print lines to standard output at once, as one text, which no other rank's lines cut."""
+    print("\n".join(map(str, lines)) + "\n", end="", flush=True)
 
 
 def complain(*lines: object) -> None:
     """Print lines to standard error at once, also without `protect`."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            print("\n".join(map(str, lines)) + "\n", end="", file=sys.stderr, flush=True)
 
 
 def can_complain() -> bool:

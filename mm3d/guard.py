@@ -124,11 +124,16 @@ class Guard:
 
     def print_once(self, error: BaseException) -> None:
         """Print an exception that ends this rank, unless another rank prints the same."""
-        if not self.is_told("".join(traceback.format_exception(error))):
+        text = "".join(traceback.format_exception(error))
+        if not self.is_told(text):
             world = MPI.COMM_WORLD
-            console.complain(f"rank {world.rank} of {world.size}; ranks with the same error say "
-                             f"nothing:")
-            self._hook(type(error), error, error.__traceback__)
+            head = (f"rank {world.rank} of {world.size}; ranks with the same error say "
+                    f"nothing:")
+            if self._hook is sys.__excepthook__:
+                console.complain(head, text.removesuffix("\n"))    # at once: ranks' lines mix
+            else:
+                console.complain(head)
+                self._hook(type(error), error, error.__traceback__)
 
     def is_told(self, text: str) -> bool:
         """Return whether another rank that fails tells `text`; otherwise this rank is to tell it.

@@ -1,5 +1,6 @@
 """What cannot be printed ends nothing, and what can be printed stands there as it was."""
 import ast
+import io
 import os
 import pty
 import re
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from mm3d import console, guard
 from support import ROOT
 
 # Programs that other interpreters run, and those that import neither NumPy nor MPI.
@@ -33,6 +35,38 @@ def run(tmp_path, source, redirection="", **variables):
     found = subprocess.run(["bash", "-c", command, sys.executable, program, done], env={
         **os.environ, "PYTHONPATH": str(ROOT)} | variables, capture_output=True)
     return found, done.exists()
+
+
+class Pieces(io.StringIO):
+    """A stream that keeps each text that is written to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    def write(self, text):
+        self.written += [text] if text else []
+        return super().write(text)
+
+
+@pytest.mark.parametrize("name, tell", [("stdout", console.say), ("stderr", console.complain)])
+def test_lines_are_written_at_once(monkeypatch, name, tell):
+    """In pieces they would stand between the pieces of another rank's lines."""
+    stream = Pieces()
+    monkeypatch.setattr(sys, name, stream)
+    tell("one", 2)
+    tell()
+    assert stream.written == ["one\n2\n", "\n"]
+
+
+def test_an_error_of_a_rank_is_written_at_once(monkeypatch):
+    stream, told = Pieces(), guard.Guard()
+    monkeypatch.setattr(sys, "stderr", stream)
+    told.is_told = lambda text: False
+    told._hook = sys.__excepthook__
+    told.print_once(ValueError("a\nb"))
+    text, = stream.written
+    assert text.endswith("nothing:\nValueError: a\nb\n")
 
 
 FULL = b"warning: standard output cannot be written (No space left on device): going on without"
