@@ -189,8 +189,8 @@ class Transformer(Trained):
             When `x` does not have the shape or dtype of this rank's block.
         """
         self._check_block("x", x)
-        with self._begin_pass(backward=False) as overlap:
-            y, saved = self.layers.forward(x, overlap)
+        with self._begin_pass(backward=False) as within:
+            y, saved = self.layers.forward(x, within)
         return y, ((self.mask_key.place, saved) if self.dropout else saved)
 
     def backward(self, dy: Array, saved: Any) -> Array:
@@ -216,8 +216,8 @@ class Transformer(Trained):
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as overlap:
-            return self.layers.backward(dy, saved, overlap)
+        with self._begin_pass(backward=True) as within:
+            return self.layers.backward(dy, saved, within)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
         """Compute the gradient of the input, without the gradients of weights.
@@ -239,16 +239,16 @@ class Transformer(Trained):
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as overlap:
-            return self.layers.backward_input(dy, saved, overlap)
+        with self._begin_pass(backward=True) as within:
+            return self.layers.backward_input(dy, saved, within)
 
     def backward_weights(self, operands: list) -> None:
         """Add to the gradients of the weights, from the operands that `backward_input` returned.
 
         Every rank must call it, since it communicates, once for each micro-batch.
         """
-        with self._begin_pass(None) as overlap:
-            self.layers.backward_weights(operands, overlap)
+        with self._begin_pass(None) as within:
+            self.layers.backward_weights(operands, within)
 
     def _begin_pass(self, backward: bool | None) -> Pass:
         """Return one pass, a context; `backward` is None for the half that uses no weight."""

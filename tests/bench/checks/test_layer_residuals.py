@@ -155,8 +155,8 @@ def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number,
     layer = one_of(model, kind, number)
     right, calls = layer.forward, []
 
-    def wrong(x, overlap):
-        y, kept = right(x, overlap)
+    def wrong(x, within):
+        y, kept = right(x, within)
         calls.append(x)
         if len(calls) == 1:
             y *= 1.5
