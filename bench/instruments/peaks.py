@@ -10,12 +10,13 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.peak_memory import Resident
 from bench.instruments.sampling import repeat_calls
 from bench.records.measurements import Group, Variable
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
+from mm3d.grid.agreement import wait_patiently
 from mm3d.model import cost
 from mm3d.tracing import dry_run
 from mm3d.transport.nodes import create_node_communicator

@@ -9,9 +9,10 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.instruments import host, timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
+from mm3d.grid.agreement import wait_patiently
 from mm3d.transport.node_words import number_nodes
 
 # A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.

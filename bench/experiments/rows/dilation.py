@@ -15,10 +15,11 @@ import numpy as np
 
 from bench.cases.case import Case
 from bench.errors import Failed
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
 from bench.records.measurements import Group, Variable
+from mm3d.grid.agreement import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
