@@ -76,8 +76,6 @@ def tolerances(layers: int, rounding: str) -> dict[str, float]:
 
     Parameters
     ----------
-    layers : int
-        Number of its layers.
     rounding : str
         Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
         are NaN, which no error passes.

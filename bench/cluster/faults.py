@@ -39,8 +39,6 @@ def set_link_rate(node: int, link: float | None) -> None:
 
     Parameters
     ----------
-    node : int
-        The node.
     link : float or None
         Bit/s; None for no limit.
     """

@@ -16,11 +16,6 @@ DESCRIPTION = "cluster.json"    # in FOLDER
 
 class Nodes:
     """Processes that hold the namespaces of each node, until process 1 ends.
-
-    Attributes
-    ----------
-    processes : dict of int to int
-        The process of each node.
     """
 
     def __init__(self, cluster: Cluster) -> None:

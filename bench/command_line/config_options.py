@@ -27,12 +27,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str]
 
     Parameters
     ----------
-    parser : ArgumentParser
-        The parser of a verb.
     kind : type
         The dataclass, one of `mm3d.config` or derived from one.
-    names : iterable of str
-        The fields.
     defaults : mapping
         Default values of options, where they are not those of the fields.
     said : callable, optional

@@ -49,10 +49,6 @@ def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = Non
 
     Parameters
     ----------
-    backend : Backend
-        The backend that computes.
-    dtype : str
-        The dtype of the matrices.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     caches : float, optional

@@ -79,8 +79,6 @@ class Sample:
     ----------
     times : ndarray
         Seconds, (ranks, ..., begin and end); NaN without a part.
-    result : object
-        The result of the step.
     """
 
     times: np.ndarray

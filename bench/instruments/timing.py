@@ -70,10 +70,6 @@ class Repetitions:
 
     Parameters
     ----------
-    limits : Limits
-        The limits.
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     intervals : callable
         Computes the confidence intervals to which ``limits.width`` applies, from all repetitions
         that count; called on rank 0 alone.
@@ -156,19 +152,12 @@ class Step:
     ----------
     forward : callable
         One forward pass; its result is passed to `backward`.
-    backward : callable
-        One backward pass.
     comm : mpi4py.MPI.Intracomm
         The ranks; making a Step is collective.
     synchronize : callable
         Waits until the device has finished.
     prepare : callable, optional
         Called before each repetition, for example to clear gradients.
-
-    Attributes
-    ----------
-    clock : Clock
-        The clock that it is timed with.
     """
 
     def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
@@ -194,12 +183,8 @@ def measure(step: Step, warmup: int, limits: Limits,
 
     Parameters
     ----------
-    step : Step
-        The step.
     warmup : int
         Repetitions before the first that counts.
-    limits : Limits
-        The limits.
     stop : callable, optional
         Called on rank 0 after each repetition; if it returns true, none follows, even if there are
         fewer than the least number, or none that counts.

@@ -74,8 +74,6 @@ class Group:
     ----------
     scales : dict of str to sequence
         The labels or numbers along each dimension.
-    variables : dict of str to Variable
-        The numbers, by name.
     """
 
     scales: dict[str, Sequence]
@@ -95,8 +93,6 @@ class Measurements:
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
         The labels or numbers along each dimension of the samples.
-    raw : dict of str to Variable
-        The measured variables, by name.
     checks : list of Check
         The verification; empty if there is nothing to verify.
     created : str
@@ -137,8 +133,6 @@ class Place:
 
     Attributes
     ----------
-    record : Measurements
-        The record.
     at : dict of str to int
         The index along each of these dimensions.
     """

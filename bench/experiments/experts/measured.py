@@ -138,11 +138,6 @@ class Products:
 
 class Sampler:
     """Take samples of a layer, its products, and PyTorch.
-
-    Parameters
-    ----------
-    subject : Subject
-        The layer.
     """
 
     def __init__(self, subject: Subject) -> None:

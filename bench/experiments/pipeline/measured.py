@@ -46,8 +46,6 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     ----------
     mesh : Mesh
         The ranks; each calls this.
-    case : PipelineCase
-        The pipeline to measure.
     limits : Limits
         When to stop repeating.
     torch : str, optional

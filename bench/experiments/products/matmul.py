@@ -144,8 +144,6 @@ class Times:
     ----------
     times : ndarray
         Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
-    calls : int
-        Calls of a sample.
     ended_by : str
         The limit that was reached.
     last : dict
@@ -163,8 +161,6 @@ class Sampler:
 
     Parameters
     ----------
-    problem : Problem
-        The product.
     replays : dict of str to Replay
         Its local products, by phase.
     seed : int

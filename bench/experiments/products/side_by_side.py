@@ -109,12 +109,8 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
     Parameters
     ----------
-    form : {"ab", "abt", "atb"}
-        The product.
     shape : tuple of int
         M, N, K.
-    dtype : str
-        The dtype of all matrices.
     comm : mpi4py.MPI.Intracomm
         The ranks; every one of them calls this.
     backend : str, optional

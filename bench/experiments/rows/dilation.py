@@ -89,8 +89,6 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
 
     Parameters
     ----------
-    one : Case
-        The case.
     model : Transformer
         Its model, on the backend of `bench.instruments.waited_work.waited_work`, which the factor
         slows.
@@ -123,10 +121,6 @@ def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    waits : WorkClock
-        The waits of this rank.
     dilation : Dilation
         How rows are dilated.
     sample : callable

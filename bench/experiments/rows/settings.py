@@ -27,8 +27,6 @@ class ModelledWork:
 
     Attributes
     ----------
-    machine : str
-        Name of the machine model.
     seconds : callable
         Returns the seconds of a `Gemm` or a `Pass`, with `scale`.
     block : int

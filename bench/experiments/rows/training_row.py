@@ -63,11 +63,6 @@ class TrainingSettings:
 
 class Training:
     """A model and its optimizer, on ranks that compute or wait.
-
-    Parameters
-    ----------
-    model : GPT
-        The model.
     """
 
     def __init__(self, model: mm3d.GPT) -> None:

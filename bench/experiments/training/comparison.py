@@ -85,8 +85,6 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         The ranks; each calls this; a mesh of fewer takes the first of them.
     plan : Plan
         The plan: few steps of SGD in float64 or float32.
-    text : Text
-        The text.
     report : callable
         Called on rank 0 with the name of each mesh before it is trained.
     watched : callable

@@ -15,13 +15,6 @@ RANKS = (1, 2, 4, 6, 8)
 @dataclass(frozen=True)
 class Case:
     """A mesh to train on.
-
-    Attributes
-    ----------
-    ranks : int
-        Its number of ranks.
-    division : Division
-        The mesh.
     """
 
     ranks: int

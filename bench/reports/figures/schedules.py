@@ -26,12 +26,8 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
     ----------
     path : path
         The picture to write; a .png, .svg or .pdf.
-    timelines : mapping from str to Timeline
-        The timelines by title.
     unit : str, optional
         The unit of the times, such as "s".
-    row : str
-        The name of a row.
 
     Raises
     ------
@@ -107,8 +103,6 @@ def curves(path: str | os.PathLike, heading: str,
     ----------
     path : path
         The picture to write; a .png, .svg or .pdf.
-    heading : str
-        The heading of the figure.
     found : mapping
         By schedule: micro-batches, and the numbers by the keys of `CURVES`.
     """
