@@ -15,8 +15,7 @@ DESCRIPTION = "cluster.json"    # in FOLDER
 
 
 class Nodes:
-    """Processes that hold the namespaces of each node, until process 1 ends.
-    """
+    """Processes that hold the namespaces of each node, until process 1 ends."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.processes: dict[int, int] = {}

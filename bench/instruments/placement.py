@@ -39,8 +39,7 @@ class Placement:
 
 
 def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
-    """Count the words that a step of the model moves along each direction, over all ranks.
-    """
+    """Count the words that a step of the model moves along each direction, over all ranks."""
     moved = dict.fromkeys(shape, 0)
     for phase in cost.words(scheme, shape, model).values():
         for (axis, _), count in phase.items():

@@ -122,8 +122,7 @@ class Measurements:
 
     @property
     def variables(self) -> dict[str, Variable]:
-        """All variables, raw and derived; derived ones in earlier files are not read.
-        """
+        """All variables, raw and derived; derived ones in earlier files are not read."""
         return self.raw | self.derived
 
 

@@ -137,8 +137,7 @@ class Products:
 
 
 class Sampler:
-    """Take samples of a layer, its products, and PyTorch.
-    """
+    """Take samples of a layer, its products, and PyTorch."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.comm, self.library = subject, subject.mesh.comm, subject.grid.backend

@@ -62,8 +62,7 @@ class TrainingSettings:
 
 
 class Training:
-    """A model and its optimizer, on ranks that compute or wait.
-    """
+    """A model and its optimizer, on ranks that compute or wait."""
 
     def __init__(self, model: mm3d.GPT) -> None:
         self.model, self.optimizer = model, mm3d.AdamW(model, **OPTIMIZER)

@@ -14,8 +14,7 @@ RANKS = (1, 2, 4, 6, 8)
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh to train on.
-    """
+    """A mesh to train on."""
 
     ranks: int
     division: Division
