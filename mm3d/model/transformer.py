@@ -1,7 +1,7 @@
 """Define the Transformer, once for every scheme."""
 
 from dataclasses import replace
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mm3d.model.initial_values import (InitialValues, draw_normal, draw_paramete
                                        varied_values)
 from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.masks import MaskKey
-from mm3d.model.parameters import Parameter, Trained, check_state
+from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.stack import Stack
@@ -293,33 +293,6 @@ class Transformer(Trained):
         Every rank must call it; for checks.
         """
         return self.outer.layout().unshard(y, self.grid, self.shape)
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Gather every parameter as a global array on every rank, by name.
-
-        With masters these are the masters.  Every rank must call it; for checks.
-        """
-        return {p.name: p.gather(p.master) for p in self.parameters}
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Gather every gradient as a global array on every rank, by name.
-
-        Every rank must call it; for checks.
-        """
-        return {p.name: p.gather(p.grad) for p in self.parameters}
-
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load all parameters from global arrays by name, as returned by `state`.
-
-        Raises
-        ------
-        ValueError
-            When a parameter is missing, unknown, of another shape, or not of real numbers alone;
-            nothing is loaded then.
-        """
-        check_state(state, {p.name: p.public_shape for p in self.parameters})
-        for p in self.parameters:
-            p.load(np.asarray(state[p.name]))
 
     # Counts the data that `forward` saved, or the operands that `backward_input` returned.
     saved_bytes = staticmethod(saved_bytes)
