@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 import mm3d
 from bench.records.measurements import Check
 from mm3d import launcher
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.model.stack import Stack
 
 # Relative Frobenius errors that rounding alone stays below: (outputs, gradients).  They hold for

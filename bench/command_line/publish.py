@@ -9,7 +9,7 @@ from bench.errors import Failed, LeftOut, StoreError, UsageError, WrongResult
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements
 from mm3d.console import say
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 
 
 def publish(record: Measurements | None, out: Path, name: str, comm,

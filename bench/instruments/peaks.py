@@ -16,7 +16,7 @@ from bench.instruments.sampling import repeat_calls
 from bench.records.measurements import Group, Variable
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.model import cost
 from mm3d.tracing import dry_run
 from mm3d.transport.nodes import create_node_communicator

@@ -50,8 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         metavar="NAMES", help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
                         help="draw all of them: .png, .svg or .pdf")
-    parser.add_argument("--curves", metavar="FILE", help=(
-        "draw bubble, activations and messages against 1 to M micro-batches"))
     options.add_format(parser, FORMATS)
 
 
@@ -60,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
-    schedule_costs.check_requests(names, pipeline, bool(arguments.curves))
+    schedule_costs.check_requests(names, pipeline)
     if schedule:
         timelines = {arguments.file: schedule_costs.timed_schedule(schedule, pipeline)}
     else:
@@ -80,9 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     say(render(parts, arguments.format))
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
-    if arguments.curves:
-        draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
-                             schedule_costs.costs_by_microbatches(names, pipeline)))
     return style.draw_pictures(draws, arguments.format)
 
 

@@ -31,7 +31,7 @@ from bench.reports.micro_tables import format_record
 from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.schemes import find_scheme
 from mm3d.training.gpt import GPT
 from mm3d.training.mesh import check_data, stage_grids

@@ -18,7 +18,7 @@ import numpy as np
 
 import mm3d
 from mm3d.child_process import run_child
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mpi4py import MPI
 
 # The smallest Llama that has all of it: grouped queries, rotary positions, SwiGLU, RMSNorm.

@@ -7,7 +7,6 @@ model in silence.
 import dataclasses
 import hashlib
 import numbers
-import time
 import zlib
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -22,7 +21,6 @@ Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"
 SHOWN = 60                   # letters of a value in a message
 LISTED = 8                   # differences in a message
-PATIENCE = 0.02              # seconds between two looks at whether all ranks are there
 
 
 @contextmanager
@@ -196,10 +194,3 @@ def text_of(value: Any) -> str:
         return type(value).__name__ + text_of({
             one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
     return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def wait_patiently(comm: MPI.Intracomm) -> None:
-    """Wait at a barrier without keeping a core busy: a rank may be late by minutes."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(PATIENCE)

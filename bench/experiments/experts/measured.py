@@ -27,7 +27,7 @@ from bench.instruments.sampling import (Sample, compare_in_turns, measured_envir
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.tracing.events import PHASES
 
 KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",

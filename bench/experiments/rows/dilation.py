@@ -19,7 +19,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
 from bench.records.measurements import Group, Variable
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 

@@ -20,12 +20,11 @@ from bench.experiments.training.timed_step import OPTIMIZER, draw_batch
 from bench.instruments import host
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.config import OF_MESH, Config, Division
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 

@@ -17,7 +17,7 @@ from bench.instruments.host import mask_variables
 from bench.instruments.sampling import SETTLE, Sample
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 
 # Variables that mm3d or its launcher sets for ranks; the child is no rank.
 OF_RANKS = ("MPI", "OPENBLAS_")

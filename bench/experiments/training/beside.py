@@ -21,7 +21,7 @@ from bench.instruments.sampling import compare_in_turns, measured_environment, t
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.config import Model
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 
 KIND = "training-step"
 OWN = "mm3d"

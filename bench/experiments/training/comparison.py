@@ -11,12 +11,12 @@ from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
 from bench.instruments.sampling import measured_environment
-from bench.instruments.stall import unwatched
+from bench.instruments.timing import unwatched
 from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.config import Config
-from mm3d.grid.agreement import wait_patiently
+from mm3d.launcher import wait_patiently
 from mm3d.training.gpt import GPT
 
 KIND = "training-meshes"

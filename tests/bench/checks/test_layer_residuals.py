@@ -9,10 +9,10 @@ from mpi4py import MPI
 import mm3d
 from bench.__main__ import main
 from bench.checks import layer_residuals
-from bench.checks.names import split_checks
 from bench.checks.rounding import rounding_backend
 from bench.records import run_file
 from bench.records.measurements import Check
+from bench.records.notes import split_checks
 from bench.validation import rules
 from bench.validation.files import check_file
 from mm3d.model.attention.layer import Attention
