@@ -42,14 +42,10 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         All ranks, which call it.
     folder : path
         Where a new folder is made for the files, and removed at the end.
-    sizes : ModelSizes
-        Sizes of the model.
     dtype : str
         Type of parameters and moments.
     limits : Limits
         When to stop repeating.
-    seed : int
-        The seed of the parameters.
     backend : str, optional
         The array library.
 

@@ -31,8 +31,6 @@ class Start:
 
     Attributes
     ----------
-    ranks : int
-        Ranks of the job.
     transport : str
         The transport along the first direction of its grid.
     seconds : dict of str to float

@@ -34,12 +34,8 @@ class Verdict:
 
     Attributes
     ----------
-    name : str
-        The case.
     medians : tuple of float
         Seconds of A and of B: the median of the runs' medians.
-    runs : tuple of int
-        Number of runs of each side.
     difference : Difference or None
         B over A, with p after Holm's correction; None if there are too few runs.
     """

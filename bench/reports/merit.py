@@ -36,8 +36,6 @@ def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
         Useful operations of all ranks.
     seconds : float
         The seconds that they took.
-    ranks : int
-        Number of ranks.
     peak : float
         Peak operations a second of a rank.
     """

@@ -25,8 +25,6 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
 
     Parameters
     ----------
-    folder : path
-        The results.
     out : path, optional
         The page; by default ``report.html`` in `folder`.
 

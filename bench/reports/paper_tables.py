@@ -10,13 +10,12 @@ import numpy as np
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.checks.names import split_checks
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   read_folder, share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
-from bench.records.notes import describe_cluster
+from bench.records.notes import describe_cluster, split_checks
 from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
                            speed_ups, wire_rows)
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell

@@ -289,16 +289,12 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     ----------
     log : Journal
         The journal of the folder of results.
-    reproduction : Reproduction
-        The reproduction.
     progress : RowProgress
         The rows that this process has measured, and those that failed or were left out.
     stopped : Stopped or None
         The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
-    words : list of str
-        The words of the command.
 
     Returns
     -------

@@ -12,7 +12,6 @@ from bench.cases.paper import Row
 from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
-from bench.checks.names import split_checks
 from bench.cluster.rates import rate_text
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
@@ -27,6 +26,7 @@ from bench.records import model_run, run_file
 from bench.records.folder import read_folder
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
+from bench.records.notes import split_checks
 from bench.reports import micro_tables
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings

@@ -24,7 +24,6 @@ from bench.command_line import (config_options, expert_options, measuring, model
                                 options, pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
-from bench.instruments.clock import wait_patiently
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
@@ -32,6 +31,7 @@ from bench.reports.micro_tables import format_record
 from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
+from mm3d.launcher import wait_patiently
 from mm3d.schemes import find_scheme
 from mm3d.training.gpt import GPT
 from mm3d.training.mesh import check_data, stage_grids

@@ -48,8 +48,6 @@ class Index:
     ----------
     arrays : dict of str to ArrayInfo
         By path.
-    blocks : list of Block
-        All blocks of all arrays.
     attributes : dict
         Attributes of the checkpoint: the step, and what the caller added.
     optimizer : dict

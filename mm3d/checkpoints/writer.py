@@ -44,13 +44,6 @@ def machine() -> str:
 class Writer:
     """Write the files of one checkpoint; on rank 0 alone, but for the blocks.
 
-    Parameters
-    ----------
-    folder : path
-        The folder of all checkpoints.
-    step : int
-        The step.
-
     Attributes
     ----------
     said : list of str

@@ -33,14 +33,10 @@ class Story:
     scheme, form : str
         Name of the scheme; "ab", "abt" or "atb" for plain matrices, "up" or "down" for the linear
         layers of a Transformer.
-    grid : GridShape
-        The ranks.
     shapes, layouts : mapping
         Global shapes and layouts of "A", "B" and "C".
     stored : tuple of mapping
         By rank, the blocks before the first step, by matrix.
-    steps : tuple of Step
-        The steps.
     closed_form : tuple of Move or None
         The collectives in closed form, with the words of all ranks; None where there is none.
     """
@@ -62,8 +58,6 @@ class Recorder(Observer):
     ----------
     grid : Grid
         The ranks; its counts of traffic are reset.
-    kinds : tuple of type
-        The events.
     """
 
     sizes = False
@@ -100,12 +94,8 @@ class Subject:
 
     Attributes
     ----------
-    grid : Grid
-        The ranks.
     model : object
         What is observed, see `mm3d.tracing.observe.observed`.
-    run : callable
-        Runs it.
     layouts : dict
         Of a product: the layout and the global shape of A, B and C by name.
     """
@@ -124,8 +114,6 @@ def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], Subj
     ----------
     scheme : type of Scheme
         The parallelism, with its default options.
-    grid : GridShape
-        The ranks.
     make : callable
         Returns the `Subject` of a rank.
     kinds : tuple of type
@@ -161,8 +149,6 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
     ----------
     scheme : type of Scheme
         The parallelism, with its default options.
-    grid : GridShape
-        The ranks.
     form : {"ab", "abt", "atb", "up", "down"}
         C = A B, A B^T or A^T B of plain matrices; or C = A B of the linear layer that leads up
         into the inner space of activations, or down from it.

@@ -54,14 +54,10 @@ class Step:
         One of `mm3d.grid.axis.COLLECTIVES`, "multiply", or "keep": what ranks store at the end.
     matrix : str
         The matrix that moves, or the result: "A", "B", "C", "dA", "dB", "dC".
-    direction : str
-        Direction of the collective.
     result : str
         The result that the step is for: "C", "dA" or "dB".
     words : tuple of int
         Words that each rank counts, as `mm3d.grid.axis.Traffic` says.
-    travels : tuple of Travel
-        The blocks that travel.
     held : tuple of mapping
         By rank, the blocks after the step, by matrix.
     """
@@ -97,10 +93,6 @@ class Replay:
 
     Parameters
     ----------
-    form : {"ab", "abt", "atb"}
-        The product.
-    grid : GridShape
-        The ranks.
     layouts : mapping
         Layout and global shape of "A", "B" and "C"; rows may be (batch, positions), one of them 1.
     shape : tuple of int

@@ -64,10 +64,6 @@ class LayerStory:
 
     Attributes
     ----------
-    scheme : str
-        Name of the scheme.
-    grid : GridShape
-        The ranks.
     sizes : mapping of str to int
         hidden, heads, batch, seq.
     parts : tuple of Part
@@ -94,8 +90,6 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
     ----------
     scheme : type of Scheme
         The parallelism, with its default options.
-    grid : GridShape
-        The ranks.
     sizes : mapping of str to int
         hidden, heads, batch, seq.
     backward : bool

@@ -21,12 +21,13 @@ from bench.experiments.products import operands
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
 from bench.experiments.torch.serve import Product
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
+from mm3d.launcher import wait_patiently
 from mm3d.tracing.events import PHASES
 
 KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
@@ -136,13 +137,7 @@ class Products:
 
 
 class Sampler:
-    """Take samples of a layer, its products, and PyTorch.
-
-    Parameters
-    ----------
-    subject : Subject
-        The layer.
-    """
+    """Take samples of a layer, its products, and PyTorch."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.comm, self.library = subject, subject.mesh.comm, subject.grid.backend

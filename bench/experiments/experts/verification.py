@@ -9,10 +9,10 @@ from threadpoolctl import threadpool_limits
 from bench.checks import against_serial
 from bench.experiments.experts.plain import PlainExperts
 from bench.experiments.experts.problem import NAME, Subject
-from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
 from mm3d import launcher
 from mm3d.arrays.blocks import block_lengths
+from mm3d.launcher import wait_patiently
 
 # Relative to the largest logit.
 CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}

@@ -52,8 +52,6 @@ class Beside:
 
     Attributes
     ----------
-    name : {"PyTorch", "ColossalAI"}
-        The library.
     python : str
         An interpreter that has it.
     """

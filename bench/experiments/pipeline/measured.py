@@ -17,13 +17,14 @@ from bench.experiments.pipeline.waiting import WaitingSubject
 from bench.experiments.products import operands
 from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
                                                    observe_products, step_flops)
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
+from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.words import Words
@@ -45,8 +46,6 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     ----------
     mesh : Mesh
         The ranks; each calls this.
-    case : PipelineCase
-        The pipeline to measure.
     limits : Limits
         When to stop repeating.
     torch : str, optional

@@ -32,8 +32,6 @@ class PipelineCase:
     ----------
     name : str
         The schedule's name, such as "1f1b" or "interleaved:2".
-    schedule : Schedule
-        The schedule.
     stack : Stack
         The layers of the whole model; the batch is that of all micro-batches.
     waits : tuple of Fraction or None
@@ -117,8 +115,6 @@ class LayersSubject:
         The ranks; each makes it.
     case : PipelineCase
         The pipeline to measure.
-    actions : ActionTimes
-        Records the actions.
     asleep : bool
         Whether ranks that wait for a message sleep.
     """

@@ -22,8 +22,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.host import granted_threads
 from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
                                         repeat_calls, time_alone, time_side)
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
@@ -144,8 +143,6 @@ class Times:
     ----------
     times : ndarray
         Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
-    calls : int
-        Calls of a sample.
     ended_by : str
         The limit that was reached.
     last : dict
@@ -163,8 +160,6 @@ class Sampler:
 
     Parameters
     ----------
-    problem : Problem
-        The product.
     replays : dict of str to Replay
         Its local products, by phase.
     seed : int

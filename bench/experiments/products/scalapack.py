@@ -37,10 +37,6 @@ class Subject:
 
     Attributes
     ----------
-    name : str
-        The name in tables.
-    step : callable
-        One call.
     gemm : callable or None
         The function that computes its matrix products; None for its own.
     """
@@ -58,12 +54,8 @@ class Comparison:
     ----------
     shape : tuple of int
         M, N, K.
-    dtype : str
-        The dtype of all matrices.
     ranks, cores : int
         Ranks of the job and cores of the machine.
-    calls : int
-        Calls of a sample.
     subjects : list of str
         Names of the steps that took turns: the 3-D product by each of `transports`, ScaLAPACK's
         in blocks of each of `blocks`, and local products alone.
@@ -208,8 +200,6 @@ def compare_products(products: Products, calls: int = 5,
     ----------
     products : Products
         The products of both sides; every rank of the job calls this.
-    calls : int
-        Calls of a sample.
     limits : Limits
         When to stop repeating.
 

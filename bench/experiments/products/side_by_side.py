@@ -17,8 +17,7 @@ from bench.experiments.products.problem import (Problem, find_product, product_g
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.dry_arrays import DryBackend
@@ -109,12 +108,8 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
     Parameters
     ----------
-    form : {"ab", "abt", "atb"}
-        The product.
     shape : tuple of int
         M, N, K.
-    dtype : str
-        The dtype of all matrices.
     comm : mpi4py.MPI.Intracomm
         The ranks; every one of them calls this.
     backend : str, optional

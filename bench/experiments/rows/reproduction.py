@@ -167,8 +167,6 @@ class JobErrors:
         The job, whose standard error is a pipe.
     abort_seconds : float
         Seconds that the job has to end after its watchdog has spoken.
-    end : callable
-        Ends a job.
     """
 
     def __init__(self, child: subprocess.Popen, abort_seconds: float = ABORT_SECONDS,

@@ -25,11 +25,6 @@ def describe_machine(library: str) -> dict[str, Any]:
     """Describe the source, the machine, its libraries and the variables that tune them.
 
     Rows belong to one reproduction only where all of these are the same.
-
-    Parameters
-    ----------
-    library : str
-        The name of the array library.
     """
     found = host.describe_host(library, 1, MPI.Get_library_version(), "")
     return {"source": host.source_digest()} | {
@@ -87,12 +82,8 @@ def next_round(entries: list[dict], wanted: dict[str, Any], rounds: int) -> int:
 
     Parameters
     ----------
-    entries : list of dict
-        The entries of the journal.
     wanted : dict
         All settings that rows must have in common, but for `ROUND`.
-    rounds : int
-        The number of rounds.
 
     Returns
     -------

@@ -249,8 +249,6 @@ def run_counted_step(model, x, dy,
 
     Parameters
     ----------
-    model : Transformer
-        The model.
     x, dy : Array
         This rank's blocks of the input and of the output's gradient.
     between : callable

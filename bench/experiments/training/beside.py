@@ -16,11 +16,12 @@ from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, 
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
 from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.config import Model
+from mm3d.launcher import wait_patiently
 
 KIND = "training-step"
 OWN = "mm3d"

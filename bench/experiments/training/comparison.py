@@ -10,13 +10,13 @@ from bench.experiments.training.meshes import Case, list_cases, one_rank_of, ref
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
-from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
-from bench.instruments.stall import unwatched
+from bench.instruments.timing import unwatched
 from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.config import Config
+from mm3d.launcher import wait_patiently
 from mm3d.training.gpt import GPT
 
 KIND = "training-meshes"
@@ -85,8 +85,6 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         The ranks; each calls this; a mesh of fewer takes the first of them.
     plan : Plan
         The plan: few steps of SGD in float64 or float32.
-    text : Text
-        The text.
     report : callable
         Called on rank 0 with the name of each mesh before it is trained.
     watched : callable

@@ -14,15 +14,7 @@ RANKS = (1, 2, 4, 6, 8)
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh to train on.
-
-    Attributes
-    ----------
-    ranks : int
-        Its number of ranks.
-    division : Division
-        The mesh.
-    """
+    """A mesh to train on."""
 
     ranks: int
     division: Division

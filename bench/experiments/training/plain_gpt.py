@@ -21,8 +21,6 @@ class Routing:
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     microbatches : int
         Number of parts of the batch whose tokens are routed together.
 
@@ -195,8 +193,6 @@ def write_sample(state: State, model: Model, length: int, seed: int = 0,
         Global parameters by name.
     model : Model
         What it is of; its experts are never full.
-    length : int
-        Number of bytes.
     seed : int
         Seed of the draws.
     start : bytes

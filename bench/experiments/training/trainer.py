@@ -62,8 +62,6 @@ class Outcome:
         The step that this run began with, and the number of steps that are done.
     ended_by : str
         "steps", "signal", "max_seconds" or "stop_file".
-    checks : list of Check
-        The verification.
     """
 
     history: History
@@ -80,8 +78,6 @@ class Training:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; each creates it.
-    plan, division : Plan, Division
-        The plan of the training, and its mesh.
     text : Text
         The same on every rank.
 

@@ -93,8 +93,6 @@ class Curve:
 
     Attributes
     ----------
-    plan : Plan
-        The plan.
     seconds : ndarray
         Seconds a sequence of whole steps, (links, repetitions); NaN beyond those of a link.
     predicted, software : ndarray

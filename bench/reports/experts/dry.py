@@ -11,12 +11,8 @@ def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     trace : Trace
         The dry run.
-    data, tokens : int
-        Number of replicas, and tokens of each.
     """
     every, capacity = data * tokens, capacity_of(experts, data * tokens)
     share = every * experts.top / experts.count

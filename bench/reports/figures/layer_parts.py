@@ -22,8 +22,6 @@ class LayerParts:
 
     Attributes
     ----------
-    first : int
-        Number of the first moment.
     moving : list of bool
         Whether blocks travel, by part: they are listed instead.
     """

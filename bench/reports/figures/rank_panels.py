@@ -40,8 +40,6 @@ class RankPanels:
 
     Attributes
     ----------
-    first : int
-        Number of the first moment.
     moving : list of bool
         Whether blocks travel, by step.
     """

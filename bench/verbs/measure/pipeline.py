@@ -17,7 +17,7 @@ from bench.instruments import chrome_trace
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
-from bench.command_line import measuring, options
+from bench.command_line import measuring, options, schedule_types
 from bench.command_line.number_types import fractions
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
                                         report_failure)
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
         "sizes of the grid's directions in a stage, such as 2x1x1; with commas between, one for "
         "each stage (default: as without a pipeline, for the ranks of a stage)"))
-    parser.add_argument("--schedule", type=options.schedules, default=["1f1b", "zb-h1"],
+    parser.add_argument("--schedule", type=schedule_types.schedules, default=["1f1b", "zb-h1"],
                         metavar="NAMES", help=(
         f"schedules, with commas between, of {', '.join(registry())}; interleaved:3 has 3 chunks "
         f"a rank, auto is searched for and has one (default 1f1b,zb-h1)"))

@@ -97,7 +97,7 @@ class Attention:
                 kv = split.all_gather(kv)
         return by_head, kv[:, :, 0, ...], kv[:, :, 1, ...]
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the output, (batch, seq, features); save Q, K, V and the log-sum-exps."""
         q, k, v = self._gather_qkv(x)
         y = self.empty(x.dtype)
@@ -111,7 +111,7 @@ class Attention:
         """Iterate over the members of a group, and what the queries of each visit."""
         return itertools.product(range(self.group), self.visits)
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute the gradients of Q, K and V, (batch, seq, group + 2, features)."""
         x, lse = saved
         q, k, v = self._gather_qkv(x)
