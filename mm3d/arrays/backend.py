@@ -247,7 +247,7 @@ class Backend:
 
     def release_idle_memory(self) -> None:
         """Return the memory that no array uses to the system."""
-        self.pool.trim()
+        self.pool.clear()
 
 
 def _make_numpy() -> Backend:
