@@ -4,7 +4,8 @@ import itertools
 import math
 from typing import Any, Iterator
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array
+from mm3d.arrays.elementwise import reshape
 from mm3d.grid.activations import Context, Space
 from mm3d.grid.split import Split
 from mm3d.model import functional
@@ -86,7 +87,7 @@ class Attention:
     def _split_heads(self, a: Array, *members: int) -> Array:
         """View the features of `a` as (..., heads, `members` of a group, features of a head)."""
         heads = a.shape[-1] // (self.head * math.prod(members))
-        return namespace(a).reshape(a, (*a.shape[:-1], heads, *members, self.head))
+        return reshape(a, (*a.shape[:-1], heads, *members, self.head))
 
     def _gather_qkv(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return Q of this rank's positions, with all members, and K and V of all positions."""
