@@ -66,7 +66,7 @@ def preset_parts(results: Results) -> list[Part]:
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     if emulated.waited_rows(results):    # their predictions need imports that other tables do not
-        parts += import_module("bench.reports.emulation.tables").row_parts(results)
+        parts += import_module("bench.reports.emulation.tables").emulated_parts(results)
     parts += wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
@@ -143,8 +143,8 @@ def measured_notes(results: Results) -> list[str]:
         notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
     notes += waiting_notes(runs)
-    notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
-              + merit_rows.recomputation_notes(runs))
+    notes += (certainty.certainty_notes(runs) + speed_ups.speed_up_notes(results)
+              + merit_rows.merit_notes(runs) + merit_rows.recomputation_notes(runs))
     notes += emulated.emulation_notes(runs)
     alone = emulated.other_runs(runs)
     crowded = [run for run in alone if is_crowded(run)]

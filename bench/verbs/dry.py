@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
                                             trace.divided,
                                             arguments.data // arguments.expert_parallel))
     if experts:
-        parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens))
+        parts.append(dry_experts.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
     fits = True
     if limit and arguments.data is not None:
         fits, line = _judge_training(trace, arguments, limit)
@@ -209,7 +209,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_experts.notes(experts, trace, data, model.micro.tokens))
+        parts.append(dry_experts.expert_notes(experts, trace, data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
         whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))

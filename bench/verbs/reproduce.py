@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
-    resume.remove_leftovers(out)
+    resume.remove_parts_of_files(out)
     predict_rows(arguments, cases)
     if not arguments.precise:
         return measure_round(arguments, cases, wanted, log)
@@ -197,7 +197,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "recompute": arguments.recompute, "software_share": arguments.software_share,
             **asdict(row_options.variant(arguments, library)),
             **waited_settings(arguments),
-            **resume.describe_machine(library.name)}
+            **resume.machine_settings(library.name)}
 
 
 def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bench.experiments.training import comparison, plain_gpt, record, torch_trai
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
-from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.reports.figures import style
 from bench.command_line import (config_options, expert_options, measuring, model_options,
                                 options, pipeline_options)
@@ -232,7 +232,7 @@ class Progress:
                 done, history, self.plan.steps, self.plan.batch * self.plan.seq))
 
 
-def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: Outcome,
+def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: TrainingEnd,
            out: Path, name: str) -> int:
     """Train by PyTorch if asked; write and draw the record; print a sample."""
     comm, status, beside = training.comm, 0, None
@@ -264,7 +264,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
 
 
 def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
-             outcome: Outcome) -> Any:
+             outcome: TrainingEnd) -> Any:
     """Train the same by PyTorch on rank 0, while the others sleep and return None."""
     plan, comm = training.plan, training.comm
     batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)

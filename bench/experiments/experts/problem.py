@@ -127,7 +127,7 @@ def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> di
             "share divisor": 1 if first else divisor}
 
 
-class Subject:
+class ExpertsSubject:
     """Hold a layer of experts on a mesh, and this rank's part of its input.
 
     Parameters

@@ -66,8 +66,8 @@ class PipelineCase:
         return self.waits and tuple(float(wait * share) for wait in self.waits)
 
 
-def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
-              waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
+def make_pipeline_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
+                       waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
     """Build the schedule of a name, and make sure that the model can be divided.
 
     `sizes` has the sequences of one micro-batch, `more` are further fields of the stack.  A

@@ -185,7 +185,7 @@ class OperandShapes(ArrayObserver):
             self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
 
 
-class Replay:
+class LocalProducts:
     """The local matrix products of a step on `grid` alone, which bound its speed.
 
     They are observed while `step` runs; operands of equal shape and order share memory.

@@ -21,7 +21,7 @@ WAITED = ("waited_machine", "waited_scale")    # settings of rows whose ranks wa
 ROUND = "round"    # the setting that numbers the reproductions of one command
 
 
-def describe_machine(library: str) -> dict[str, Any]:
+def machine_settings(library: str) -> dict[str, Any]:
     """Describe the source, the machine, its libraries and the variables that tune them.
 
     Rows belong to one reproduction only where all of these are the same.
@@ -150,7 +150,7 @@ def _belongs_to(reproduction: Reproduction, run: Measurements) -> bool:
             and recorded.get("recompute", "none") == wanted.get("recompute", "none"))
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_parts_of_files(folder: Path) -> None:
     """Delete the files that killed writers have left in a folder that this process has claimed."""
     for pattern in ("*.h5.part", ".probe-*"):
         for path in folder.glob(pattern):

@@ -6,7 +6,7 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.tracing.trace import Trace
 
 
-def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
+def expert_notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
     """State the assumed routing, and which words are counted between replicas.
 
     Parameters

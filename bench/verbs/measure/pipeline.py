@@ -11,8 +11,8 @@ from bench.cases.variants import WORK
 from bench.errors import WrongResult, as_usage_error
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
-from bench.experiments.pipeline.subject import PipelineCase, make_case
-from bench.experiments.pipeline.reference import refuse_case
+from bench.experiments.pipeline.subject import PipelineCase, make_pipeline_case
+from bench.experiments.pipeline.reference import refuse_pipeline
 from bench.instruments import chrome_trace
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         cases = list_cases(arguments)
         mesh = Mesh(comm, arguments.stages, arguments.scheme, arguments.grid, arguments.backend)
     for case in cases if arguments.torch else []:
-        refuse_case(mesh, case)
+        refuse_pipeline(mesh, case)
     check_trace_file(arguments.trace, comm)
     measuring.check_model_memory(arguments.layers, arguments.hidden,
                                  arguments.microbatch * arguments.seq, arguments.backend, comm)
@@ -114,8 +114,8 @@ def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
     waits = find_waits(arguments)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.microbatch,
                        arguments.seq)
-    return [make_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
-                      dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
+    return [make_pipeline_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
+                               dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
             for microbatches in arguments.microbatches for name in arguments.schedule]
 
 

@@ -2,7 +2,8 @@
 
 import argparse
 
-from bench.experiments.startup import CALLS, FailedJob, PHASES, Start, check_cubes, measure_start
+from bench.experiments.startup import (CALLS, FailedJob, JobStart, PHASES, check_cubes,
+                                       measure_start)
 from bench.document import Column, Notes, Rows, Table
 from bench.reports.formats import render
 from bench.command_line import options
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def table(found: list[Start]) -> str:
+def table(found: list[JobStart]) -> str:
     """Format the table of all jobs."""
     rows: Rows = [[one.ranks, one.transport, *(f"{one.seconds[name]:#.3g}" for name in PHASES),
                    f"{1e6 * one.call:.0f}"] for one in found]
