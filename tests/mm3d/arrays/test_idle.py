@@ -237,7 +237,7 @@ def test_no_memory_is_taken_away_from_who_uses_it(comm, monkeypatch):
             for old, was in kept:
                 assert np.array_equal(old, was), turn
             kept = kept[order.randrange(4):][-4:]
-            emptied += len(regions._emptied)
+            emptied += len(regions.emptied)
         assert emptied > 100 and len(regions) < 100
         kept.clear()
         del block, term, old
