@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if comm.rank == 0:
         for line in describe_left_out(arguments.rows, comm.size):
             say(line)
-    peaks = (None if variant.waits
-             else measure_peaks(backends.get(arguments.backend), variant.dtype, comm))
+    peaks = None if variant.waits else measure_peaks(
+        backends.get(arguments.backend), variant.dtype, comm, quick=arguments.preset == "tiny")
     statuses = []
     for rate, there in at_rates(settings, arguments.links):
         if rate and comm.rank == 0:
