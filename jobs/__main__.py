@@ -30,7 +30,7 @@ PROGRAM = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m jobs"
 def parser() -> Parser:
     """Return the command line."""
     top = Parser(prog=PROGRAM, description=(
-        "Measure the rows of both tables, pipelines and trainings as batch jobs under Slurm."))
+        "Measure the rows of tables, pipelines and trainings as batch jobs under Slurm."))
     top.add_version()
     top.add_completion(COMMAND)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")

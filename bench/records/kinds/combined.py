@@ -171,15 +171,15 @@ def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
     """Say how far predictions are off, and how far the planner's choices are from the fastest."""
     every = [row for rows in found for row in rows]
     errors = [abs(row.error) for row in every if row.is_predicted]
-    said = []
+    said, computed = [], " that computed" * any(not row.waits for row in every)
     if errors:
         said.append(
-            f"{len(errors)} rows: predictions are {100 * np.median(errors):.0f} % off in the "
-            f"median, {100 * max(errors):.0f} % at most; the goal is {100 * GOAL_ERROR:.0f} % in "
-            f"the median, {_met(np.median(errors) <= GOAL_ERROR)}.")
+            f"{len(errors)} rows{computed}: predictions are {100 * np.median(errors):.0f} % off "
+            f"in the median, {100 * max(errors):.0f} % at most; the goal is "
+            f"{100 * GOAL_ERROR:.0f} % in the median, {_met(np.median(errors) <= GOAL_ERROR)}.")
     if len(errors) < len(every):
-        said.append(f"{len(every) - len(errors)} rows: nothing was predicted, and in their groups "
-                    f"nothing is chosen.")
+        said.append(f"{len(every) - len(errors)} rows{computed}: nothing was predicted, and in "
+                    f"their groups nothing is chosen.")
     for rows in found:
         if len(rows) == 1 or not all(row.is_predicted for row in rows):
             continue

@@ -96,6 +96,16 @@ def verified_sizes(config):
     return model.gradients()
 
 
+@pytest.mark.ranks(4)
+def test_words_between_experts_are_for_the_tokens_to_say(comm):
+    """A dry run supposes equal choices: its calls alone are those of a step."""
+    how = replace(settings(), work=None, dilation=None)
+    one = replace(case(4, Division(data=2, zero=1, grid=(1, 2, 1), expert_parallel=2)),
+                  preset="tiny")
+    found = training_row.measure_training(one, how, comm)
+    assert (found is None) == (comm.rank > 0)
+
+
 @pytest.mark.ranks(2)
 def test_a_step_that_computes_moves_the_words_of_its_dry_run(comm, monkeypatch):
     one = TrainingCase("tiny", 2, 1, Config(Model(**SIZES), MESHES[2][0]), "tiny")
@@ -170,7 +180,7 @@ def test_rows_that_computed_stand_beside_those_that_waited(tmp_path):
     assert "2 nodes; computed on numpy" in text and "2x4" not in text.partition("computed")[2]
     line = next(line for line in text.splitlines() if "cannot tell: no machine given" in line)
     assert "data 8, ZeRO 1, serial" in line and "chosen" not in line
-    assert "1 rows: nothing was predicted" in text and "by machine longhorn" in text
+    assert "1 rows that computed: nothing was predicted" in text and "by machine longhorn" in text
     assert text.count("a planner chooses") == 1
     drawn, _ = draw_figures(tmp_path)
     assert [path.name for path in drawn] == ["training-steps-on-meshes.png"]
