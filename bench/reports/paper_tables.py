@@ -107,14 +107,17 @@ def measured_average(run: Run) -> float:
     return step_seconds.average_step_time(run.times, run.configuration["batch"])
 
 
+def inconsistent_notes(rows: Sequence[Row]) -> list[str]:
+    """State what is wrong with the average that the paper prints for some of these rows."""
+    return [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
+            f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
+            f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
+            f"all other rows do." for row in rows if not row.consistent]
+
+
 def published_notes() -> list[str]:
     """State the inconsistencies of the paper, from its own figures."""
-    wrong = [row for row in load_tables().rows if not row.consistent]
-    notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
-             f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
-             f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
-             f"all other rows do." for row in wrong]
-    ratios = {}
+    notes, ratios = inconsistent_notes(load_tables().rows), {}
     for name in HEADINGS:
         rows = {row.scheme: row for row in select_rows(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):
