@@ -2,7 +2,6 @@
 
 import math
 from importlib import import_module
-from pathlib import Path
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -13,12 +12,12 @@ from bench.cases.variants import recorded_variant
 from bench.checks.names import split_checks
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  read_folder, share_cores)
+                                  share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.records.notes import describe_cluster
-from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
-                           speed_ups, wire_rows)
+from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
+                           wire_rows)
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -26,17 +25,6 @@ from mm3d.tracing.events import PHASES
 NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those of the row of "
                  "its table with the nearest number of ranks; of several, with the largest batch.")
 Key = tuple[str, str, int]    # a row: its table, scheme and ranks
-
-
-def format_tables(folder: str | Path, form: str = "text") -> str:
-    """Make all tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
-
-    Raises
-    ------
-    StoreError
-        When there are no results in `folder`.
-    """
-    return formats.render(make_document(read_folder(folder)), form)
 
 
 def make_document(found: FolderContents) -> list[Part]:

@@ -9,7 +9,6 @@ from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.document import Notes
-from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
 from bench.command_line import options
 from bench.command_line.number_types import fraction, fractions
@@ -52,7 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="draw all of them: .png, .svg or .pdf")
     parser.add_argument("--curves", metavar="FILE", help=(
         "draw bubble, activations and messages against 1 to M micro-batches"))
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,13 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         say(text)
     else:
         parts = [Notes("Schedule", text.splitlines()), *parts]
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
     if arguments.curves:
         draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
                              schedule_costs.costs_by_microbatches(names, pipeline)))
-    return style.draw_pictures(draws, arguments.format)
+    return style.draw_pictures(draws)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:

@@ -1,4 +1,6 @@
-"""Made-up runs for the tests of files, tables and figures."""
+"""Made-up runs for the tests of files, tables and figures, and their tables as text."""
+from pathlib import Path
+
 import numpy as np
 
 from bench.cases.case import Case, make_case
@@ -8,13 +10,27 @@ from bench.experiments.rows.record import published_row
 from bench.instruments import spans
 from bench.records import model_run, run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
+from bench.records.folder import read_folder
 from bench.records.model_run import Run
 from bench.reports.figures import roofline_and_memory
+from bench.reports.formats import render
+from bench.reports.micro_tables import make_parts
+from bench.reports.paper_tables import make_document
 from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
 PARTS = spans.part_names("xyz")
+
+
+def format_record(record: Measurements) -> str:
+    """The tables and notes of a record as text."""
+    return render(make_parts([record]))
+
+
+def format_tables(folder: Path, form: str = "text") -> str:
+    """What ``report`` prints of a folder."""
+    return render(make_document(read_folder(folder)), form)
 
 
 def wait_for_work(run: Run, machine: str, scale: float, shrink: float) -> None:

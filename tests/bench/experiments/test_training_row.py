@@ -19,11 +19,11 @@ from bench.records import run_file
 from bench.records.kinds import combined as kind
 from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.figures.every_figure import draw_figures
-from bench.reports.paper_tables import format_tables
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import Trace
+from records import format_tables
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}
 SCALE = 20.0
