@@ -91,7 +91,9 @@ def test_a_notebook_shows_what_is_printed():
     model = model_of("3d", (2, 2, 2))
     mesh = mm3d.Mesh(DryCommunicator(8), stages=2, grid=(2, 2, 1),
                      backend=backends.get(DryBackend()))
-    for one in (model, model.parameters[0], model.traffic(), mesh):
+    gpt = mm3d.GPT(mesh, vocab=64, microbatches=2, **SIZES)
+    assert str(gpt).startswith(f"GPT on {mesh!r}: ") and "Mesh(2 stages; rank 0 is" in repr(mesh)
+    for one in (model, model.parameters[0], model.traffic(), mesh, gpt):
         shown = one._repr_html_()
         assert shown.startswith("<pre>") and "<" not in shown[5:-6], shown
         assert unescape(shown.removeprefix("<pre>").removesuffix("</pre>")) == str(one)
