@@ -13,13 +13,11 @@ from bench.prediction.planner import TraceOf
 from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import FORMATS, render
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.scheme_options import add_scheme
 from mm3d import ModelSizes
-from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
@@ -79,7 +77,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_pipeline(parser, " of a replica")
     pipeline_options.add_inside(parser, "with --stages and --machine: ")
     pipeline_options.add_hide_sums(parser)
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -137,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.scheme, grid.sizes, stack, limit,
             Variant(arguments.keep or "none", arguments.overlap))
         parts.append(line)
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return int(not fits)
 
 
@@ -228,7 +225,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
         fits = peak <= limit
         parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of this rank, with AdamW: it "
                      f"{'fits' if fits else 'does not fit'}")
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return int(not fits)
 
 

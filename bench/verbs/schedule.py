@@ -9,7 +9,6 @@ from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.document import Notes
-from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
 from bench.command_line import options, schedule_types
 from bench.command_line.number_types import fraction, fractions
@@ -50,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         metavar="NAMES", help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
                         help="draw all of them: .png, .svg or .pdf")
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         say(text)
     else:
         parts = [Notes("Schedule", text.splitlines()), *parts]
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
-    return style.draw_pictures(draws, arguments.format)
+    return style.draw_pictures(draws)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
