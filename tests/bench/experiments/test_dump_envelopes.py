@@ -98,7 +98,7 @@ def test_several_ranks_say_once_what_one_says(ranks, dumps):
     (bad := dumps / f"bad{ranks}").mkdir()
     for name in ("config.json", "weights.safetensors"):
         shutil.copy(dumps / "right" / name, bad)
-    command = ["-m", "bench", "measure", "dump"]
+    command = ["-m", "bench", "judge"]
     one, many = (run_ranks(n, *command, str(dumps / "wrong")) for n in (1, ranks))
     assert (one.stdout, one.stderr) == (many.stdout, many.stderr)
     assert one.returncode and many.returncode and "FIRST OUTSIDE" in many.stdout
