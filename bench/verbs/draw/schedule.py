@@ -15,12 +15,11 @@ from bench.command_line.number_types import fraction, fractions
 from mm3d.console import say
 from mm3d.training.schedules import format_schedule, registry
 
-GROUP = "Plan and predict"
 ON_ALL_RANKS = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``schedule``."""
+    """Add the options of ``draw schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", type=schedule_types.schedule, metavar="NAME", help=(
         f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
