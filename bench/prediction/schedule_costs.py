@@ -78,8 +78,8 @@ def read_schedule(path: str | Path) -> Schedule:
     UsageError
         With the rule, the rank and the action, when it is wrong; or when it cannot be read.
     """
-    text = read_text(path, str(path), "a schedule as python -m bench schedule --schedule 1f1b "
-                                      "--stages 4 --microbatches 8 prints it")
+    text = read_text(path, str(path), "a schedule as python -m bench draw schedule --schedule "
+                                      "1f1b --stages 4 --microbatches 8 prints it")
     try:
         schedule = parse_schedule(text)
         check(schedule)

@@ -2,7 +2,6 @@
 
 import math
 from importlib import import_module
-from pathlib import Path
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -12,12 +11,12 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  read_folder, share_cores)
+                                  share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.records.notes import describe_cluster, split_checks
-from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
-                           speed_ups, wire_rows)
+from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
+                           wire_rows)
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -25,17 +24,6 @@ from mm3d.tracing.events import PHASES
 NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those of the row of "
                  "its table with the nearest number of ranks; of several, with the largest batch.")
 Key = tuple[str, str, int]    # a row: its table, scheme and ranks
-
-
-def format_tables(folder: str | Path, form: str = "text") -> str:
-    """Make all tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
-
-    Raises
-    ------
-    StoreError
-        When there are no results in `folder`.
-    """
-    return formats.render(make_document(read_folder(folder)), form)
 
 
 def make_document(found: FolderContents) -> list[Part]:
@@ -106,14 +94,17 @@ def measured_average(run: Run) -> float:
     return step_seconds.average_step_time(run.times, run.configuration["batch"])
 
 
+def inconsistent_notes(rows: Sequence[Row]) -> list[str]:
+    """State what is wrong with the average that the paper prints for some of these rows."""
+    return [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
+            f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
+            f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
+            f"all other rows do." for row in rows if not row.consistent]
+
+
 def published_notes() -> list[str]:
     """State the inconsistencies of the paper, from its own figures."""
-    wrong = [row for row in load_tables().rows if not row.consistent]
-    notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
-             f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
-             f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
-             f"all other rows do." for row in wrong]
-    ratios = {}
+    notes, ratios = inconsistent_notes(load_tables().rows), {}
     for name in HEADINGS:
         rows = {row.scheme: row for row in select_rows(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):

@@ -13,6 +13,7 @@ from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.cluster.rates import rate_text
+from bench.document import Part
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import MeasuredRow, measure_case
@@ -31,7 +32,6 @@ from bench.reports import micro_tables
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import save_drawings
-from bench.reports.formats import render
 from bench.command_line import grids, measuring, options, row_options
 from bench.command_line.publish import check_trace_file, publish_row
 from mm3d.arrays import backend as backends
@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if comm.rank == 0:
         for line in describe_left_out(arguments.rows, comm.size):
             say(line)
-    peaks = (None if variant.waits
-             else measure_peaks(backends.get(arguments.backend), variant.dtype, comm))
+    peaks = None if variant.waits else measure_peaks(
+        backends.get(arguments.backend), variant.dtype, comm, quick=arguments.preset == "tiny")
     statuses = []
     for rate, there in at_rates(settings, arguments.links):
         if rate and comm.rank == 0:
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)
     if arguments.links and comm.rank == 0:
-        show_rates(out)
+        show_rates(out, arguments.show)
     return max(statuses)
 
 
@@ -274,9 +274,11 @@ def summarize(record: model_run.Run) -> str:
             f"by {error:.1g}{step}")
 
 
-def show_rates(folder: Path) -> None:
+def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> None:
     """Print the tables of a folder's rows at several rates of links, and draw the picture."""
     records = join_rates(read_folder(folder).rows)
-    say(f"\n{render(micro_tables.make_parts(records))}\n")
+    say()
+    show(micro_tables.make_parts(records))
+    say()
     drawn, left_out = save_drawings(make_sweep_drawings(records), folder)
     say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])

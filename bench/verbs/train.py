@@ -27,7 +27,6 @@ from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.reports.micro_tables import format_record
 from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
@@ -246,7 +245,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if problem:
         status = report_failure(name, problem, comm)
     else:
-        status = publish(found, out, name, comm, format_record) or status
+        status = publish(found, out, name, comm, arguments.show_record) or status
         draw(found, arguments.pictures, name, comm)
     if arguments.sample:
         state = training.model.state()
@@ -289,9 +288,10 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:
         if comm.rank == 0:
-            say(format_record(found) + "\n")
+            arguments.show_record(found)
+            say()
         return report_failure(name, problem, comm)
-    status = publish(found, out, name, comm, format_record)
+    status = publish(found, out, name, comm, arguments.show_record)
     draw(found, arguments.pictures, name, comm)
     return status
 

@@ -5,7 +5,8 @@ from typing import Iterator
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, as_rows, namespace
+from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.elementwise import as_rows
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout, divided_directions

@@ -200,7 +200,8 @@ class Trained(Shown):
         widths = [max(map(len, column)) for column in zip(*rows)]
         count, own = (sum(math.prod(shape) for shape in shapes) for shapes in zip(*(
             (p.shape, p.layout.local_shape(p.grid, p.shape)) for p in self.trained)))
-        title = f"{type(self).__name__} on {self.grids[0]!r}: {count} elements, {own} here"
+        title = (f"{type(self).__name__} on {getattr(self, 'mesh', self.grids[0])!r}: {count} "
+                 f"elements, {own} here")
         return "\n".join([title, *("  ".join(map(str.ljust, row, widths)).rstrip()
                                    for row in rows)])
 

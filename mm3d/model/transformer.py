@@ -129,6 +129,7 @@ class Transformer(Trained):
         self.outer, self.inner = (replace(one, context=context)
                                   for one in scheme.spaces(stack.batch, own))
         self.shape = (stack.batch, self.outer.seq, stack.hidden)
+        self._block = self.outer.local_shape(stack.hidden)
         self.mask_key = MaskKey(stack.seed)
         types = [name and getattr(self.grid.backend.xp, name, name)
                  for name in (self.dtype, self.master)]    # the array library's own types
@@ -261,7 +262,7 @@ class Transformer(Trained):
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""
         dtype = host_dtype(a)
         check_unmasked(name, a)
-        if tuple(a.shape) != self.outer.local_shape(self.hidden) or dtype != self.dtype:
+        if tuple(a.shape) != self._block or dtype != self.dtype:
             raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
                              f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
 

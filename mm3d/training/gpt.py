@@ -49,6 +49,8 @@ class GPT(PlainNumbers, Staged):
         Returns, for an action of the schedule, a context in which it is executed.
     asleep : bool
         Whether this rank sleeps while it waits for messages of other stages.
+    drawn : bool
+        Whether initial values are drawn; else they are 0, for a caller that loads all of them.
     **fields
         With a mesh: what is trained, and how it is divided.
 
@@ -81,7 +83,7 @@ class GPT(PlainNumbers, Staged):
 
     def __init__(self, where: Mesh | Config, comm: MPI.Intracomm | None = None, *,
                  around: Callable[[Action], ContextManager] | None = None, asleep: bool = False,
-                 **fields: Any) -> None:
+                 drawn: bool = True, **fields: Any) -> None:
         mesh, config = _place(where, comm, fields)
         model, how = config.model, config.division
         rows = None if how.microbatches == 1 and isinstance(how.schedule, Schedule) else (
@@ -96,7 +98,7 @@ class GPT(PlainNumbers, Staged):
         self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
         self.shape, self.loss_scale = (model.batch, model.seq), 1.0
         self.optimizer: Callable[[], Any] = lambda: None
-        values = gpt2_values(model.layers)
+        values = gpt2_values(model.layers) if drawn else lambda *_: (0, math.inf)
         self.pipeline = Pipeline(
             mesh, how.schedule, rows, around=around, asleep=asleep, initial_values=values,
             synchronous=how.synchronous, zero=how.zero, in_flight=how.in_flight,
@@ -216,8 +218,10 @@ class GPT(PlainNumbers, Staged):
     def _checked(self, tokens: Any, targets: Any,
                  given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
         """Check a batch as `check_batch`; add its checksums to `given`, which ranks compare."""
+        if not self.mesh.scheme.grid.backend.has_contents:    # it is that of `rehearse`
+            return tokens, targets, targets.size
         found = check_batch(tokens, targets, self.shape, self.vocab, self.ignored)
-        if self.comm.size > 1 and self.mesh.scheme.grid.backend.has_contents:
+        if self.comm.size > 1:
             given |= {"tokens": checksum(found[0]), "targets": checksum(found[1])}
         return found
 

@@ -120,7 +120,8 @@ class Mesh(Shown):
     def __repr__(self) -> str:
         replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""
         own = f"of replica {self.replica}, " if self.data_grid else ""
-        return (f"Mesh({replicas}{self.shape['s']} stages; rank {self.comm.rank} is {self.place} "
+        stages = f"{self.shape['s']} stage{'s' * (self.shape['s'] > 1)}"
+        return (f"Mesh({replicas}{stages}; rank {self.comm.rank} is {self.place} "
                 f"of stage {self.stage}, {own}{self.scheme!r})")
 
     @property

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from bench.checks.freivalds import DistributedMatrix
 from bench.experiments.products import operands
+from bench.records.kinds.products import copied_along
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -87,7 +88,7 @@ class Problem:
 
     def copied_along(self, name: str) -> str:
         """Return the directions along which all ranks store the same block of A, B or C."""
-        return self.product.copied_along(self.grid.shape, self.form, name)
+        return copied_along(self.layouts[name], self.grid.shape)
 
     def _first_copy(self, name: str) -> dict[str, int]:
         """Return the coordinates of the first rank that stores this rank's block of a matrix."""

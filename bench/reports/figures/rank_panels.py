@@ -17,6 +17,8 @@ from mm3d.tracing.block_replay import (GATHERS, Held, KEEP, MatrixBlock, MULTIPL
 LEFT, RIGHT, TOP, BOTTOM = 0.9, 15.7, 6.75, 0.95    # the ranks' part of it
 FEW = 8    # ranks, each with its place in letters
 GAP, GROUP_GAP = 0.3, 0.75    # between panels, and between those of neighbouring z
+INDICES = ("i, j, l: a rank's places along x, y, z, as in the paper; an index that is missing: "
+           "the blocks of all of them")
 LEGEND = ("number and colour of a block: the rank that it comes from      "
           "Σ, dashed: terms of a sum, still to be added")
 SIGNS = {"ab": ("A", "B"), "abt": ("A", "Bᵀ"), "atb": ("Aᵀ", "B")}
@@ -117,9 +119,11 @@ class RankPanels:
             for travel in step.travels:
                 self._arrow(pen, step, travel)
         first, second = SIGNS.get(self.story.form, "AB")
-        pen.text(WIDTH / 2, 0.55, f"in each rank's panel: {first} lower left, {second} upper "
+        if any("_" in step_words(self.story, one) for one in steps):
+            pen.text(WIDTH / 2, 0.8, INDICES, 11, FAINT)
+        pen.text(WIDTH / 2, 0.5, f"in each rank's panel: {first} lower left, {second} upper "
                  f"right, C lower right, or their gradients", 11, FAINT)
-        pen.text(WIDTH / 2, 0.22, LEGEND, 11, FAINT)
+        pen.text(WIDTH / 2, 0.2, LEGEND, 11, FAINT)
         axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT), aspect="equal")
         axes.axis("off")
 

@@ -17,6 +17,7 @@ from bench.instruments import chrome_trace
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
+from bench.reports.micro_tables import make_parts
 from bench.command_line import measuring, options, schedule_types
 from bench.command_line.number_types import fractions
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
@@ -104,7 +105,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
             if arguments.pictures:
                 draw(record, Path(arguments.pictures) / f"{name}.png")
     if records:
-        say(f"\n{table(records)}")
+        say()
+        arguments.show(make_parts(records))
     mesh.free()
     return status
 
@@ -147,13 +149,6 @@ def draw(record: Measurements, path: Path) -> None:
     from bench.reports.figures import measured_timelines, schedules
     style.draw_pictures([partial(schedules.picture, path, measured_timelines.timelines(record),
                                  "s", "group of ranks")])
-
-
-def table(records: list[Measurements]) -> str:
-    """Format the table of records."""
-    from bench.reports.formats import render
-    from bench.reports.micro_tables import make_parts
-    return render(make_parts(records))
 
 
 def duration(text: str) -> Fraction:

@@ -11,7 +11,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, as_rows, namespace
+from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.elementwise import as_rows
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
 from mm3d.model.architecture import PLAIN, Architecture

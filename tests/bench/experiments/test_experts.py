@@ -16,11 +16,10 @@ from bench.instruments.timing import Limits
 from bench.records import folder, run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.figures import experts as figures, style
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from made_up_torch import make_up
 from mm3d.model.experts.layer import Experts
-from records import invented
+from records import format_record, invented
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")

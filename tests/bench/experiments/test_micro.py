@@ -14,13 +14,13 @@ from bench.instruments import sampling
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
-from bench.reports.micro_tables import format_record
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.transport import choice
+from records import format_record
 from refused import refused, run_verb
 from support import run_ranks
 

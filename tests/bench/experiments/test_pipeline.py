@@ -16,11 +16,11 @@ from bench.instruments.chrome_trace import find_problems
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.reports.figures import measured_timelines
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
 from mm3d.training.worker import Worker
+from records import format_record
 from refused import refused
 
 SIZES = ModelSizes(layers=4, hidden=8, heads=2, batch=2, seq=2)

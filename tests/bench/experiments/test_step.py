@@ -7,10 +7,10 @@ from bench.experiments.training import beside
 from bench.experiments.training.timed_step import PARTS, MeasuredTraining
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports.micro_tables import format_record
 from bench.statistics import elapsed
 from bench.validation.files import check_file
 from mm3d.config import Division, Model
+from records import format_record
 from made_up_torch import make_up
 from refused import refused
 

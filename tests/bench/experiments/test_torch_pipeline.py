@@ -15,10 +15,10 @@ from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
+from records import format_record
 from made_up_torch import make_up
 from refused import refused
 

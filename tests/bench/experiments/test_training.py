@@ -24,13 +24,14 @@ from bench.records import run_file
 from bench.records.kinds.training_meshes import allowed_differences
 from bench.records.measurements import Check
 from bench.reports.figures import training as figures
-from bench.reports.micro_tables import format_record, make_parts
+from bench.reports.micro_tables import make_parts
 from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d import schemes
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
+from records import format_record
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
 COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer="sgd", clip=0.0,

@@ -15,12 +15,12 @@ from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
 from bench.records import run_file
 from bench.reports.figures.training import meshes_picture
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d.model.experts import layer
 from mm3d.model.experts.layer import Experts
+from records import format_record
 
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
 COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)

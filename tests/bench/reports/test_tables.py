@@ -13,8 +13,8 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import Group, Variable
 from bench.reports import merit_rows
-from bench.reports.paper_tables import measured_notes, format_tables, words_agree
-from records import made_up, write_all
+from bench.reports.paper_tables import measured_notes, words_agree
+from records import format_tables, made_up, write_all
 
 
 @pytest.fixture(scope="module")

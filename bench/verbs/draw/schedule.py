@@ -9,19 +9,17 @@ from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.document import Notes
-from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
 from bench.command_line import options, schedule_types
 from bench.command_line.number_types import fraction, fractions
 from mm3d.console import say
 from mm3d.training.schedules import format_schedule, registry
 
-GROUP = "Plan and predict"
 ON_ALL_RANKS = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``schedule``."""
+    """Add the options of ``draw schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", type=schedule_types.schedule, metavar="NAME", help=(
         f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
@@ -50,7 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         metavar="NAMES", help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
                         help="draw all of them: .png, .svg or .pdf")
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         say(text)
     else:
         parts = [Notes("Schedule", text.splitlines()), *parts]
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
-    return style.draw_pictures(draws, arguments.format)
+    return style.draw_pictures(draws)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
