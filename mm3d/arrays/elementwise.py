@@ -19,8 +19,7 @@ GELU_CUBIC = 0.044715
 def reshape(a: Array, shape: tuple[int, ...]) -> Array:
     """Return `a` in another shape: a view if its strides allow it, `a` itself if it has it."""
     if a.shape == shape:
-        return a
-    # NumPy's function takes four times as long as its method.
+        return a    # below, NumPy's method takes a fourth of the time of its function
     return a.reshape(shape) if type(a) is np.ndarray else namespace(a).reshape(a, shape)
 
 
@@ -93,9 +92,6 @@ def head_blocks(library: Any, q: Array, k: Array,
 
 def _spans(library: Any, length: int, step: int) -> Iterator[slice]:
     """Divide a length into slices of `step`, and one of what is left."""
-    if 0 < length <= step:
-        yield slice(0, length)
-        return
     whole, left = divmod(length, step)
     for place in library.alike(whole):
         yield slice(place * step, (place + 1) * step)

@@ -25,13 +25,7 @@ _packing = struct.Struct(f"={CALL_WORDS}q")
 
 
 class Call(tuple[int, ...]):
-    """Describe a collective call in `CALL_WORDS` numbers.
-
-    Attributes
-    ----------
-    packed : bytes
-        The numbers as they are in memory.
-    """
+    """Describe a collective call in `CALL_WORDS` numbers, `packed` as they are in memory."""
 
     packed: bytes
 
