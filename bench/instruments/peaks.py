@@ -10,12 +10,13 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.peak_memory import Resident
 from bench.instruments.sampling import repeat_calls
 from bench.records.measurements import Group, Variable
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
+from mm3d.launcher import wait_patiently
 from mm3d.model import cost
 from mm3d.tracing import dry_run
 from mm3d.transport.nodes import create_node_communicator
@@ -48,10 +49,6 @@ def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = Non
 
     Parameters
     ----------
-    backend : Backend
-        The backend that computes.
-    dtype : str
-        The dtype of the matrices.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     caches : float, optional

@@ -109,8 +109,8 @@ def test_several_ranks_say_once_what_one_says(ranks, dumps, capfd):
     (bad := dumps / f"bad{ranks}").mkdir()
     for name in ("config.json", "weights.safetensors"):
         shutil.copy(dumps / "right" / name, bad)
-    command = ["measure", "dump", str(dumps / "wrong")]
-    arguments = parser(command[:2]).parse_args(command)
+    command = ["judge", str(dumps / "wrong")]
+    arguments = parser(command[:1]).parse_args(command)
     status = arguments.verb_file.run(arguments, ALONE)
     found = run_ranks(ranks, "-c", BOTH, str(bad), *command)
     assert (found.stdout, found.stderr.partition("error: ")[0]) == capfd.readouterr()

@@ -13,8 +13,7 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import run_file
-from bench.reports import paper_tables
-from records import made_up
+from records import format_tables, made_up
 from support import ROOT
 
 ROW = select_rows("weak", "3d")[0]
@@ -69,7 +68,7 @@ def test_the_page_s_lines_open_results_with_xarray_and_pandas(tmp_path, monkeypa
     lines = re.search(r":name: open-results\n\n((?:   .*\n|\n)+)", page)[1]
     run = made_up(ROW)
     run_file.write_run(run, tmp_path, "a").rename(tmp_path / "run.h5")
-    (tmp_path / "tables.csv").write_text(paper_tables.format_tables(tmp_path, "csv"))
+    (tmp_path / "tables.csv").write_text(format_tables(tmp_path, "csv"))
     monkeypatch.chdir(tmp_path)
     found = {}
     exec(re.sub("^   ", "", lines, flags=re.MULTILINE), found)
