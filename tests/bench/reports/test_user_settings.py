@@ -166,9 +166,9 @@ def test_a_picture_that_cannot_be_written_is_one_line(where, why, capsys):
 def test_pictures_after_one_that_fails_are_drawn(tmp_path, capsys):
     def fails():
         raise style.LeftOut("for a reason")
-    assert style.draw_pictures([fails, lambda: tmp_path], "csv") == 1
+    assert style.draw_pictures([fails, lambda: tmp_path]) == 1
     said = capsys.readouterr()
-    assert said.err == f"not drawn: for a reason\n{tmp_path}\n" and not said.out
+    assert said.out == f"not drawn: for a reason\n{tmp_path}\n" and not said.err
 
 
 def test_without_matplotlib_tables_are_written(tmp_path):
