@@ -7,7 +7,9 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 - ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone), or a function
   that returns this for its options,
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
-- ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.
+- ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.  It
+  prints tables and notes by ``arguments.show(parts)``, in the ``--format`` that all verbs have,
+  but those with ``TABLES = False``.
 
 A folder is a verb whose next word is the name of a file in it, such as ``measure matmul``; that
 file is like a verb, without a heading.  As no two kinds have one name, the kind alone will do.  No
@@ -24,8 +26,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, Sequence
 
+from bench.command_line import options
 from bench.command_line.parser import Parser
 from bench.errors import UsageError
+from bench.reports.formats import FORMATS
 
 # The order in which a user needs them; verbs that are not here come last.
 ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "judge",
@@ -88,8 +92,15 @@ def check_words(name: str, words: Sequence[str]) -> None:
         When one of them is unknown, has a wrong value, or is missing.
     """
     parser = _Parser(prog=f"bench {name}", add_help=False)
-    load(name).add_options(parser)
+    add_options(parser, load(name))
     parser.parse_args(words)
+
+
+def add_options(parser: argparse.ArgumentParser, verb: ModuleType) -> None:
+    """Add the options of a verb, and ``--format`` where it prints tables."""
+    verb.add_options(parser)
+    if getattr(verb, "TABLES", True):
+        options.add_format(parser, FORMATS)
 
 
 def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
@@ -117,7 +128,7 @@ def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
         if names(name):
             add_verbs(one, chosen and chosen[1:], name)
         else:
-            module.add_options(one)
+            add_options(one, module)
             one.set_defaults(verb_file=module)
 
 

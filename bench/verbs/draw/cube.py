@@ -11,8 +11,6 @@ from bench.reports.figures import cube, style
 from bench.reports.figures.frames import MOST_RANKS
 from bench.reports.figures.layer_parts import LayerParts
 from bench.reports.figures.rank_panels import RankPanels
-from bench.reports.formats import FORMATS, render
-from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
@@ -37,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "C is M x K, a sum of N terms (default: as many of each as ranks)"))
     parser.add_argument("--out", metavar="FILE", help=(
         "draw it: a .gif moves, a .png, .svg or .pdf has a frame for each step"))
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--grid {grid.compact}: {grid.ranks} ranks are too many to be seen: "
                              f"{MOST_RANKS} at most would do")
         frames, tables = _story(scheme, grid, arguments)
-    say(render(tables, arguments.format))
+    arguments.show(tables)
     return style.draw_pictures([partial(cube.draw_story, arguments.out, frames)]
-                               if arguments.out else [], arguments.format)
+                               if arguments.out else [])
 
 
 def _story(scheme: type[Scheme], grid: GridShape, arguments: argparse.Namespace) -> tuple:
