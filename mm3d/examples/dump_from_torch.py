@@ -40,7 +40,7 @@ DROPOUTS = re.compile(r"(?:transformer\.)?(?:drop|h\.\d+\.(?:attn\.resid_dropout
 
 
 class Dump:
-    """Keep the tensors of the next step of a model, and write them.
+    r"""Keep the tensors of the next step of a model, and write them.
 
     Parameters
     ----------

@@ -41,6 +41,15 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         if same(exact + math.log(n)):
             yield (f"the right one and the logarithm of {n}: {n} ranks have all logits, and add "
                    f"their exponentials as if each had a part")
+    for by, what in ((1, "later"), (-1, "earlier")):
+        moved = np.full_like(dump.targets, dump.model.ignored)
+        moved[:, max(0, -by):moved.shape[1] - max(0, by)] = dump.targets[
+            :, max(0, by):moved.shape[1] - max(0, -by)]
+        count = (moved != dump.model.ignored).sum()
+        other = target_losses(verdict.exact[Place("activation", "lm_head")], moved,
+                              dump.model.ignored)
+        if same(other.sum() / max(count, 1)) or same(other.sum() / (~ignored).sum()):
+            yield f"of targets one position {what}: they were shifted twice, or not at all"
     if same(float(losses.sum())):
         yield "a sum over all targets, and not a mean"
     yield from alone
