@@ -52,7 +52,8 @@ PACKAGES = {
               "mm3d.training.gpt mm3d.examples bench",
     "safetensors": "mm3d.pretrained mm3d.examples",
     "h5py": "bench.records bench.validation mm3d.checkpoints",
-    "scipy": "bench.prediction bench.statistics bench.least_squares",
+    "scipy": "bench.prediction bench.statistics bench.least_squares "
+             "bench.experiments.dump.computation",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
     "tabulate": "bench.reports jobs",
     "argparse": "mm3d.examples bench.command_line bench.verbs bench.__main__ jobs.__main__"}
@@ -261,8 +262,8 @@ REACH = {
     "mm3d.schemes.cube": (22, 3450),
     "mm3d.model.transformer": (52, 7750),    # with the layers of 2019 and of later models
     "mm3d.training.gpt": (82, 12350),
-    "bench.verbs.cube": (82, 12700),    # it runs products and a layer, dry; it drew a picture
-    "bench.verbs.schedule": (24, 2850),
+    "bench.verbs.draw.cube": (82, 12700),    # it runs products and a layer, dry; it drew a picture
+    "bench.verbs.draw.schedule": (24, 2850),
     "bench.verbs.merge": (47, 7000),
     "bench.verbs.compare": (53, 7900),
     "bench.verbs.report": (67, 9750),    # 60 files, 8,000 lines
