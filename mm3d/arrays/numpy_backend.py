@@ -35,7 +35,7 @@ class NumpyBackend(Backend):
         """The kernels, compiled with the first use of one."""
         if not self.compiler:
             return Kernels(self) if self._is_plain else None
-        import numba    # noqa: F401, each process by itself; then one of them compiles
+        import numba    # noqa: F401, by all processes at once; one of them compiles
         with open(Path(__file__).with_name("compiled.py"), "rb") as source:
             with contextlib.suppress(OSError):    # of file systems without locks
                 fcntl.flock(source, fcntl.LOCK_EX)
@@ -43,7 +43,7 @@ class NumpyBackend(Backend):
         return CompiledKernels(self)
 
     def describe_device(self) -> dict[str, str | int]:
-        """Return what compiles elementwise kernels, for the record of a run; {} for NumPy's own."""
+        """Return what compiles elementwise kernels, for records; {} for those of NumPy."""
         return {"elementwise_version": self.compiler} if self.compiler else {}
 
 
