@@ -46,7 +46,7 @@ NARROWER = {
              "bench.verbs", "bench.mpi"}}
 PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
-    "ml_dtypes": "mm3d.arrays bench.checks",
+    "ml_dtypes": "mm3d.arrays bench.checks", "numba": "mm3d.arrays",
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.mpi_start mm3d.selftest "
               "mm3d.schemes mm3d.training.mesh mm3d.training.norms "
               "mm3d.training.gpt mm3d.examples bench",
