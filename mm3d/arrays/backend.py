@@ -183,7 +183,7 @@ class Backend:
         a[rows] = values
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
-        """Multiply two matrices of one dtype into `out`; numbers of 16 bits are summed in float32.
+        """Multiply matrices of one dtype into `out`, and return it; 16 bits are summed in float32.
 
         Parameters
         ----------
@@ -192,11 +192,6 @@ class Backend:
         progress : callable, optional
             If given, the product is made in panels of rows, and this is called after each of
             them, so that collectives in flight make progress.
-
-        Returns
-        -------
-        Array
-            `out`.
         """
         if a.dtype.itemsize == 2:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
@@ -238,8 +233,7 @@ class Backend:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
-        return {"in_use": self.pool.in_use, "peak": self.pool.peak,
-                "reserved": self.pool.reserved}
+        return {name: getattr(self.pool, name) for name in ("in_use", "peak", "reserved")}
 
     def reset_peak(self) -> None:
         """Set the peak of `memory` to the bytes in use now."""
@@ -319,13 +313,12 @@ def backend_of(a: Array) -> Backend:
     TypeError
         When it belongs to none.
     """
-    kind = type(a)
-    if kind in _owners:    # models ask hundreds of times a step
-        return _owners[kind]
+    if (owner := _owners.get(type(a))) is not None:    # models ask hundreds of times a step
+        return owner
     for backend in _backends.values():
         if backend.owns(a):
             if backend.owns_types:
-                _owners[kind] = backend
+                _owners[type(a)] = backend
             return backend
     raise TypeError(f"{type(a).__name__} is an array of no backend in use "
                     f"({', '.join(_backends) or 'none'})")
