@@ -55,6 +55,7 @@ def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
     top = VerbsParser(prog=PROGRAM, description=(
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
+    top.also = tuple(verbs.kinds())
     top.add_version()
     top.add_completion(COMMAND)
     verbs.add_verbs(top, chosen)
@@ -131,7 +132,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb of a command line; return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = verbs.in_full(sys.argv[1:] if argv is None else argv)
     # Before the verb and its kind no option takes a value, but one that shows all verbs.
     first = [word for word in words if not word.startswith("-")][:2]
     whole = any(word.startswith("--print-completion") for word in words)

@@ -1,11 +1,12 @@
 """Run the command line of ``python -m jobs``: render, submit, status, collect."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Sequence
 
-from bench.cases import variants
-from bench.cases.case import Case, make_case
+from bench.cases import combined, variants
+from bench.cases.case import make_case
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
@@ -13,9 +14,11 @@ from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
 from bench.command_line.parser import Parser
+from bench.prediction.waited_step import find_machine
 from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
-from jobs.scripts import Work
+from jobs.own_options import list_verb_problems
+from jobs.scripts import Row, Work
 from jobs.standings import DONE, UNCLEAR, UNDER_WAY
 from mm3d.console import complain, protect, say
 from mm3d.schemes import find_scheme
@@ -27,7 +30,7 @@ PROGRAM = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m jobs"
 def parser() -> Parser:
     """Return the command line."""
     top = Parser(prog=PROGRAM, description=(
-        "Measure the rows of both tables, pipelines and trainings as batch jobs under Slurm."))
+        "Measure the rows of tables, pipelines and trainings as batch jobs under Slurm."))
     top.add_version()
     top.add_completion(COMMAND)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -60,6 +63,9 @@ def add_rows(parser: Parser, verb: str) -> None:
     parser.add_argument("--recompute", type=options.recompute, metavar="POLICY", help=(
         f"{options.RECOMPUTE} (default: the first of none, selective, full and so on with which "
         "the row fits the memory that the site file gives)"))
+    parser.add_argument("--machine", metavar="NAME", help=(
+        "predict each row of --table combined before it is measured, by this machine's model: a "
+        "supplied one or a .toml file (default: the site file's, or none)"))
     row_options.add_variant(parser)
 
 
@@ -89,7 +95,7 @@ VERBS = {
               "as many jobs as go on one after the other", add_single)}
 
 
-def work_and_cases(arguments) -> tuple[Work, list[Case]]:
+def work_and_cases(arguments) -> tuple[Work, list[Row]]:
     """Read the work and the cases from the command line.
 
     Raises
@@ -98,32 +104,73 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
         When the options contradict each other.
     """
     site = sites.load_site(arguments.site)
+    trains = arguments.table == combined.TABLE
+    cases = (training_cases if trains else table_cases)(arguments, site)
+    counts = sorted({one.ranks for one in cases})
+    wanted = arguments.ranks or counts
+    if not set(wanted) <= set(counts):
+        raise UsageError(f"--ranks {texts(wanted)}: these rows are for "
+                         f"{', '.join(map(str, counts))} ranks; choose some of them")
+    cases = [one for one in cases if one.ranks in wanted]
+    out = Path(arguments.out or atomic.LOCAL / Path(arguments.site).stem)
+    return Work(site, arguments.site, scripts.check_path(out), arguments.inside,
+                arguments.recompute, machine_of(arguments, site) if trains else None), cases
+
+
+def table_cases(arguments, site: sites.Site) -> list[Row]:
+    """List the cases of the paper's tables that the options choose."""
+    if arguments.machine:
+        raise UsageError(f"--machine {arguments.machine}: only rows of --table {combined.TABLE} "
+                         f"are predicted; leave it out")
     chosen = select_rows(arguments.table, arguments.scheme)
     variant = row_options.variant(arguments)
     chosen += equal_token_rows(chosen) if arguments.equal_tokens else []
     if problem := variants.problem(variant, (row.scheme for row in chosen),
                                    recompute=arguments.recompute):
         raise UsageError(problem)
-    cases = [make_case(row, arguments.preset, variant) for row in chosen]
-    counts = sorted({one.row.gpus for one in cases})
-    wanted = arguments.ranks or counts
-    if not set(wanted) <= set(counts):
-        raise UsageError(f"--ranks {texts(wanted)}: these rows are for "
-                         f"{', '.join(map(str, counts))} ranks; choose some of them")
-    cases = [one for one in cases if one.row.gpus in wanted]
-    out = Path(arguments.out or atomic.LOCAL / Path(arguments.site).stem)
-    work = Work(site, arguments.site, scripts.check_path(out), arguments.inside,
-                arguments.recompute)
-    for one in cases:
-        directions = find_scheme(one.row.scheme).directions
-        inside = work.inside or site.inside.get(one.row.scheme, "auto")
-        if inside != "auto" and inside not in directions:
-            raise UsageError(f"--inside {inside}: the grid of scheme {one.row.scheme!r} has the "
+    for scheme in dict.fromkeys(row.scheme for row in chosen):
+        directions = find_scheme(scheme).directions
+        inside = arguments.inside or site.inside.get(scheme, "auto")
+        if inside not in ("auto", *directions):
+            raise UsageError(f"--inside {inside}: the grid of scheme {scheme!r} has the "
                              f"directions {', '.join(directions)}; choose one of them, or auto")
-    return work, cases
+    return [make_case(row, arguments.preset, variant) for row in chosen]
 
 
-def render(work: Work, cases: list[Case], arguments) -> None:
+def training_cases(arguments, site: sites.Site) -> list[Row]:
+    """List all rows of ``--table combined``, whose ranks compute."""
+    combined.refuse_options(vars(arguments), ("preset", "machine"))
+    if arguments.preset not in combined.PRESETS:
+        raise UsageError(f"--table {combined.TABLE} --preset {arguments.preset}: "
+                         f"{' or '.join(combined.PRESETS)} would do")
+    found = [replace(one, preset=arguments.preset) for one in combined.list_cases()]
+    for problem in list_verb_problems(" ".join(found[0].verb),
+                                      [found[0].selector, *site.run.options]):
+        raise UsageError(f"--site {arguments.site}: run.options: --table {combined.TABLE}: "
+                         f"{problem}")
+    return found
+
+
+def machine_of(arguments, site: sites.Site) -> str | None:
+    """Return the machine that predicts trainings, a file with its folder; None for none."""
+    name = arguments.machine or site.run.machine
+    if name is None:
+        return None
+    find_machine(name, 1)    # which says what is wrong with it
+    return str(Path(name).absolute()) if Path(name).suffix == ".toml" else name
+
+
+def foretold(work: Work, cases: list[Row]) -> list[str]:
+    """Say which machine predicts the trainings on so many ranks, or why none does."""
+    ranks: dict[str, list[int]] = {}
+    for count in sorted({one.ranks for one in cases if isinstance(one, combined.TrainingCase)}):
+        machine, reason = find_machine(work.machine, count)
+        ranks.setdefault(f"predicted before by {machine.name}" if machine else
+                         f"measured, but not predicted: {reason}", []).append(count)
+    return [f"rows of {texts(counts)} ranks: {what}" for what, counts in ranks.items()]
+
+
+def render(work: Work, cases: list[Row], arguments) -> None:
     """Write the script of every row, and of the last job."""
     for folder in (work.folder, work.folder / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,6 +181,7 @@ def render(work: Work, cases: list[Case], arguments) -> None:
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
              *[f"--ranks={texts(arguments.ranks)}"] * bool(arguments.ranks),
              *["--equal-tokens"] * arguments.equal_tokens,
+             *[f"--machine={work.machine}"] * bool(work.machine),
              *row_options.variant(arguments).arguments()]
     atomic.replace(work.folder / "collect.sh", scripts.collect_script(work, again), scripts.MODE)
 
@@ -148,13 +196,12 @@ def site_name(work: Work) -> str:
     return work.name if work.name in sites.supplied_sites() else str(Path(work.name).absolute())
 
 
-def overview(work: Work, cases: list[Case]) -> str:
+def overview(work: Work, cases: list[Row]) -> str:
     """Make the table of the resources of each row."""
     site = work.site
-    lines = [[one.title, one.row.gpus, scripts.count_nodes(site, one.row.gpus),
-              scripts.gpus_per_node(site, one.row.gpus) or "-",
-              scripts.time_of(site, one.row.gpus),
-              work.inside or site.inside.get(one.row.scheme, "auto"), fits.recompute,
+    lines = [[one.title, one.ranks, scripts.count_nodes(site, one.ranks),
+              scripts.gpus_per_node(site, one.ranks) or "-",
+              scripts.time_of(site, one.ranks), work.inside_of(one), fits.recompute,
               "-" if fits.peak is None else f"{fits.peak / 2 ** 30:.1f}",
               "-" if fits.peak is None else "yes" if fits.fits else "NO", work.script(one).name]
              for one, fits in ((one, work.fit(one)) for one in cases)]
@@ -165,7 +212,7 @@ def overview(work: Work, cases: list[Case]) -> str:
     return format_text([Table("Jobs", columns, lines)])
 
 
-def submit(work: Work, cases: list[Case], arguments) -> int:
+def submit(work: Work, cases: list[Row], arguments) -> int:
     """Submit the missing rows, then the last job; 1 if a row was refused, or cannot be judged."""
     with standings.locked(work):
         render(work, cases, arguments)
@@ -176,12 +223,12 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
         due = [one.case for one in found if one.state not in (DONE, UNCLEAR, *UNDER_WAY)]
         refused = [one for one in due if not work.fit(one).fits]
         for one in refused:
-            most = fitting.rank_memory(work.site, one.row.gpus)
+            most = fitting.rank_memory(work.site, one.ranks)
             complain(f"refused: {one.title}: {work.fit(one).refusal(most)}")
         due = [one for one in due if one not in refused]
         under_way = [one.job for one in found if one.state in UNDER_WAY]
         say(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
-            f"{len(under_way)} under way, {len(due)} to submit")
+            f"{len(under_way)} under way, {len(due)} to submit", *foretold(work, due))
         new: list[str] = []
         try:
             for group in grouped(due) if arguments.array else [[one] for one in due]:
@@ -195,18 +242,18 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused or unclear))
 
 
-def grouped(cases: list[Case]) -> list[list[Case]]:
+def grouped(cases: list[Row]) -> list[list[Row]]:
     """Group the cases by rank count."""
-    counts = dict.fromkeys(one.row.gpus for one in cases)
-    return [[one for one in cases if one.row.gpus == count] for count in counts]
+    counts = dict.fromkeys(one.ranks for one in cases)
+    return [[one for one in cases if one.ranks == count] for count in counts]
 
 
-def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
+def submit_group(work: Work, group: list[Row], array: bool) -> list[str]:
     """Submit rows as a job array, or one as a job; return their jobs."""
     if not array:
         jobs = [slurm.submit(work.script(group[0]))]
     else:
-        script = work.folder / f"array-p{group[0].row.gpus:03d}-{group[0].preset}.sh"
+        script = work.folder / f"array-p{group[0].ranks:03d}-{group[0].preset}.sh"
         atomic.replace(script, scripts.array_script(work, group), scripts.MODE)
         number, sign, cluster = slurm.submit(script).partition(";")
         jobs = [f"{number}_{index}{sign}{cluster}" for index in range(len(group))]
@@ -228,7 +275,7 @@ def submit_collect(work: Work, jobs: list[str]) -> str:
     return f"job {last} collects when they have ended"
 
 
-def test_only(work: Work, cases: list[Case], arguments) -> int:
+def test_only(work: Work, cases: list[Row], arguments) -> int:
     """Ask Slurm whether it would take each script; 1 if it would refuse one."""
     render(work, cases, arguments)
     refused = 0
@@ -241,7 +288,7 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused))
 
 
-def show_status(work: Work, cases: list[Case]) -> int:
+def show_status(work: Work, cases: list[Row]) -> int:
     """Print the state of all jobs; return 2 where a queue is silent, else 0."""
     queue = standings.read_queue(work)
     say(*map(format_standing, standings.list_standings(work, cases, queue)),
@@ -266,7 +313,8 @@ def run_verb(arguments) -> int:
     if arguments.verb == "status":
         return show_status(work, cases)
     render(work, cases, arguments)
-    say(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
+    say(f"{overview(work, cases)}\n", *foretold(work, cases),
+        f"in {work.folder}; nothing is submitted")
     return 0
 
 

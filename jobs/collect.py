@@ -1,15 +1,14 @@
 """Collect the files of the jobs in one folder and one file; make tables, figures and a page."""
 
-from bench.cases.case import Case
 from bench.records import atomic, merged, run_file
 from bench.reports.finish import write_tables_and_figures
 from jobs import standings
-from jobs.scripts import Work
+from jobs.scripts import Row, Work
 from jobs.standings import DONE, Standing
 from mm3d.console import say
 
 
-def copy_results(work: Work, case: Case) -> int:
+def copy_results(work: Work, case: Row) -> int:
     """Copy the readable files of a row's jobs to the results; return the number of new ones."""
     new = 0
     for path, _ in standings.list_results(work, case):
@@ -21,7 +20,7 @@ def copy_results(work: Work, case: Case) -> int:
     return new
 
 
-def merge_runs(work: Work, cases: list[Case]) -> str:
+def merge_runs(work: Work, cases: list[Row]) -> str:
     """Merge the collected runs of the rows into one new file; return a line that names it.
 
     It is written beside the scripts, since tables and figures read every file of the results.
@@ -41,7 +40,7 @@ def merge_runs(work: Work, cases: list[Case]) -> str:
     return f"{count} runs merged in {target}"
 
 
-def collect(work: Work, cases: list[Case]) -> int:
+def collect(work: Work, cases: list[Row]) -> int:
     """Collect and merge results, print a summary, draw the figures, and name missing rows.
 
     Returns

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, replace
 
 from bench.cases.case import Case
+from bench.cases.combined import TrainingCase
 from bench.cases.row_stack import row_stack
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
+from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_seconds import peak_bytes
 from jobs.site_tables import Site
 from mm3d.schemes import find_scheme
 
@@ -22,16 +25,21 @@ class RowFit:
         Peak bytes of a rank, by a dry run; None if the memory of a rank is unknown.
     fits : bool
         Whether a rank has this much memory; True if unknown.
+    chosen : bool
+        Whether no other policy was tried.
     """
 
     recompute: str
     peak: int | None = None
     fits: bool = True
+    chosen: bool = False
 
     def refusal(self, limit: int) -> str:
         """Explain why the row is not run on ranks of `limit` bytes."""
         return (f"needs at least {memory_fit.format_gib(self.peak)} a rank by a dry run, of "
-                f"{memory_fit.format_gib(limit)}, with any policy of recomputation that is tried")
+                f"{memory_fit.format_gib(limit)}, with "
+                + (f"recompute {self.recompute}" if self.chosen else
+                   "any policy of recomputation that is tried"))
 
 
 def rank_memory(site: Site, ranks: int) -> int | None:
@@ -44,19 +52,33 @@ def rank_memory(site: Site, ranks: int) -> int | None:
     return None
 
 
-def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
+def fit_row(site: Site, case: Case | TrainingCase, recompute: str | None = None) -> RowFit:
     """Decide whether a row fits the site, with `recompute` or the least recomputation that fits.
+
+    A training has the recomputation of its own.
     """
-    most, how, scheme = rank_memory(site, case.row.gpus), case.variant, case.row.scheme
+    most = rank_memory(site, case.ranks)
+    if isinstance(case, TrainingCase):
+        own = case.config.division.recompute
+        return RowFit(own) if most is None else _fit_training(case, own, most)
+    how, scheme = case.variant, case.row.scheme
     if most is None:
         return RowFit(recompute or "none")
     grid = find_scheme(scheme).default_grid(case.row.gpus)
     stack = replace(row_stack(how, case.sizes, recompute or "none"), dtype=numpy_dtype(how))
     if recompute:
         found = memory_fit.predict_peak(scheme, grid, stack, how)
-        return RowFit(recompute, found, found <= most)
+        return RowFit(recompute, found, found <= most, chosen=True)
     name, found = memory_fit.choose_policy(scheme, grid, stack, most, how)
     return RowFit(name or "none", found, name is not None)
+
+
+def _fit_training(case: TrainingCase, recompute: str, most: int) -> RowFit:
+    """Decide whether a training fits, with its optimizer."""
+    model = PipelineModel.of(case.measured, case.ranks)
+    found = max(peak_bytes(model, stage, optimizer=True)
+                for stage in {0, case.config.division.stages - 1})
+    return RowFit(recompute, found, found <= most, chosen=True)
 
 
 def numpy_dtype(how: Variant) -> str:

@@ -65,6 +65,8 @@ PROGRAMS = {
     "bench train": Program(_keys(
         run__backend="backend", none="out checkpoints stop-file stop-after compare help"),
         {"h": "help"}),
+    "bench measure meshes": Program(_keys(
+        run__backend="backend", none="out machine cluster help"), {"h": "help"}),
     "bench measure pipeline": Program(
         _keys(run__backend="backend", none="out help"), {"h": "help"}),
 }

@@ -15,6 +15,7 @@ import jinja2
 import msgspec
 
 from bench.cases.case import Case
+from bench.cases.combined import TrainingCase
 from bench.errors import UsageError
 from jobs.environment import Part, required, split_value
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
@@ -23,6 +24,7 @@ from mm3d import launcher
 from mm3d.arrays.device_choice import ORDER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
+Row = Case | TrainingCase
 STOPPING = ("run", "train")                   # verbs with a --stop-file
 UNDECODED = frozenset(map(chr, range(0xdc80, 0xdd00)))    # bytes of a name that are no UTF-8
 MODE = 0o777                                  # permissions of a script, less the umask
@@ -50,6 +52,8 @@ class Work:
         The grid direction that stays inside a node, instead of the site's.
     recompute : str or None
         The policy of recomputation; None for the least with which each row fits.
+    machine : str or None
+        The machine that predicts trainings; None for none.
     """
 
     site: Site
@@ -57,23 +61,30 @@ class Work:
     out: Path
     inside: str | None = None
     recompute: str | None = None
+    machine: str | None = None
 
     @property
     def folder(self) -> Path:
         """Return the folder of scripts, logs and bookkeeping."""
         return self.out / "jobs"
 
-    def fit(self, case: Case) -> RowFit:
+    def fit(self, case: Row) -> RowFit:
         """Decide how a row fits the memory of the site's ranks."""
         return fit_row(self.site, case, self.recompute)
 
-    def runs(self, case: Case) -> Path:
+    def runs(self, case: Row) -> Path:
         """Return the folder into which the jobs of a row write."""
         return self.folder / "runs" / case.name
 
-    def script(self, case: Case) -> Path:
+    def script(self, case: Row) -> Path:
         """Return the path of a row's script."""
         return self.folder / f"{case.name}.sh"
+
+    def inside_of(self, case: Row) -> str:
+        """Return the direction of the grid that stays inside a node; "-" for a training's mesh."""
+        if isinstance(case, TrainingCase):
+            return "-"
+        return self.inside or self.site.inside.get(case.row.scheme, "auto")
 
 
 def quote(value: Any) -> str:
@@ -206,20 +217,24 @@ def launch_command(site: Site, ranks: int) -> list[str]:
     return words
 
 
-def row_script(work: Work, case: Case) -> str:
+def row_script(work: Work, case: Row) -> str:
     """Write the script that measures one row."""
-    site, ranks, folder = work.site, case.row.gpus, word(check_path(work.runs(case)))
-    inside = work.inside or site.inside.get(case.row.scheme, "auto")
-    fits = work.fit(case)
-    named = ([f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
-             [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
-    run = [*named, f"--preset={case.preset}",
-           f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
-           f"--recompute={fits.recompute}", *case.variant.arguments(), *site.run.options]
-    most = rank_memory(site, ranks)
-    return _script(work, Job("run", f"{case.title}, preset {case.preset}", job_name(case), ranks,
-                             folder, run),
-                   memory=dry_options(case, fits.recompute, most) if most else [])
+    site, folder, most = work.site, word(check_path(work.runs(case))), None
+    every = [f"--out={folder}", f"--backend={site.run.backend}"]
+    if isinstance(case, TrainingCase):
+        verb, named = " ".join(case.verb), [case.selector]
+        own = [f"--machine={word(work.machine)}"] if work.machine else []
+    else:
+        verb, named = "run", (
+            [f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
+            [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
+        named = [*named, f"--preset={case.preset}"]
+        recompute, most = work.fit(case).recompute, rank_memory(site, case.ranks)
+        own = [f"--inside={work.inside_of(case)}", f"--recompute={recompute}",
+               *case.variant.arguments()]
+    job = Job(verb, f"{case.title}, preset {case.preset}", f"mm3d-{case.name}", case.ranks, folder,
+              [*named, *every, *own, *site.run.options])
+    return _script(work, job, memory=dry_options(case, recompute, most) if most else [])
 
 
 def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
@@ -294,10 +309,11 @@ def _script(work: Work, job: Job, more: Sequence[str] = (), **values: Any) -> st
         limit=LIMIT, doctor=doctor, run=job.run, **{"memory": (), **values})
 
 
-def array_script(work: Work, cases: list[Case]) -> str:
+def array_script(work: Work, cases: list[Row]) -> str:
     """Write the script of a job array that measures rows on equally many ranks."""
-    ranks = cases[0].row.gpus
-    options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks)
+    ranks = cases[0].ranks
+    options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks,
+                          cases[0].verb[0] in STOPPING)
     return TEMPLATES.get_template("array.sh.j2").render(
         ranks=ranks, options=[*options, f"--array=0-{len(cases) - 1}"],
         scripts=[word(check_path(work.script(case))) for case in cases])
@@ -308,8 +324,3 @@ def collect_script(work: Work, words: list[str]) -> str:
     return TEMPLATES.get_template("collect.sh.j2").render(
         site=work.site, root=word(ROOT), options=collect_options(work),
         arguments=[*map(word, words)], environment=describe_environment(work.site))
-
-
-def job_name(case: Case) -> str:
-    """Return the name of a row's job in the queue."""
-    return f"mm3d-{case.name}"

@@ -168,11 +168,14 @@ class Run(SiteTable):
         Whether MPI must carry device buffers.
     options : list of str
         More options of ``bench run``, such as ``--repetitions=10``.
+    machine : str or None
+        The machine model, supplied or a file named from / on, that predicts rows of combined.
     """
 
     backend: str = "numpy"
     device_buffers: bool = False
     options: list[str] = []
+    machine: str | None = None
 
 
 class Site(SiteTable):

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
-from bench.cases.case import Case
+from bench.cases.combined import TABLE, TrainingCase
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, Unreadable, UsageError
 from bench.records import atomic, journal, model_run, run_file
+from bench.records.measurements import Measurements
 from jobs import slurm
-from jobs.scripts import Work
+from jobs.scripts import Row, Work
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
@@ -27,7 +28,7 @@ QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 class Standing:
     """State of a row, its last job, and the reason of a failure."""
 
-    case: Case
+    case: Row
     state: str
     job: str = ""
     reason: str = ""
@@ -52,7 +53,7 @@ def locked(work: Work) -> Iterator[None]:
         yield
 
 
-def record_submission(work: Work, case: Case, job: str) -> None:
+def record_submission(work: Work, case: Row, job: str) -> None:
     """Record that `case` was submitted as `job`.
 
     Raises
@@ -101,7 +102,7 @@ def submissions_file(work: Work) -> Path:
     return work.folder / "submitted.jsonl"
 
 
-def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
+def list_results(work: Work, case: Row) -> list[tuple[Path, Measurements]]:
     """List a row's readable files at its preset's sizes, from its jobs and those collected.
 
     If a policy of recomputation is chosen, only files measured with it are listed.
@@ -109,7 +110,7 @@ def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
     return _read_results(work, case)[0]
 
 
-def _read_results(work: Work, case: Case) -> tuple[list[tuple[Path, model_run.Run]], list[str]]:
+def _read_results(work: Work, case: Row) -> tuple[list[tuple[Path, Measurements]], list[str]]:
     """List what `list_results` does, and the problems of files and folders that cannot be read."""
     found, unread = [], []
     for folder in (work.runs(case), work.out):
@@ -126,12 +127,19 @@ def _read_results(work: Work, case: Case) -> tuple[list[tuple[Path, model_run.Ru
             except StoreError:
                 pass    # a damaged file counts as missing; tables report its problem
             else:
-                if (isinstance(run, model_run.Run) and not run.configuration["overridden"]
-                        and (recorded_variant(run.configuration).arguments()
-                             == case.variant.arguments())
-                        and work.recompute in (None, run.configuration.get("recompute", "none"))):
+                if _is_result(work, case, run):
                     found.append((path, run))
     return found, unread
+
+
+def _is_result(work: Work, case: Row, run: Measurements) -> bool:
+    """Return whether a file with the name of a row was measured as the row is now."""
+    chosen = run.configuration
+    if isinstance(case, TrainingCase):
+        return run.kind == TABLE and case.settings.items() <= chosen.items()
+    return (isinstance(run, model_run.Run) and not chosen["overridden"]
+            and recorded_variant(chosen).arguments() == case.variant.arguments()
+            and work.recompute in (None, chosen.get("recompute", "none")))
 
 
 def read_queue(work: Work) -> slurm.Queue:
@@ -144,25 +152,25 @@ def read_queue(work: Work) -> slurm.Queue:
                             homes)
 
 
-def list_standings(work: Work, cases: list[Case], queue: slurm.Queue) -> list[Standing]:
+def list_standings(work: Work, cases: list[Row], queue: slurm.Queue) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
     jobs = read_submitted(work)
     return [_standing(work, one, jobs.get(one.name, [""])[-1], queue) for one in cases]
 
 
-def _standing(work: Work, case: Case, job: str, queue: slurm.Queue) -> Standing:
+def _standing(work: Work, case: Row, job: str, queue: slurm.Queue) -> Standing:
     results, unread = _read_results(work, case)
     found = [run for _, run in results]
-    whole = [run for run in found if run.ended_by != "stopped"]
+    whole = [run for run in found if run.configuration["ended_by"] != "stopped"]
     if whole:
-        return Standing(case, DONE, job, f"{len(whole[-1].samples['forward'])} repetitions")
+        return Standing(case, DONE, job, f"{len(whole[-1].scales['repetition'])} repetitions")
     state, reason = MISSING, ""
     if job:
         state, reason = describe_job(work, work.runs(case), job, queue)
     if unread and state in (MISSING, FAILED):
         return Standing(case, UNCLEAR, job, unread[0])
     if found and state in (MISSING, FAILED):
-        return Standing(case, STOPPED, job, f"with {len(found[-1].samples['forward'])} "
+        return Standing(case, STOPPED, job, f"with {len(found[-1].scales['repetition'])} "
                                             "repetitions, as its time was over")
     return Standing(case, state, job, reason)
 

@@ -1,9 +1,9 @@
 """Training steps on meshes of all dimensions: the rows of ``reproduce --table combined``."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Container, Mapping
 
 import msgspec
 
@@ -12,6 +12,13 @@ from bench.errors import UsageError
 from mm3d.config import Config, Division, Model
 
 TABLE = "combined"
+LENGTHS = ("hidden", "seq")    # of a model, which `Combined.shrink` has divided
+PRESETS = ("paper", "tiny")    # of rows whose ranks compute: with whole lengths; with those here
+# Options of the paper's rows that these lack, and their defaults.
+REFUSED = {"scheme": "paper", "preset": None, "equal_tokens": False, "work": None,
+           "machine": None, "work_scale": None, "dtype": "float32", "keep": "none", "overlap": 0,
+           "causal": False, "recompute": "none", "backend": None, "seed": 0, "warmup": None,
+           "traced": None, "node_memory": None, "precise": False, "inside": None}
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,24 +54,36 @@ class TrainingCase:
     ranks, number : int
         Number of ranks; and of the row in its group, from 1.
     config : Config
-        What is trained, and how ranks divide it.
+        What is trained and verified, and how ranks divide it.
+    preset : str
+        One of `PRESETS`; "" for ranks that wait for modelled work.
     """
 
     group: str
     ranks: int
     number: int
     config: Config
+    preset: str = ""
     verb = ("measure", "meshes")    # of bench, which takes selectors
+
+    @property
+    def measured(self) -> Config:
+        """What is timed: with the preset "paper" the lengths are not divided by `shrink`."""
+        factor, model = int(load().shrink) if self.preset == "paper" else 1, self.config.model
+        lengths = {name: factor * getattr(model, name) for name in LENGTHS}
+        return replace(self.config, model=replace(model, **lengths))
 
     @property
     def selector(self) -> str:
         """Its name in the command line of a job."""
-        return f"{TABLE}:{self.group}-{self.ranks}-{self.number}"
+        sizes = f":{self.preset}" * bool(self.preset)
+        return f"{TABLE}:{self.group}-{self.ranks}-{self.number}{sizes}"
 
     @property
     def name(self) -> str:
         """The beginning of a result's file name, such as ``combined-dense-p008-3``."""
-        return f"{TABLE}-{self.group}-p{self.ranks:03d}-{self.number}"
+        sizes = f"-{self.preset}" * bool(self.preset)
+        return f"{TABLE}-{self.group}-p{self.ranks:03d}-{self.number}{sizes}"
 
     @property
     def title(self) -> str:
@@ -76,8 +95,9 @@ class TrainingCase:
         """What a record states of it."""
         how = {name: value for name, value in asdict(self.config.division).items()
                if value is not None and name != "grid"}
-        return {"group": self.group, "row": self.number,
-                "mesh": str(self.config.division)} | self.config.model.settings() | how
+        computes = {"preset": self.preset, "work": "compute"} if self.preset else {}
+        return {"group": self.group, "row": self.number, "mesh": str(self.config.division)} | (
+            computes) | self.measured.model.settings() | how
 
 
 @cache
@@ -106,13 +126,29 @@ def _case(group: Group, number: int, fields: dict[str, Any]) -> TrainingCase:
 def cases_by_name(names: str) -> list[TrainingCase]:
     """Return the rows that are named, such as ``combined:dense-8-3``, each once.
 
+    ``combined:dense-8-3:tiny`` is a row of preset "tiny".
+
     Raises
     ------
     UsageError
-        When one is unknown.
+        When one is unknown, or some have another preset than others.
     """
-    known = {one.selector: one for one in list_cases()}
+    rows = {one.selector: one for one in list_cases()}
+    known = {one.selector: one for row in rows.values()
+             for one in (replace(row, preset=preset) for preset in ("", *PRESETS))}
     for name in names.split(","):
         if name not in known:
-            raise UsageError(f"row {name!r} is unknown: {', '.join(known)} would do")
-    return [known[name] for name in dict.fromkeys(names.split(","))]
+            raise UsageError(f"row {name!r} is unknown: {', '.join(rows)} would do")
+    found = [known[name] for name in dict.fromkeys(names.split(","))]
+    if len({one.preset for one in found}) > 1:
+        raise UsageError(f"rows {names}: give all of them one preset, or none")
+    return found
+
+
+def refuse_options(given: Mapping[str, Any], but: Container[str] = ()) -> None:
+    """Raise UsageError for a value of an option that these rows do not have, unless in `but`."""
+    for name, default in REFUSED.items():
+        if name not in but and given.get(name) not in (default, None):
+            raise UsageError(f"--table {TABLE} --{name.replace('_', '-')}: its file "
+                             f"bench/cases/combined.toml says how its rows are measured; leave "
+                             f"one of them out")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Callable
 
-from bench.cases.combined import TABLE, list_cases, load
+from bench.cases.combined import TABLE, list_cases, load, refuse_options
 from bench.cases.selection import shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
@@ -19,10 +19,6 @@ from mm3d.console import say
 
 LIMITS = ("repetitions", "max_repetitions", "max_seconds")
 PASSED_ON = (*LIMITS, "width", "software_share", "stall")    # options of ``measure meshes``
-REFUSED = {"scheme": "paper", "preset": None, "equal_tokens": False, "work": None,
-           "machine": None, "work_scale": None, "dtype": "float32", "keep": "none", "overlap": 0,
-           "causal": False, "recompute": "none", "backend": None, "seed": 0, "warmup": None,
-           "traced": None, "node_memory": None, "precise": False}
 
 
 def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -> int:
@@ -40,11 +36,7 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
     StoreError
         When the results folder cannot be written, or is in use.
     """
-    for name, default in REFUSED.items():
-        if getattr(arguments, name, default) != default:
-            raise UsageError(f"--table {TABLE} --{name.replace('_', '-')}: its file "
-                             f"bench/cases/combined.toml says how its rows are measured; leave "
-                             f"one of them out")
+    refuse_options(vars(arguments))
     known = sorted({one.ranks for one in list_cases()})
     cases = [one for one in list_cases() if one.ranks in (arguments.ranks or known)]
     if not cases:
@@ -54,9 +46,9 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
         return run_verb_inside(Cluster.parse(load().cluster), arguments.words, False)
     log = Journal(run_file.check_folder(arguments.out))
     log.claim()
-    resume.remove_leftovers(log.folder)
+    resume.remove_parts_of_files(log.folder)
     wanted = {"table": TABLE, **vars(limits_of(arguments)), "software_share": share_of(arguments),
-              **resume.describe_machine("numpy")}
+              **resume.machine_settings("numpy")}
     begun, finished = resume.begin_or_resume(log, [one.name for one in cases], wanted,
                                              arguments.order, arguments.fresh, say)
     progress, stopped = RowProgress(len(cases), len(finished)), None

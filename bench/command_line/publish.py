@@ -6,10 +6,10 @@ from typing import Any, Callable
 
 from bench.agreement import make_on_rank_0
 from bench.errors import Failed, LeftOut, StoreError, UsageError, WrongResult
-from bench.instruments.clock import wait_patiently
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements
 from mm3d.console import say
+from mm3d.launcher import wait_patiently
 
 
 def publish(record: Measurements | None, out: Path, name: str, comm,

@@ -56,8 +56,8 @@ def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
                         for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
                         help=f"rows of these tables: {', '.join(HEADINGS)}, several "
-                             f"separated by commas, or all (default); combined, of reproduce: "
-                             f"training steps on meshes of all dimensions")
+                             f"separated by commas, or all (default); combined, of reproduce and "
+                             f"mm3d-jobs: training steps on meshes of all dimensions")
     parser.add_argument("--scheme", default="paper", metavar="NAMES",
                         help=f"rows of these schemes: {', '.join(TITLES)}, several "
                              f"separated by commas, all that divide the work, or those of the "

@@ -1,4 +1,4 @@
-"""Predict a training step whose ranks wait for every product and elementwise pass.
+"""Predict a training step as this library takes it, in every product and elementwise pass.
 
 The pipeline is predicted as any (`bench.prediction.pipeline_seconds`).  The optimizer, here not
 one fused kernel but the passes of `mm3d.AdamW`, and the clearing of gradients are run dry.
@@ -6,7 +6,9 @@ one fused kernel but the passes of `mm3d.AdamW`, and the clearing of gradients a
 
 from functools import partial
 
-from bench.prediction.machine_model import Machine
+from bench.cluster.spec import Cluster
+from bench.errors import UsageError
+from bench.prediction.machine_model import Machine, check_machine, load_machine, missing_rate
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import predict_pipeline
 from bench.prediction.seconds import work_seconds
@@ -53,3 +55,22 @@ def optimizer_seconds(config: Config, ranks: int, rank: int, machine: Machine) -
     trace = dry_run.trace(lambda comm, backend: GPT(config.on(backend), comm), ranks, rank,
                           machine.elementwise_block, step)
     return trace.work(partial(work_seconds, machine), OPTIMIZER)
+
+
+def find_machine(name: str | None, ranks: int) -> tuple[Machine | None, str]:
+    """Return the machine that predicts rows of so many ranks; or None and why there is none.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be read.
+    """
+    if not name:
+        return None, "no machine given"
+    machine = load_machine(name)
+    try:
+        check_machine(machine, name, ranks, "", Cluster.from_environment())
+    except UsageError as error:
+        return None, str(error).partition(": ")[0]
+    reason = missing_rate(machine, "float32")
+    return (None, reason) if reason else (machine, "")

@@ -7,7 +7,7 @@ from bench.document import Column, Notes, Part as DocumentPart, Rows, Table
 from mm3d.schemes.closed_form import Move
 from mm3d.tracing.block_moves import Story
 from mm3d.tracing.block_replay import KEEP
-from mm3d.tracing.layer_moves import LayerStory, Moved, Part
+from mm3d.tracing.layer_moves import LayerStory, Moved, LayerPart
 
 OPERANDS = {"A": "A, activations", "B": "B, weight", "C": "C, activations", "b": "vectors",
             "KV": "keys and values", "row sums": "sums of rows"}
@@ -48,7 +48,7 @@ def layer_tables(story: LayerStory) -> list[DocumentPart]:
     return [Table(title, columns, rows), *_unequal(rows), *_beside(counted, story.closed_form)]
 
 
-def joined_moves(part: Part) -> list[Moved]:
+def joined_moves(part: LayerPart) -> list[Moved]:
     """Return the collectives of a part, those of one kind of an operand together."""
     found: dict[tuple[str, str, str], tuple[int, ...]] = {}
     for one in part.moved:

@@ -9,13 +9,12 @@ import numpy as np
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.checks.names import split_checks
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
-from bench.records.notes import describe_cluster
+from bench.records.notes import describe_cluster, split_checks
 from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
                            wire_rows)
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
@@ -55,7 +54,7 @@ def preset_parts(results: Results) -> list[Part]:
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     if emulated.waited_rows(results):    # their predictions need imports that other tables do not
-        parts += import_module("bench.reports.emulation.tables").row_parts(results)
+        parts += import_module("bench.reports.emulation.tables").emulated_parts(results)
     parts += wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
@@ -135,8 +134,8 @@ def measured_notes(results: Results) -> list[str]:
         notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
     notes += waiting_notes(runs)
-    notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
-              + merit_rows.recomputation_notes(runs))
+    notes += (certainty.certainty_notes(runs) + speed_ups.speed_up_notes(results)
+              + merit_rows.merit_notes(runs) + merit_rows.recomputation_notes(runs))
     notes += emulated.emulation_notes(runs)
     alone = emulated.other_runs(runs)
     crowded = [run for run in alone if is_crowded(run)]

@@ -12,8 +12,8 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
   but those with ``TABLES = False``.
 
 A folder is a verb whose next word is the name of a file in it, such as ``measure matmul``; that
-file is like a verb, without a heading.  No verb imports another: they share what is in
-`bench.command_line`.
+file is like a verb, without a heading.  As no two kinds have one name, the kind alone will do.  No
+verb imports another: they share what is in `bench.command_line`.
 """
 
 import argparse
@@ -32,17 +32,15 @@ from bench.errors import UsageError
 from bench.reports.formats import FORMATS
 
 # The order in which a user needs them; verbs that are not here come last.
-ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "dry",
-         "plan", "predict", "calibrate", "schedule", "cube", "cluster", "doctor",
-         # kinds of measure
+ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "judge",
+         "dry", "plan", "predict", "calibrate", "draw", "cluster", "doctor",
+         # kinds of measure, and of draw
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
-         "dump", "meshes", "gpu", "start")
+         "meshes", "gpu", "start", "cube", "schedule")
 # Former names, with the present ones.
 RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
            "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
-           "judge": "measure dump",
-           **{name: f"measure {name}" for name in ORDER[16:] if name != "matmul"},
-           "matmul": "measure matmul"}
+           "dump": "judge"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,17 @@ def names(verb: str = "") -> list[str]:
     folder = Path(__path__[0]) / verb
     found = {module.name for module in pkgutil.iter_modules([str(folder)])}
     return [*(name for name in ORDER if name in found), *sorted(found - {*ORDER})]
+
+
+def kinds() -> dict[str, str]:
+    """Return the verb of each kind."""
+    return {kind: verb for verb in names() for kind in names(verb)}
+
+
+def in_full(words: Sequence[str]) -> list[str]:
+    """Return a command line with its verb, where it begins with a kind, such as ``matmul``."""
+    verb = kinds().get(words[0]) if words else None
+    return [verb, *words] if verb else [*words]
 
 
 def load(name: str) -> ModuleType:

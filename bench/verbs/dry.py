@@ -8,7 +8,7 @@ from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.prediction.closed_form_plan import Plan
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_model import PASSES, PipelineModel
 from bench.prediction.planner import TraceOf
 from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
                                             trace.divided,
                                             arguments.data // arguments.expert_parallel))
     if experts:
-        parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens))
+        parts.append(dry_experts.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
     fits = True
     if limit and arguments.data is not None:
         fits, line = _judge_training(trace, arguments, limit)
@@ -147,7 +147,7 @@ def _trace_with_experts(arguments: argparse.Namespace, stack: Stack) -> TraceOf 
         return PipelineModel(
             build("gpipe", 1, 1), plan.scheme, (plan.grid,), stack, data=arguments.data or 1,
             expert_parallel=arguments.expert_parallel,
-        ).trace(stack.layers, rank, block=block, sums=False)
+        ).trace(stack.layers, rank, block=block, parts=PASSES)
     return trace_of
 
 
@@ -206,7 +206,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_experts.notes(experts, trace, data, model.micro.tokens))
+        parts.append(dry_experts.expert_notes(experts, trace, data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
         whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))
@@ -286,7 +286,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
             build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
             stack, tuple(asked.items()), data=data, expert_parallel=arguments.expert_parallel)
         replica, place = divmod(arguments.rank, arguments.ranks)
-        return model.trace(stack.layers, place, 0, replica, block, sums=False,
+        return model.trace(stack.layers, place, 0, replica, block, parts=PASSES,
                            extrapolates=not arguments.all_layers)
     trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,

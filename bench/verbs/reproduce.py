@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
-    resume.remove_leftovers(out)
+    resume.remove_parts_of_files(out)
     predict_rows(arguments, cases)
     if not arguments.precise:
         return measure_round(arguments, cases, wanted, log)
@@ -199,7 +199,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "recompute": arguments.recompute, "software_share": arguments.software_share,
             **asdict(row_options.variant(arguments, library)),
             **waited_settings(arguments),
-            **resume.describe_machine(library.name)}
+            **resume.machine_settings(library.name)}
 
 
 def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -292,16 +292,12 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     ----------
     log : Journal
         The journal of the folder of results.
-    reproduction : Reproduction
-        The reproduction.
     progress : RowProgress
         The rows that this process has measured, and those that failed or were left out.
     stopped : Stopped or None
         The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
-    arguments : Namespace
-        The options, and the words of the command.
 
     Returns
     -------

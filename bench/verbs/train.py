@@ -18,19 +18,19 @@ from bench.experiments.training import comparison, plain_gpt, record, torch_trai
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
-from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.reports.figures import style
 from bench.command_line import (config_options, expert_options, measuring, model_options,
                                 options, pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
-from bench.instruments.clock import wait_patiently
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
+from mm3d.launcher import wait_patiently
 from mm3d.schemes import find_scheme
 from mm3d.training.gpt import GPT
 from mm3d.training.mesh import check_data, stage_grids
@@ -231,7 +231,7 @@ class Progress:
                 done, history, self.plan.steps, self.plan.batch * self.plan.seq))
 
 
-def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: Outcome,
+def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: TrainingEnd,
            out: Path, name: str) -> int:
     """Train by PyTorch if asked; write and draw the record; print a sample."""
     comm, status, beside = training.comm, 0, None
@@ -263,7 +263,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
 
 
 def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
-             outcome: Outcome) -> Any:
+             outcome: TrainingEnd) -> Any:
     """Train the same by PyTorch on rank 0, while the others sleep and return None."""
     plan, comm = training.plan, training.comm
     batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)

@@ -5,20 +5,23 @@ import re
 import shutil
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main as bench
+from bench.cases import combined
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
-from bench.errors import UsageError
+from bench.errors import StoreError, UsageError
 from bench.records import merged, run_file
 from bench.reports import finish
 from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
-from records import made_up
-from support import run_python
+from records import computed_step, made_up, waited_step
+from support import ROOT, run_python
 
 GOOD = """
 about = "a cluster"
@@ -188,6 +191,84 @@ HOSTILE = {toml(text.replace("$", "$$").replace("`", ""))}
     collect = scripts.collect_script(mine, ["--site", text])
     bash = subprocess.run(["bash", "-n"], input=collect, text=True, capture_output=True)
     assert bash.returncode == 0 and shutil.which("bash")
+
+
+def training(number=3, preset="tiny"):
+    return replace(combined.list_cases()[number - 1], preset=preset)
+
+
+def test_a_training_step_on_a_mesh_is_a_row_like_the_others(tmp_path, capsys, commands):
+    """Its script measures it, its result is found, and one that waited, or is older, is none."""
+    commands.answer("sbatch", "echo 7")
+    commands.answer("squeue", "")
+    commands.answer("scontrol", "echo JobState=TIMEOUT")
+    mine, row = work(tmp_path, site_file(tmp_path)), training()
+    given = ["--site", site_file(tmp_path), "--table", "combined", "--ranks", "8", "--preset",
+             "tiny", "--out", str(tmp_path / "out")]
+    assert main(["submit", *given, "--array"]) == 0
+    said = capsys.readouterr().out
+    assert "11 rows: 0 done, 0 under way, 11 to submit" in said
+    assert "rows of 8 ranks: measured, but not predicted: no machine given" in said
+    array = (mine.folder / "array-p008-tiny.sh").read_text()
+    assert "--array=0-10" in array and "--signal" not in array
+    mine.runs(row).mkdir(parents=True)
+
+    def standing():
+        assert main(["status", *given]) == 0
+        return capsys.readouterr().out.splitlines()[2]
+
+    assert standing() == f"{row.title}: failed, job 7_2: TIMEOUT"
+    waited = replace(computed_step(3), configuration=training(preset="").settings)
+    for one in (waited_step(3, 1.0, 1.0), computed_step(3, vocab=7), waited):
+        with contextlib.suppress(StoreError):
+            run_file.write_run(one, mine.runs(row), row.name)
+    assert ": failed, " in standing()
+    run_file.write_run(computed_step(3), mine.runs(row), row.name)
+    assert standing() == f"{row.title}: done, job 7_2: 3 repetitions"
+    assert main(["collect", *given]) == 1
+    assert "1 of 11 rows done" in capsys.readouterr().out
+    assert "computed on numpy" in (tmp_path / "out" / "tables.txt").read_text()
+
+
+def test_the_script_of_a_training_step_starts_it(tmp_path, capsys):
+    env, machine = stubs(tmp_path), tmp_path / "its machine.toml"
+    shutil.copy(ROOT / "bench" / "prediction" / "machines" / "longhorn.toml", machine)
+    name = site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
+    given = ["--site", name, "--table", "combined", "--ranks", "16", "--preset", "tiny", "--out",
+             str(tmp_path / "out"), "--machine", str(machine)]
+    assert main(["render", *given]) == 0
+    assert "rows of 16 ranks: predicted before by longhorn" in capsys.readouterr().out
+    script = tmp_path / "out" / "jobs" / "combined-dense-p016-2-tiny.sh"
+    done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = (tmp_path / "said").read_text().splitlines()
+    place = said.index("meshes")
+    assert said[place - 1:][:6] == [
+        "measure", "meshes", "combined:dense-16-2:tiny",
+        f"--out={tmp_path}/out/jobs/runs/combined-dense-p016-2-tiny", "--backend=numpy",
+        f"--machine={machine}"] and "--stop-file" not in said
+    assert f"'--machine={machine}'" in (tmp_path / "out" / "jobs" / "collect.sh").read_text()
+
+
+@pytest.mark.parametrize("more, words, message", [
+    ("", ["--scheme", "3d"], "--table combined --scheme: its file bench/cases/combined.toml"),
+    ("", ["--inside", "z"], "--table combined --inside: "),
+    ("", ["--recompute", "full"], "--table combined --recompute: "),
+    ("", ["--preset", "laptop"], "--table combined --preset laptop: paper or tiny would do"),
+    ("", ["--ranks", "36"], "--ranks 36: these rows are for 8, 16, 64 ranks"),
+    ("", ["--machine", "nowhere.toml"], "nowhere.toml"),
+    ("", ["--table", "weak", "--machine", "longhorn"],
+     "--machine longhorn: only rows of --table combined are predicted; leave it out"),
+    ('[run]\nmachine = "nowhere"\n', [], "nowhere"),
+    ('[run]\noptions = ["--traced=1"]\n', [],
+     "run.options: --table combined: --traced is no option of bench measure meshes")])
+def test_what_training_steps_on_meshes_cannot_have(tmp_path, capsys, more, words, message):
+    given = ["--site", site_file(tmp_path, GOOD + more), "--table", "combined", "--out",
+             str(tmp_path / "out"), *words]
+    assert main(["render", *given]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out
 
 
 @pytest.mark.parametrize("folder", ["a%j", 'a"b', "a'b", "a\\b", "a\nb"])
@@ -386,13 +467,15 @@ def test_the_signal_near_the_limit_stops_the_row_cleanly(tmp_path):
     assert not list((tmp_path / "out").rglob("stop-*"))
 
 
-def test_what_was_seen_by_somebody_else(tmp_path):
+def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
     """The pre-flight of a job: the doctor reads what the ranks have said."""
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
+
     def doctor(**said):
         for name, text in said.items():
             (tmp_path / f"census.{name}").write_text(text)
-        done = run_python("-m", "bench", "doctor", "--ranks", "2", "--seen", str(tmp_path))
-        return done.returncode, done.stdout
+        status = bench(["doctor", "--ranks", "2", "--seen", str(tmp_path)])
+        return status, capsys.readouterr().out
 
     status, out = doctor()
     assert status == 1 and "launcher    launcher: was not started: " in out
@@ -559,25 +642,29 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
         (out / "jobs" / "array.sh").write_text(scripts.array_script(
             Work(site.load_site(name), name, out), group))
         assert main(["train", "--site", name, "--ranks", "8", "--out", str(out)]) == 0
+        assert main(["render", "--site", name, "--table", "combined", "--ranks", "64", "--preset",
+                     "tiny", "--out", str(out)]) == 0
+        steps = sum(one.ranks == 64 for one in combined.list_cases())
         found = sorted((out / "jobs").glob("*.sh"))
-        assert len(found) == 21 and all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
+        assert len(found) == 21 + steps
+        assert all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
         done = subprocess.run(["shellcheck", *found], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("words", [
-    ["render", "--site", "gpu4", "--table", "weak", "--scheme", "3d"],    # with a dry run
-    ["train", "--site", "cpu", "--ranks", "8", "--", "--steps", "5"],
-    pytest.param(["collect", "--site", "cpu", "--table", "weak", "--scheme", "3d"],
+@pytest.mark.parametrize("statuses, commands", [
+    ([0, 0], ["render --site gpu4 --table weak --scheme 3d --out",    # with a dry run
+              "train --site cpu --ranks 8 --out"]),
+    pytest.param([1], ["collect --site cpu --table weak --scheme 3d --out"],
                  marks=pytest.mark.slow)])
-def test_no_command_starts_mpi(tmp_path, words):
+def test_no_command_starts_mpi(tmp_path, statuses, commands):
     """An MPI that only starts under its launcher would end it on a login node."""
     out = tmp_path / "results"
     out.mkdir()
     run_file.write_run(made_up(ROW.row), out, ROW.name)
     done = run_python("-c", "import sys; from jobs.__main__ import main\n"
-                            "main(sys.argv[1:])\n"
-                            "from mpi4py import MPI; print(MPI.Is_initialized())",
-                      *words[:1], "--out", str(out), *words[1:])
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
-    assert words[0] != "collect" or list(out.glob("*.html")), done.stderr
+                            "done = [main([*one.split(), sys.argv[1]]) for one in sys.argv[2:]]\n"
+                            "from mpi4py import MPI; print(done, MPI.Is_initialized())",
+                      str(out), *commands)
+    assert done.stdout.splitlines()[-1] == f"{statuses} False", done.stderr
+    assert 0 in statuses or list(out.glob("*.html")), done.stderr

@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from mpi4py import MPI
 
 import slurm_cluster
+from bench.cases import combined
 from bench.cases.selection import select_rows
+from bench.records import run_file
 from jobs.__main__ import main
+from records import computed_step
 from slurm_cluster import Cluster
 from slurm_user import ENDLESS, PATIENCE, User, check_run
 from support import ROOT
@@ -53,6 +57,30 @@ def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_pa
     assert status == 1 and "missing: strong 1-D 8 ranks: failed" in out
     assert len(user.submit()) == 1
     user.cancel()
+
+
+def test_training_steps_on_meshes_that_have_no_result(cluster, tmp_path):
+    """All but two are there already; these are predicted, verified and measured."""
+    user = User(cluster, tmp_path, rows=("--table", "combined", "--ranks", "8"))
+    cases = [replace(one, preset="tiny") for one in combined.list_cases() if one.ranks == 8]
+    run_file.check_folder(user.out)
+    for number, one in enumerate(cases, start=1):
+        if number not in (3, 6):
+            run_file.write_run(computed_step(number), user.out, one.name)
+    jobs = user.submit("--machine", "longhorn")
+    assert len(jobs) == 2 and user.submit() == []
+    assert user.quiet(), user.logs()
+    log = user.logs()
+    assert log.count("predicted before: ") == 2 and "11 of 11 rows done" in log, log
+    new = [run for run in user.runs() if run.configuration["predicted_by"] == "longhorn"]
+    assert sorted(run.configuration["mesh"] for run in new) == sorted(
+        str(cases[number].config.division) for number in (2, 5))
+    for run in new:
+        assert run.environment["node_of_rank"] == "0 0 1 1 2 2 3 3"
+        assert run.checks and all(check.passed for check in run.checks)
+        assert run.values("predicted").sum() > 0 < run.values("samples").min()
+    tables = (user.out / "tables.txt").read_text()
+    assert "4 nodes; computed on numpy" in tables and "cannot tell: no machine given" in tables
 
 
 def test_tasks_without_an_mpi_say_what_is_wrong_once(cluster):

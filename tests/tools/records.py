@@ -1,13 +1,16 @@
 """Made-up runs for the tests of files, tables and figures, and their tables as text."""
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from bench.cases.case import Case, make_case
+from bench.cases.combined import list_cases
 from bench.cases.paper import Row, load_tables
 from bench.experiments.rows.dilation import Dilated
 from bench.experiments.rows.record import published_row
 from bench.instruments import spans
+from bench.prediction.waited_step import PARTS as STEP_PARTS
 from bench.records import model_run, run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
 from bench.records.folder import read_folder
@@ -173,3 +176,32 @@ def matmul_record(slower: float = 1.0) -> Measurements:
         "phase": ["forward", "backward"], "repetition": range(6), "rank": range(4),
         "kind": ["product", "local products", "one process"], "edge": ["begin", "end"]},
         variables, [Check("C", 1.0, 8.0)])
+
+
+def waited_step(number: int, predicted: float, measured: float, ranks: int = 8) -> Measurements:
+    """A training step of ``--table combined`` that was measured, slowed twice."""
+    one = list_cases()[number - 1]
+    chosen = one.settings | {
+        "dilation": 2.0, "software_share": 0.1, "order": 0, "ended_by": "width",
+        "waited_machine": "longhorn", "waited_scale": 1.0, "waited_shrink": 1.0}
+    every = Variable(np.ones(ranks), "s", ("rank",))
+    return Measurements(
+        "combined", chosen, {"ranks": ranks, "cores": 2, "emulated_cluster": "2x4:50Mbit"},
+        {"repetition": range(3), "alone": range(3), "part": STEP_PARTS, "rank": range(ranks)},
+        {"samples": Variable(2 * measured * np.array([1, 1.1, 0.9]), "s", ("repetition",)),
+         "software": Variable(np.full(3, 0.1), "s", ("alone",)),
+         "predicted": Variable(np.array([predicted, 0, 0, 0]), "s", ("part",)),
+         **dict.fromkeys(("modelled", "slept", "overlapped", "words"), every)},
+        [Check("loss", 0.0, 1.0)])
+
+
+def computed_step(number: int, **more) -> Measurements:
+    """A training step of ranks that compute, without a prediction unless `predicted_by` one."""
+    waited = waited_step(number, 2.0, 2.0)
+    one = replace(list_cases()[number - 1], preset="tiny")
+    chosen = one.settings | {"order": 0, "ended_by": "width", "predicted_by": "",
+                             "unpredicted": "no machine given"} | more
+    kept = ("samples", "words", *["predicted"] * bool(chosen["predicted_by"]))
+    return replace(waited, configuration=chosen, raw={name: waited.raw[name] for name in kept},
+                   environment={"ranks": 8, "cores": 8, "node_of_rank": "0 0 0 0 1 1 1 1",
+                                "backend": "numpy", "cpu_model": "a processor"})

@@ -37,8 +37,6 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
     ----------
     scheme : str
         The name of the scheme, such as "3d".
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     sizes : sequence of int or GridShape, optional
         Sizes of the grid's directions; the scheme's own choice unless given.
     backend : str or Backend, optional
@@ -74,8 +72,6 @@ class Problem:
         The ranks; see `product_grid`.
     shape : tuple of int
         M, N, K: C is M x K, the sum has N terms.
-    dtype : str
-        The dtype of all matrices.
     seed : int
         The seed of the numbers in A, B and dC.
     """
@@ -151,8 +147,6 @@ class WholeProduct:
     ----------
     problem : Problem
         The distributed product.
-    seed : int
-        The seed of the numbers.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -192,7 +186,7 @@ class OperandShapes(ArrayObserver):
             self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
 
 
-class Replay:
+class LocalProducts:
     """The local matrix products of a step on `grid` alone, which bound its speed.
 
     They are observed while `step` runs; operands of equal shape and order share memory.

@@ -1,5 +1,9 @@
-"""Measure a training step of GPT on a mesh: verify it, then repeat it with work waited for."""
+"""Measure a training step of GPT on a mesh: verify it, then repeat it.
 
+Ranks wait for the modelled seconds of their work, or compute.
+"""
+
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable, ContextManager, Iterator
@@ -18,13 +22,14 @@ from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.waited import check_with_dry_run
 from bench.experiments.training.timed_step import OPTIMIZER, draw_batch
 from bench.instruments import host
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.measurements import Check, Measurements, Variable
+from mm3d import launcher
 from mm3d.config import OF_MESH, Config, Division
+from mm3d.launcher import wait_patiently
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 
@@ -41,33 +46,34 @@ class TrainingSettings:
         When to stop repeating.
     order : int
         The seed of the order of rows, which is recorded.
-    work : ModelledWork
-        The seconds that ranks wait.
-    dilation : Dilation
-        How links and waits are slowed; its `predict` is not called.
+    work : ModelledWork or None
+        The seconds that ranks wait; None if they compute.
+    dilation : Dilation or None
+        How links and waits are slowed, where ranks wait; its `predict` is not called.
     predict : callable
         Predicts, on rank 0, the seconds of a step without software by the parts of
         `bench.prediction.waited_step`, from a training and its number of ranks.
     watched : callable
         The context of the steps that count or are timed, as from `mm3d.tracing.watchdog`.
+    backend : str or None
+        The array library of ranks that compute.
+    predicted_by, unpredicted : str
+        The machine that `predict` takes, and why it predicts nothing; one of them is "".
     """
 
     limits: Limits
     order: int
-    work: ModelledWork
-    dilation: Dilation
+    work: ModelledWork | None
+    dilation: Dilation | None
     predict: Callable[[Config, int], dict[str, float]]
     watched: Callable[..., ContextManager] = unwatched
+    backend: str | None = None
+    predicted_by: str = ""
+    unpredicted: str = ""
 
 
 class Training:
-    """A model and its optimizer, on ranks that compute or wait.
-
-    Parameters
-    ----------
-    model : GPT
-        The model.
-    """
+    """A model and its optimizer, on ranks that compute or wait."""
 
     def __init__(self, model: mm3d.GPT) -> None:
         self.model, self.optimizer = model, mm3d.AdamW(model, **OPTIMIZER)
@@ -95,14 +101,27 @@ def measure_training(one: TrainingCase, settings: TrainingSettings,
         On every rank, when the ranks cannot be divided so, the losses or gradients differ from
         the serial scheme's, or a step moves other words or waits other seconds than its dry run.
     """
-    predicted = settings.predict(one.config, comm.size) if comm.rank == 0 else {}
+    predicted = settings.predict(one.measured, comm.size) if comm.rank == 0 else {}
     wait_patiently(comm)
-    set_links(None, comm, settings.dilation.change)    # what is not timed need not wait
-    real = fail_on_value_error(lambda: mm3d.GPT(one.config, comm, asleep=True))
-    with free_at_end(real.free), settings.watched(real.mesh.scheme.grid):
+    if settings.dilation:
+        set_links(None, comm, settings.dilation.change)    # what is not timed need not wait
+    with built(one.config, settings, comm) as real:
         checks = verify(real, one.config)
-        with waiting_training(real, settings.work) as (training, clock):
-            return time_training(one, settings, training, clock, (checks, predicted))
+        if settings.work:
+            with waiting_training(real, settings.work) as (training, clock):
+                return time_training(one, settings, training, clock, (checks, predicted))
+    with built(one.measured, settings, comm) as model:
+        return time_computing(one, settings, Training(model), (checks, predicted))
+
+
+@contextmanager
+def built(config: Config, settings: TrainingSettings, comm: Any) -> Iterator[mm3d.GPT]:
+    """Build a model whose ranks compute, for the block; ValueErrors are raised as Failed."""
+    asleep = bool(settings.work) or launcher.oversubscribed()
+    model = fail_on_value_error(
+        lambda: mm3d.GPT(config.on(settings.backend), comm, asleep=asleep))
+    with free_at_end(model.free), settings.watched(model.mesh.scheme.grid):
+        yield model
 
 
 def verify(model: mm3d.GPT, config: Config) -> list[Check]:
@@ -171,7 +190,7 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Train
 
     `before` are the checks and the prediction; the rest is as in `measure_training`.
     """
-    (checks, predicted), comm = before, training.model.comm
+    (_, predicted), comm = before, training.model.comm
     backend, shared = training.model.mesh.scheme.grid.backend, Clock(comm)
 
     def sample() -> float:
@@ -181,49 +200,92 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Train
         """Take a sample; compare the first of them with the dry run."""
         if found:
             return sample()
-        found.append(count_step(training, clock, sample))
+        found.append(count_step(training, sample, clock))
         check_with_dry_run(comm, {"a step": (found[0].moved, trace.total_traffic(),
                                              found[0].work, clock.pace * modelled)})
         return found[0].seconds
     found: list[Counted] = []
-    trace = trace_rank(one.config, comm, settings.work)
+    trace = trace_rank(one.config, comm, settings.work.block)
     factor, software = slow_down(comm, clock, settings.dilation, lambda: [sample()],
                                  sum(predicted.values()))
     modelled = trace.work(settings.work.seconds)
     samples, ended_by = take_samples(counted_sample, settings.limits, comm)
     run_free(comm, clock, settings.dilation)    # the rest is not timed
     first = found[0]
-    words = sum(traffic.words for traffic in first.moved.values())
-    everyone = comm.gather((factor * modelled, first.slept, first.overlapped, words))
-    environment = measured_environment("numpy", comm)
-    if everyone is None:
+    everyone = comm.gather((factor * modelled, first.slept, first.overlapped))
+    record = make_record(one, settings, training, first, (samples, ended_by), before)
+    if record is None or everyone is None:
         return None
     cluster = Cluster.from_environment()
     if cluster is not None:    # whose links may be slowed now
-        environment |= host.describe_cluster(replace(cluster, link=settings.dilation.link))
-    columns = dict(zip(("modelled", "slept", "overlapped", "words"), np.array(everyone).T))
-    variables = {
-        "samples": Variable(np.array(samples), "s", ("repetition",)),
-        "software": Variable(software[0], "s", ("alone",)),
-        "predicted": Variable(np.array(list(predicted.values())), "s", ("part",))} | {
-        name: Variable(values, "1" if name == "words" else "s", ("rank",))
-        for name, values in columns.items()}
-    configuration = one.settings | settings.work.settings | asdict(settings.limits) | {
-        "order": settings.order, "ended_by": ended_by, "dilation": factor,
-        "software_share": settings.dilation.share}
-    scales = {"repetition": range(len(samples)), "alone": range(software.shape[1]),
-              "part": list(predicted), "rank": range(comm.size)}
+        record.environment.update(host.describe_cluster(
+            replace(cluster, link=settings.dilation.link)))
+    record.configuration.update(settings.work.settings, dilation=factor,
+                                software_share=settings.dilation.share)
+    record.scales["alone"] = range(software.shape[1])
+    record.raw["software"] = Variable(software[0], "s", ("alone",))
+    for name, values in zip(("modelled", "slept", "overlapped"), np.array(everyone).T):
+        record.raw[name] = Variable(values, "s", ("rank",))
+    return record
+
+
+def time_computing(one: TrainingCase, settings: TrainingSettings, training: Training,
+                   before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
+    """Compare the words of a step that computes with its dry run, and time more of them.
+
+    With experts words depend on what the tokens choose, and only calls are compared.
+    `before` are the checks and the prediction; the rest is as in `measure_training`.
+    """
+    comm = training.model.comm
+    backend, shared = training.model.mesh.scheme.grid.backend, Clock(comm)
+
+    def sample() -> float:
+        return time_side(training.step, comm, backend.synchronize, shared).seconds
+    first = count_step(training, sample)    # which warms up
+    dry = trace_rank(one.measured, comm, sys.maxsize).total_traffic()
+    compared = [{key: found.calls if one.config.model.experts else found
+                 for key, found in moved.items()} for moved in (first.moved, dry)]
+    check_with_dry_run(comm, {"a step": (*compared, 0.0, 0.0)})
+    return make_record(one, settings, training, first,
+                       take_samples(sample, settings.limits, comm), before)
+
+
+def make_record(one: TrainingCase, settings: TrainingSettings, training: Training,
+                first: "Counted", samples: tuple[list[float], str],
+                before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
+    """Make the record, without what only waits have, on rank 0; return None on the others.
+
+    `first` is the counted step of this rank, `samples` are the seconds and the limit that ended
+    them, and `before` are the checks and the prediction.
+    """
+    comm, (seconds, ended_by), (checks, predicted) = training.model.comm, samples, before
+    words = comm.gather(sum(traffic.words for traffic in first.moved.values()))
+    environment = measured_environment(
+        training.model.mesh.scheme.grid.backend.name if settings.work is None else "numpy", comm)
+    if words is None:
+        return None
+    configuration = one.settings | asdict(settings.limits) | {
+        "order": settings.order, "ended_by": ended_by}
+    variables = {"samples": Variable(np.array(seconds), "s", ("repetition",)),
+                 "words": Variable(np.array(words, float), "1", ("rank",))}
+    scales: dict[str, Any] = {"repetition": range(len(seconds)), "rank": range(comm.size)}
+    if predicted:
+        variables["predicted"] = Variable(np.array(list(predicted.values())), "s", ("part",))
+        scales["part"] = list(predicted)
+    if settings.work is None:
+        configuration |= {"predicted_by": settings.predicted_by,
+                          "unpredicted": settings.unpredicted}
     return Measurements(KIND, configuration, environment, scales, variables, checks)
 
 
-def trace_rank(config: Config, comm: Any, work: ModelledWork) -> Trace:
+def trace_rank(config: Config, comm: Any, block: int) -> Trace:
     """Run a step of this rank dry, its optimizer included, and nothing else."""
     def step(model: mm3d.GPT, trace: Trace) -> None:
         training = Training(model)
         trace.events.clear()
         training.step()
     return dry_run.trace(lambda comm, backend: mm3d.GPT(config.on(backend), comm), comm.size,
-                         comm.rank, work.block, step)
+                         comm.rank, block, step)
 
 
 @dataclass(frozen=True)
@@ -234,24 +296,27 @@ class Counted:
     ----------
     seconds : float
         Its makespan.
-    work, slept, overlapped : float
-        Seconds of work of this rank; of them slept, and passed while the host worked.
     moved : dict
         This rank's traffic, by direction and collective.
+    work, slept, overlapped : float
+        Seconds of work of this rank; of them slept, and passed while the host worked.
     """
 
     seconds: float
-    work: float
-    slept: float
-    overlapped: float
     moved: dict[tuple[str, str], Any]
+    work: float = 0.0
+    slept: float = 0.0
+    overlapped: float = 0.0
 
 
-def count_step(training: Training, clock: WorkClock, sample: Callable[[], float]) -> Counted:
-    """Take a sample of a step, and count it."""
-    clock.settle()
-    clock.reset()
+def count_step(training: Training, sample: Callable[[], float],
+               clock: WorkClock | None = None) -> Counted:
+    """Take a sample of a step, and count it, with its waits by `clock`."""
+    if clock:
+        clock.settle()
+        clock.reset()
     training.model.reset_traffic()
     seconds = sample()
     moved = {key: one for key, one in training.model.traffic().items() if one.calls}
-    return Counted(seconds, clock.counted, clock.slept, clock.overlapped, moved)
+    waits = (clock.counted, clock.slept, clock.overlapped) if clock else ()
+    return Counted(seconds, moved, *waits)

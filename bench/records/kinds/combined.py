@@ -1,6 +1,7 @@
-"""Training steps of GPT on meshes of an emulated cluster: measured beside predicted before.
+"""Training steps of GPT on meshes: measured beside predicted before.
 
-Rows of one group have the same model, batch and number of ranks, so their seconds compare.
+Ranks wait for modelled work on an emulated cluster, or compute.  Rows of one group have the same
+model, batch, number of ranks and machine, so their seconds compare.
 """
 
 from dataclasses import dataclass
@@ -19,12 +20,16 @@ SCHEMAS = {
         "positive": "samples software modelled seconds",
         "environment": "ranks cores",
         "settings": (
-            "batch data dilation dtype ended_by group heads hidden layers mesh "
-            "microbatches order recompute row schedule scheme seq software_share stages "
-            "vocab waited_machine waited_scale waited_shrink zero"),
-        "variables": {
-            "modelled": "rank", "overlapped": "rank", "predicted": "part",
-            "samples": "repetition", "slept": "rank", "software": "alone", "words": "rank"},
+            "batch data dtype ended_by group heads hidden layers mesh "
+            "microbatches order recompute row schedule scheme seq stages vocab zero"),
+        "variables": {"samples": "repetition", "words": "rank"},
+        "optional": {
+            "modelled": "rank", "overlapped": "rank", "predicted": "part", "slept": "rank",
+            "software": "alone"},
+        "needs": {
+            "waited_machine": "dilation software_share waited_scale waited_shrink modelled "
+                              "overlapped predicted slept software",
+            "work": "preset unpredicted", "predicted_by": "predicted"},
         "labels": {"part": [["actions", "sums", "tied", "optimizer"]]},
         "derived": {"seconds": "bound", "share_of_software": ""}}}
 GOAL_ERROR, GOAL_CHOICE = 0.1, 0.05    # of predictions in the median, and of the planner's choice
@@ -33,10 +38,16 @@ GOAL_ERROR, GOAL_CHOICE = 0.1, 0.05    # of predictions in the median, and of th
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return the seconds of a step at undilated rates, and the share that software takes."""
     samples = record.raw["samples"].values
-    slowed = float(record.configuration["dilation"])
-    share = np.median(record.raw["software"].values) / np.median(samples)
-    return {"seconds": Variable(medians(samples / slowed), "s", BOUND),
-            "share_of_software": Variable(np.array(share), "1", ())}
+    found = {"seconds": Variable(medians(samples / slowed(record)), "s", BOUND)}
+    if "software" in record.raw:
+        share = np.median(record.raw["software"].values) / np.median(samples)
+        found["share_of_software"] = Variable(np.array(share), "1", ())
+    return found
+
+
+def slowed(record: Measurements) -> float:
+    """Return the factor by which links and waits were slowed; 1 where ranks computed."""
+    return float(record.configuration.get("dilation", 1.0))
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,6 @@ class Row:
 
     Attributes
     ----------
-    record : Measurements
-        The row.
     group : tuple of Measurements
         All rows of the group, by their numbers.
     """
@@ -61,8 +70,25 @@ class Row:
 
     @property
     def predicted(self) -> float:
-        """Return the seconds that were predicted before."""
-        return float(self.record.values("predicted").sum())
+        """Return the seconds that were predicted before; NaN where nothing was."""
+        found = self.record.raw.get("predicted")
+        return float(found.values.sum()) if found else np.nan
+
+    @property
+    def foretold(self) -> float | str:
+        """Return `predicted`, or why nothing was."""
+        why = self.record.configuration.get("unpredicted")
+        return f"cannot tell: {why}" if why else self.predicted
+
+    @property
+    def is_predicted(self) -> bool:
+        """Return whether anything was predicted."""
+        return "predicted" in self.record.raw
+
+    @property
+    def waits(self) -> bool:
+        """Return whether its ranks waited for modelled work."""
+        return "modelled" in self.record.raw
 
     @property
     def error(self) -> float:
@@ -72,15 +98,19 @@ class Row:
     @property
     def work(self) -> float:
         """Return the most seconds of work of a rank, at undilated rates."""
-        return float(self.record.values("modelled").max() / self.record.configuration["dilation"])
+        return float(self.record.values("modelled").max() / slowed(self.record))
 
     @property
     def marks(self) -> str:
-        """Return "fastest" and "chosen", by the fastest measured and predicted of the group."""
+        """Return "fastest" and "chosen", by the fastest measured and predicted of the group.
+
+        Nothing is chosen unless all rows are predicted.
+        """
         rows = rows_of(self.group)
         return ", ".join(
             [*["fastest"] * (self.seconds == min(one.seconds for one in rows)),
-             *["chosen"] * (self.predicted == min(one.predicted for one in rows))])
+             *["chosen"] * (self.predicted == min([one.predicted for one in rows if all(
+                 other.is_predicted for other in rows)], default=None))])
 
 
 def rows_of(group: Sequence[Measurements]) -> list[Row]:
@@ -93,7 +123,8 @@ def groups(records: Iterable[Measurements]) -> list[list[Row]]:
     found: dict[tuple, dict[int, Measurements]] = {}
     for record in sorted(records, key=lambda one: one.created):
         key = (record.environment["ranks"], record.configuration["group"],
-               describe_cluster(record.environment))
+               describe_cluster(record.environment), record.configuration.get("preset", ""),
+               record.environment.get("cpu_model", "") * ("preset" in record.configuration))
         found.setdefault(key, {})[int(record.configuration["row"])] = record
     return [rows_of([rows[number] for number in sorted(rows)])
             for _, rows in sorted(found.items())]
@@ -104,41 +135,54 @@ def heading(rows: Sequence[Row]) -> str:
     chosen, env = rows[0].record.configuration, rows[0].record.environment
     experts = (f", {chosen['experts_count']} experts, top {chosen['experts_top']}"
                if "experts_count" in chosen else "")
-    cluster = describe_cluster(env)
+    nodes = len(set(str(env.get("node_of_rank", "")).split()))
+    where = describe_cluster(env) or ("one node" if nodes < 2 else f"{nodes} nodes")
+    how = MODELLED if rows[0].waits else f"computed on {env.get('backend', 'numpy')}"
     return (f"{env['ranks']} ranks: {chosen['layers']} layers of {chosen['hidden']} features"
-            f"{experts}, {chosen['batch']} x {chosen['seq']} tokens; "
-            f"{cluster or 'one node'}; {MODELLED}")
+            f"{experts}, {chosen['batch']} x {chosen['seq']} tokens; {where}; {how}")
 
 
 COLUMNS = [
     Column("mesh", align="<", of=lambda row: str(row.record.configuration["mesh"])),
-    Column("predicted", "before", "seconds of a step", of=lambda row: row.predicted, form=".3f"),
+    Column("predicted", "before", "seconds of a step", of=lambda row: row.foretold, form=".3f"),
     *spread(lambda row: row.record.values("seconds"), ".3f", "seconds of a step",
             ("measured", "low", "high")),
-    Column("error of", "prediction", of=lambda row: row.error, form="+.0%"),
+    Column("error of", "prediction", of=lambda row: row.error, form="+.0%")]
+OF_WAITS = [
     Column("work", "(waits)", "share", of=lambda row: row.work / row.seconds, form=".0%"),
     Column("software", "", "share",
            of=lambda row: float(row.record.values("share_of_software")), form=".0%"),
-    Column("slowed", "times", of=lambda row: float(row.record.configuration["dilation"]),
-           form=".3g"),
-    Column("", align="<", of=lambda row: row.marks)]
+    Column("slowed", "times", of=lambda row: slowed(row.record), form=".3g")]
+MARKS = [Column("", align="<", of=lambda row: row.marks)]
 
 
 def tables(records: Sequence[Measurements]) -> list[Part]:
     """Make a table of each group, and notes."""
     found = groups(records)
-    return [*(make_table(heading(rows), COLUMNS, rows) for rows in found),
-            Notes("Predictions and choices:", verdicts(found)),
+    return [*(make_table(heading(rows), [*COLUMNS, *OF_WAITS * rows[0].waits, *MARKS], rows)
+              for rows in found),
+            Notes("Predictions and choices:", [
+                line for kind in (True, False)
+                for line in verdicts([rows for rows in found if rows[0].waits == kind])]),
             Notes("About these steps:", _notes([row for rows in found for row in rows]))]
 
 
 def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
     """Say how far predictions are off, and how far the planner's choices are from the fastest."""
-    errors = [abs(row.error) for rows in found for row in rows]
-    said = [f"{len(errors)} rows: predictions are {100 * np.median(errors):.0f} % off in the "
-            f"median, {100 * max(errors):.0f} % at most; the goal is {100 * GOAL_ERROR:.0f} % in "
-            f"the median, {_met(np.median(errors) <= GOAL_ERROR)}."]
-    for rows in (rows for rows in found if len(rows) > 1):
+    every = [row for rows in found for row in rows]
+    errors = [abs(row.error) for row in every if row.is_predicted]
+    said, computed = [], " that computed" * any(not row.waits for row in every)
+    if errors:
+        said.append(
+            f"{len(errors)} rows{computed}: predictions are {100 * np.median(errors):.0f} % off "
+            f"in the median, {100 * max(errors):.0f} % at most; the goal is "
+            f"{100 * GOAL_ERROR:.0f} % in the median, {_met(np.median(errors) <= GOAL_ERROR)}.")
+    if len(errors) < len(every):
+        said.append(f"{len(every) - len(errors)} rows{computed}: nothing was predicted, and in "
+                    f"their groups nothing is chosen.")
+    for rows in found:
+        if len(rows) == 1 or not all(row.is_predicted for row in rows):
+            continue
         chosen = min(rows, key=lambda row: row.predicted)
         best = min(rows, key=lambda row: row.seconds)
         slower = chosen.seconds / best.seconds - 1
@@ -157,14 +201,25 @@ def _met(met: bool) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    chosen, env = rows[-1].record.configuration, rows[-1].record.environment
     count = min(len(row.record.scales["repetition"]) for row in rows)
-    above = sum(float(row.record.values("share_of_software"))
-                > float(row.record.configuration["software_share"]) for row in rows)
     return [
         f"A step is forward, backward and AdamW, from the first rank's begin to the last one's "
         f"end, divided by the factor by which links and waits are slowed; at least {count} "
         f"repetitions. Fewer than six give no 95 % interval.",
+        *_notes_of_waits([row for row in rows if row.waits]),
+        *_notes_of_computing([row for row in rows if not row.waits]),
+        f"Verified before, on computing ranks: the losses of two steps with AdamW between them "
+        f"and all gradients by the serial scheme; "
+        f"{largest_error(check for row in rows for check in row.record.checks)}."]
+
+
+def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    chosen, env = rows[-1].record.configuration, rows[-1].record.environment
+    above = sum(float(row.record.values("share_of_software"))
+                > float(row.record.configuration["software_share"]) for row in rows)
+    return [
         f"Ranks wait for the seconds of machine {chosen['waited_machine']}, whose lengths are "
         f"divided by {chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: for every "
         f"product and elementwise pass of layers, embedding, head, loss, gradients and optimizer, "
@@ -174,7 +229,15 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"Software is a step without links and waits, on {env['cores']} cores that all ranks "
         f"share; it takes more than its allowed share in {above} of {len(rows)} rows.",
         "Predicted, and stored before the first step: links of the cluster, shared by the ranks "
-        "of a node, and the waits, without software; nothing is fitted.",
-        f"Verified before, on computing ranks: the losses of two steps with AdamW between them "
-        f"and all gradients by the serial scheme; "
-        f"{largest_error(check for row in rows for check in row.record.checks)}."]
+        "of a node, and the waits, without software; nothing is fitted."]
+
+
+def _notes_of_computing(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    names = dict.fromkeys(str(row.record.configuration["predicted_by"]) for row in rows
+                          if row.is_predicted)
+    notes = ["Ranks computed, with the links that there are. Of preset paper a model with hidden "
+             "size and sequence length divided by 32 was verified on the same mesh."]
+    return notes + [f"Predicted, and printed before the first step: by machine "
+                    f"{', '.join(names)}, with as many ranks a node as there were."] * bool(names)

@@ -15,7 +15,7 @@ from bench.reports.emulation.row import Emulated, of_run
 MARK = "*"    # of software that takes more than its allowed share of a step
 
 
-def row_parts(results: Results) -> list[Part]:
+def emulated_parts(results: Results) -> list[Part]:
     """Make the tables of the rows of a preset that were measured on an emulated cluster.
 
     There are none if ranks computed, or had no links between them.

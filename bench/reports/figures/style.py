@@ -118,8 +118,6 @@ def save_animation(path: str | os.PathLike, frames: Iterable[tuple[Callable[[], 
 
     Parameters
     ----------
-    path : path
-        The file.
     frames : iterable of (callable, int)
         Functions that make the figure of each frame, and the milliseconds that it is shown.
     colours : int

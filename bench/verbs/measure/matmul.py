@@ -146,8 +146,8 @@ def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int
     library, gemm = scalapack.load_libraries(comm, arguments.dtype)
     status = 0
     for shape in arguments.shape:
-        products = scalapack.Products(library, gemm, comm, shape, arguments.grid,
-                                      arguments.block or BLOCKS, arguments.seed)
+        products = scalapack.ScalapackProducts(library, gemm, comm, shape, arguments.grid,
+                                               arguments.block or BLOCKS, arguments.seed)
         try:
             found = scalapack.compare_products(products, arguments.calls or CALLS, limits)
         except WrongResult as wrong:
@@ -161,7 +161,7 @@ def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int
 
 
 def scalapack_table(found) -> list:
-    """Make the table of a `bench.experiments.products.scalapack.Comparison`."""
+    """Make the table of a `bench.experiments.products.scalapack.ProductComparison`."""
     from bench.document import Column, Notes, Rows, Table
     ours, theirs = len(found.transports), len(found.blocks)
     rows: Rows = []

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.combined import TrainingCase, cases_by_name, load
 from bench.cases.selection import shuffle_cases
@@ -11,17 +13,21 @@ from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
 from bench.command_line import combined_rows, measuring, row_options
 from bench.command_line.publish import publish_row
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows.dilation import Dilation, set_links
 from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.training_row import TrainingSettings, measure_training
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import emulating_machine, shrink_machine, work_scale
-from bench.prediction.waited_step import predict_waited
+from bench.prediction.waited_step import find_machine, predict_waited
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
+from mm3d.arrays import backend as backends
+from mm3d.config import Config
+from mm3d.console import say
+from mm3d.transport.node_words import number_nodes
 
 ON_ALL_RANKS = True
 
@@ -32,7 +38,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     row_options.add_limits(parser, lambda name: f"default: {getattr(load(), name):g}")
     row_options.add_software_share(parser)
     parser.add_argument("names", metavar="ROWS", help=(
-        "rows of bench/cases/combined.toml, such as combined:dense-8-1,combined:dense-8-2"))
+        "rows of bench/cases/combined.toml, such as combined:dense-8-1,combined:dense-8-2. Their "
+        "ranks wait for modelled work; those of combined:dense-8-1:tiny compute, with the same "
+        "model, and of combined:dense-8-1:paper with the lengths that the file divides, while a "
+        "model of the file's is verified"))
+    parser.add_argument("--machine", metavar="NAME", help=(
+        "predict the steps of ranks that compute before, by this machine's model: a supplied one "
+        "or a .toml file (default: nothing is predicted)"))
+    measuring.add_backend(parser)
     measuring.add_stall(parser)
     measuring.add_cluster(parser)
 
@@ -43,17 +56,18 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     Raises
     ------
     UsageError
-        When a name is unknown, or no row has that many ranks.
+        When a name is unknown, no row has that many ranks, or options contradict each other.
     """
     cases = [one for one in cases_by_name(arguments.names) if one.ranks == comm.size]
     if not cases:
         raise UsageError(f"no row of {arguments.names} is for {comm.size} ranks")
-    settings = read_settings(arguments, comm)
+    settings = (computing_settings if cases[0].preset else read_settings)(arguments, comm)
     out, statuses = claim_folder(arguments.out, comm), []
     for one in shuffle_cases(cases, settings.order):
         status, _ = publish_row(one, lambda: measure_training(one, settings, comm),
                                 lambda record: write_row(record, one, out), out, comm)
-        set_links(settings.dilation.link, comm, settings.dilation.change)
+        if settings.dilation:
+            set_links(settings.dilation.link, comm, settings.dilation.change)
         statuses.append(status)
     return max(statuses)
 
@@ -61,14 +75,22 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
 def write_row(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, str]:
     """Write a record; return the exit status, and what the row's line says."""
     path = run_file.write_run(record, out, one.name)
-    seconds, share = record.values("seconds")[0], float(record.values("share_of_software"))
+    seconds = record.values("seconds")[0]
+    if one.preset:
+        return 0, f"{seconds:.3g} s, {path.name}"
+    share = float(record.values("share_of_software"))
     return 0, (f"{seconds:.3g} s, predicted "
                f"{record.values('predicted').sum():.3g} s, slowed "
                f"{record.configuration['dilation']:.3g} times, software {share:.0%}, {path.name}")
 
 
 def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
-    """Return how the rows are measured; links are slowed in an emulated cluster alone."""
+    """Return how rows are measured that wait; links are slowed in an emulated cluster alone."""
+    for name in ("machine", "backend"):
+        if getattr(arguments, name):
+            raise UsageError(f"{arguments.names} --{name} {getattr(arguments, name)}: ranks wait "
+                             f"for the machine of bench/cases/combined.toml; leave --{name} out, "
+                             f"or let them compute, by names such as combined:dense-8-1:tiny")
     file, cluster = load(), Cluster.from_environment()
     machine = broadcast_from_rank_0(lambda: load_machine(file.machine), comm)
     scale = work_scale(machine, cluster if cluster and cluster.link else
@@ -83,3 +105,28 @@ def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
         combined_rows.limits_of(arguments), arguments.order or 0, work,
         Dilation(share, link, lambda *given: {}, change_links if cluster else lambda rate: None),
         lambda config, ranks: predict_waited(config, ranks, emulated), arguments.watched)
+
+
+def computing_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
+    """Return how rows are measured whose ranks compute."""
+    if arguments.software_share:
+        raise UsageError(f"{arguments.names} --software-share {arguments.software_share:g}: only "
+                         f"waits are slowed, and these ranks compute; leave it out")
+    with as_usage_error():
+        backends.get(arguments.backend)
+    machine, reason = broadcast_from_rank_0(lambda: find_machine(arguments.machine, comm.size),
+                                            comm)
+    nodes = number_nodes(comm)
+    placed = machine and replace(machine, ranks_per_node=max(map(nodes.count, nodes)),
+                                 kernels="own")    # of this library, which are timed
+
+    def predict(config: Config, ranks: int) -> dict[str, float]:
+        if placed is None:
+            say(f"predicted before: cannot tell: {reason}")
+            return {}
+        found = predict_waited(config, ranks, placed)
+        say(f"predicted before: {config.division}: {sum(found.values()):.3g} s by {placed.name}")
+        return found
+    return TrainingSettings(
+        combined_rows.limits_of(arguments), arguments.order or 0, None, None, predict,
+        arguments.watched, arguments.backend, placed.name if placed else "", reason)

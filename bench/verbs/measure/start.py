@@ -2,7 +2,8 @@
 
 import argparse
 
-from bench.experiments.startup import CALLS, FailedJob, PHASES, Start, check_cubes, measure_start
+from bench.experiments.startup import (CALLS, FailedJob, JobStart, PHASES, check_cubes,
+                                       measure_start)
 from bench.document import Column, Notes, Part, Rows, Table
 from bench.command_line import options
 from mm3d import launcher
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def table(found: list[Start]) -> list[Part]:
+def table(found: list[JobStart]) -> list[Part]:
     """Make the table of all jobs."""
     rows: Rows = [[one.ranks, one.transport, *(f"{one.seconds[name]:#.3g}" for name in PHASES),
                    f"{1e6 * one.call:.0f}"] for one in found]

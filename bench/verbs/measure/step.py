@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                          f"interpreter that has PyTorch would do")
     case = config_options.read(Model, arguments)
     if arguments.torch:
-        beside.refuse_case(case, kinds, comm.size)
+        beside.refuse_division(case, kinds, comm.size)
     measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
                                  arguments.backend, comm)
     out = claim_folder(arguments.out, comm)

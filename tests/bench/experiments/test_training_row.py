@@ -1,6 +1,9 @@
-"""Training steps of GPT on meshes, whose ranks wait for the modelled seconds of their work."""
-import numpy as np
+"""Training steps of GPT on meshes, whose ranks wait for modelled work, or compute."""
+from dataclasses import replace
+
+import msgspec
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from bench.__main__ import main
@@ -11,19 +14,19 @@ from bench.experiments.rows import training_row
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
-from bench.prediction.machine_model import load_machine
+from bench.prediction.machine_file import format_machine
+from bench.prediction.machine_model import Curve, load_machine
 from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import emulating_machine
-from bench.prediction.waited_step import PARTS, predict_waited
+from bench.prediction.waited_step import PARTS, find_machine, predict_waited
 from bench.records import run_file
 from bench.records.kinds import combined as kind
-from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.figures.every_figure import draw_figures
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import Trace
-from records import format_tables
+from records import computed_step, format_tables, waited_step
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}
 SCALE = 20.0
@@ -63,6 +66,53 @@ def test_a_step_waits_for_all_of_its_work(comm, number):
         assert (values["samples"] >= values["modelled"].max()).all()
         assert {"loss", "loss after a step"} < {one.quantity for one in found.checks}
         assert found.configuration["mesh"] == str(division)
+
+
+@pytest.mark.parametrize("preset, predicted", [("tiny", {}), ("paper", {"actions": 1.0})])
+@pytest.mark.ranks(2)
+def test_a_step_that_computes_is_timed_at_its_own_lengths(comm, preset, predicted):
+    """A model of the file's lengths is verified; nothing is waited for."""
+    sizes = Model(layers=1, hidden=4, heads=2, batch=4, seq=2, vocab=8)
+    one = TrainingCase("tiny", 2, 1, Config(sizes, Division(data=2, zero=1)), preset)
+    how = replace(settings(predict=lambda config, ranks: predicted), work=None, dilation=None,
+                  predicted_by="a machine" * bool(predicted),
+                  unpredicted="no machine given" * (not predicted))
+    found = training_row.measure_training(one, how, comm)
+    if found is not None:
+        factor = int(load().shrink) if preset == "paper" else 1
+        assert (found.configuration["hidden"], found.configuration["seq"]) == (
+            4 * factor, 2 * factor)
+        assert found.configuration["work"] == "compute" and found.checks
+        assert set(found.raw) == {"samples", "words", *["predicted"] * bool(predicted)}
+        parameters = sum(a.size for name, a in verified_sizes(one.measured).items())
+        assert found.raw["words"].values.sum() >= 2 * parameters    # of gradients, and of values
+
+
+def verified_sizes(config):
+    """The gradients of a model on one rank."""
+    model = mm3d.GPT(Config(config.model, Division(scheme="serial")), MPI.COMM_SELF)
+    model.step(*training_row.draw_batch(config.model))
+    return model.gradients()
+
+
+@pytest.mark.ranks(4)
+def test_words_between_experts_are_for_the_tokens_to_say(comm):
+    """A dry run supposes equal choices: its calls alone are those of a step."""
+    how = replace(settings(), work=None, dilation=None)
+    one = replace(case(4, Division(data=2, zero=1, grid=(1, 2, 1), expert_parallel=2)),
+                  preset="tiny")
+    found = training_row.measure_training(one, how, comm)
+    assert (found is None) == (comm.rank > 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_computes_moves_the_words_of_its_dry_run(comm, monkeypatch):
+    one = TrainingCase("tiny", 2, 1, Config(Model(**SIZES), MESHES[2][0]), "tiny")
+    dry = training_row.trace_rank
+    other = replace(one.config, division=Division(data=2, zero=3))
+    monkeypatch.setattr(training_row, "trace_rank", lambda config, *more: dry(other, *more))
+    with pytest.raises(Failed, match="moves other words than its dry run"):
+        training_row.measure_training(one, replace(settings(), work=None, dilation=None), comm)
 
 
 @pytest.mark.ranks(2)
@@ -105,25 +155,8 @@ def test_rows_of_a_group_compare_and_can_be_predicted():
         cases_by_name("combined:none-3")
 
 
-def record(number: int, predicted: float, measured: float, ranks: int = 8) -> Measurements:
-    """A row that was measured, slowed twice."""
-    one = list_cases()[number - 1]
-    chosen = one.settings | {
-        "dilation": 2.0, "software_share": 0.1, "order": 0, "ended_by": "width",
-        "waited_machine": "longhorn", "waited_scale": 1.0, "waited_shrink": 1.0}
-    every = Variable(np.ones(ranks), "s", ("rank",))
-    return Measurements(
-        "combined", chosen, {"ranks": ranks, "cores": 2, "emulated_cluster": "2x4:50Mbit"},
-        {"repetition": range(3), "alone": range(3), "part": PARTS, "rank": range(ranks)},
-        {"samples": Variable(2 * measured * np.array([1, 1.1, 0.9]), "s", ("repetition",)),
-         "software": Variable(np.full(3, 0.1), "s", ("alone",)),
-         "predicted": Variable(np.array([predicted, 0, 0, 0]), "s", ("part",)),
-         **dict.fromkeys(("modelled", "slept", "overlapped", "words"), every)},
-        [Check("loss", 0.0, 1.0)])
-
-
 def test_the_choice_of_a_planner_is_judged_by_what_was_measured():
-    records = [record(1, 2.0, 2.5), record(2, 3.0, 2.0), record(3, 2.5, 2.4)]
+    records = [waited_step(1, 2.0, 2.5), waited_step(2, 3.0, 2.0), waited_step(3, 2.5, 2.4)]
     (rows,) = kind.groups(records)
     assert [one.marks for one in rows] == ["chosen", "fastest", ""]
     assert [round(one.error, 3) for one in rows] == [-0.2, 0.5, 0.042]
@@ -132,13 +165,58 @@ def test_the_choice_of_a_planner_is_judged_by_what_was_measured():
     assert "20 % off in the median, 50 % at most" in first and "MISSED" in first
     assert "chooses data 8, ZeRO 1, serial, 25 % slower than the fastest" in second
     assert "data 8, ZeRO 3, serial; the goal is 5 %, MISSED" in second
-    again = kind.groups([*records, record(1, 2.0, 2.0)])[0]    # the latest of a row counts
+    again = kind.groups([*records, waited_step(1, 2.0, 2.0)])[0]    # the latest of a row counts
     assert len(again) == 3 and again[0].marks == "fastest, chosen"
+
+
+def test_rows_that_computed_stand_beside_those_that_waited(tmp_path):
+    """Without a machine their prediction is none, and no planner is said to choose."""
+    every = [waited_step(1, 2.0, 2.5), waited_step(2, 3.0, 2.0), computed_step(1), computed_step(
+        2, predicted_by="longhorn", unpredicted="")]
+    for number, one in enumerate(every):
+        run_file.write_run(one, tmp_path, f"combined-{number}")
+    text = format_tables(tmp_path)
+    assert "2 nodes; computed on numpy" in text and "2x4" not in text.partition("computed")[2]
+    line = next(line for line in text.splitlines() if "cannot tell: no machine given" in line)
+    assert "data 8, ZeRO 1, serial" in line and "chosen" not in line
+    assert "1 rows that computed: nothing was predicted" in text and "by machine longhorn" in text
+    assert text.count("a planner chooses") == 1
+    drawn, _ = draw_figures(tmp_path)
+    assert [path.name for path in drawn] == ["training-steps-on-meshes.png"]
+
+
+@pytest.mark.parametrize("change, reason", [
+    (None, "no machine given"),
+    ({"ranks": 4, "passes": {"other": Curve([1.0], [1.0])}},
+     "--machine FILE was measured with 4 ranks, not 8"),
+    ({"gemm_rate": {"float16": 1e12}}, "machine longhorn has no rate for float32: it has float16"),
+    ({}, "")])
+def test_a_machine_that_is_no_model_predicts_nothing(tmp_path, change, reason):
+    file = tmp_path / "mine.toml"
+    if change is not None:
+        machine = msgspec.structs.replace(load_machine("longhorn"), **change)
+        file.write_text(format_machine(machine))
+    machine, found = find_machine(str(file) if change is not None else None, 8)
+    assert found == reason.replace("FILE", str(file)) and (machine is None) == bool(reason)
+    with pytest.raises(UsageError, match="nowhere"):
+        find_machine("nowhere.toml", 8)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["combined:dense-8-1", "--machine", "longhorn"], "--machine longhorn: ranks wait for"),
+    (["combined:dense-8-1,combined:dense-8-2:tiny"], "give all of them one preset, or none"),
+    (["combined:dense-8-1:tiny", "--software-share", "0.1"], "only waits are slowed"),
+    (["combined:dense-8-1:tiny", "--machine", "nowhere"], "nowhere"),
+    (["combined:dense-8-1:tiny", "--backend", "jax"], "jax")])
+@pytest.mark.ranks(8)
+def test_options_of_meshes_that_contradict_each_other(comm, tmp_path, capsys, words, message):
+    assert main(["measure", "meshes", *words, "--out", str(tmp_path / "a")]) == 2
+    assert (message in capsys.readouterr().err) == (comm.rank == 0)
 
 
 def test_a_record_is_read_and_drawn(tmp_path):
     for number in (1, 2, 3):
-        run_file.write_run(record(number, 2.0, 2.1), tmp_path, f"combined-{number}")
+        run_file.write_run(waited_step(number, 2.0, 2.1), tmp_path, f"combined-{number}")
     text = format_tables(tmp_path)
     assert "8 ranks: 8 layers" in text and "Predictions and choices:" in text
     drawn, left_out = draw_figures(tmp_path)

@@ -115,9 +115,9 @@ def received(names) -> list[str]:
 
 
 def test_two_writers_in_one_folder_lose_nothing(tmp_path):
-    writers = [writer(tmp_path, 20) for _ in range(2)]
+    writers = [writer(tmp_path, 8) for _ in range(2)]
     names = [name for _, told in writers for name in received(told)]
-    assert len(names) == 40 == len(set(names))
+    assert len(names) == 16 == len(set(names))
     assert {p.name for p in tmp_path.iterdir()} == set(names)
     for name in names:
         run_file.read_run(tmp_path / name)
@@ -126,7 +126,7 @@ def test_two_writers_in_one_folder_lose_nothing(tmp_path):
 def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
     delays = random.Random(1)
     finished = []
-    for _ in range(20):
+    for _ in range(8):
         process, names = writer(tmp_path, 10 ** 6)
         finished.append(names.recv())
         time.sleep(delays.uniform(0.0, 0.05))

@@ -17,14 +17,13 @@ from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.block_moves import LAYERS, product_story
 from mm3d.tracing.layer_moves import layer_story, small_sizes
 
-GROUP = "Plan and predict"
 ON_ALL_RANKS = False
 FORMS = ("ab", "abt", "atb", *LAYERS, "layer")
 MOST_ROWS = 64    # of a matrix, each of which may be a block
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``cube``."""
+    """Add the options of ``draw cube``."""
     add_scheme(parser)
     options.add_grid(parser)
     parser.add_argument("--form", choices=FORMS, metavar="FORM", default="ab", help=(

@@ -12,11 +12,12 @@ from bench.experiments.dump.telling import summary, tell, tell_both, verdict_par
 from bench.experiments.dump.verdicts import Verdict, judge
 from mm3d.console import say
 
+GROUP = "Judge other programs"
 ON_ALL_RANKS = True
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``measure dump``."""
+    """Add the options of ``judge``."""
     parser.add_argument("dumps", nargs="*", metavar="DUMP", help=(
         "folders of config.json and safetensors, see results/judge/README.rst; of several each "
         "is told in one line"))
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
             arguments.show([table])
         return 0
     if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
-        raise UsageError("measure dump DUMP judges a dump, or several; with --against one")
+        raise UsageError("judge DUMP judges a dump, or several; with --against one")
     dumps = [read_dump(folder, arguments.names) for folder in arguments.dumps]
     if arguments.against:
         dumps.append(read_dump(arguments.against, arguments.names))
