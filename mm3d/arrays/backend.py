@@ -250,12 +250,8 @@ class Backend:
         self.pool.clear()
 
 
-def _make_numpy() -> Backend:
-    """Make the `Backend` of NumPy, with its pool and its kernels."""
-    return import_module("mm3d.arrays.numpy_backend").NumpyBackend()
-
-
-_factories: dict[str, Callable[[], Backend]] = {"numpy": _make_numpy}
+_factories: dict[str, Callable[[], Backend]] = {
+    "numpy": lambda: import_module("mm3d.arrays.numpy_backend").NumpyBackend()}
 _backends: dict[str, Backend] = {}
 _owners: dict[type, Backend] = {}    # of types of arrays, as far as they were asked for
 
@@ -295,8 +291,7 @@ def get(name: str | Backend | None = None) -> Backend:
 def use_only(*backends: Backend) -> Iterator[None]:
     """Use only these backends within the block, and others only after `get` makes them.
 
-    An array belongs to the first of them that owns it.  After the block the earlier backends are
-    in use again.
+    An array belongs to the first that owns it.  After the block the earlier ones are in use again.
     """
     before = dict(_backends)
     _backends.clear()
@@ -319,13 +314,12 @@ def backend_of(a: Array) -> Backend:
     TypeError
         When it belongs to none.
     """
-    kind = type(a)
-    if kind in _owners:    # models ask hundreds of times a step
-        return _owners[kind]
+    if type(a) in _owners:    # models ask hundreds of times a step
+        return _owners[type(a)]
     for backend in _backends.values():
         if backend.owns(a):
             if backend.owns_types:
-                _owners[kind] = backend
+                _owners[type(a)] = backend
             return backend
     raise TypeError(f"{type(a).__name__} is an array of no backend in use "
                     f"({', '.join(_backends) or 'none'})")
