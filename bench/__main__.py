@@ -6,8 +6,9 @@ import gc
 import shutil
 import sys
 import textwrap
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Callable, NoReturn, Sequence
+from typing import Callable, Iterator, NoReturn, Sequence
 
 from bench import mpi
 
@@ -16,9 +17,11 @@ mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.command_line.parser import Parser  # noqa: E402
+from bench.document import Part  # noqa: E402
 from bench.errors import UsageError, as_usage_error, in_options, in_short  # noqa: E402
+from bench.reports import formats  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
-from mm3d.console import complain, protect  # noqa: E402
+from mm3d.console import complain, protect, say  # noqa: E402
 
 COMMAND = "mm3d"    # the name of this program where it is installed
 PROGRAM = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m bench"
@@ -52,10 +55,34 @@ def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
     top = VerbsParser(prog=PROGRAM, description=(
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
+    top.also = tuple(verbs.kinds())
     top.add_version()
     top.add_completion(COMMAND)
     verbs.add_verbs(top, chosen)
     return top
+
+
+@contextmanager
+def shown(arguments: argparse.Namespace) -> Iterator[None]:
+    """Give a verb `arguments.show`, which prints parts of a document, and `show_record`.
+
+    Text is printed at once.  All parts of another ``--format`` are printed at the end, as one
+    document; other lines go to standard error meanwhile, so that a program can read the document.
+    """
+    form, parts = getattr(arguments, "format", "text"), list[Part]()
+
+    def show_record(record: object) -> None:
+        from bench.reports.micro_tables import make_parts    # few verbs have records
+        arguments.show(make_parts([record]))
+    arguments.show = ((lambda more: say(formats.render(more))) if form == "text"
+                      else parts.extend)
+    arguments.show_record = show_record
+    try:
+        with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if parts:
+            say(formats.render(parts, form))
 
 
 def run_verb(run: Callable[..., int], arguments: argparse.Namespace, *more) -> int:
@@ -105,7 +132,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb of a command line; return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = verbs.in_full(sys.argv[1:] if argv is None else argv)
     # Before the verb and its kind no option takes a value, but one that shows all verbs.
     first = [word for word in words if not word.startswith("-")][:2]
     whole = any(word.startswith("--print-completion") for word in words)
@@ -120,12 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bench.cluster.run import run_verb_inside
         from bench.errors import status_of
         return status_of(lambda: run_verb_inside(cluster, words, on_all_ranks))
-    if on_all_ranks:
-        return run_on_all_ranks(run, arguments)
-    if launcher.launcher_rank():
-        return 0  # one rank is enough
-    from bench.errors import status_of
-    return status_of(lambda: run_verb(run, arguments))
+    with shown(arguments):
+        if on_all_ranks:
+            return run_on_all_ranks(run, arguments)
+        if launcher.launcher_rank():
+            return 0  # one rank is enough
+        from bench.errors import status_of
+        return status_of(lambda: run_verb(run, arguments))
 
 
 def command() -> NoReturn:

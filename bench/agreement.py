@@ -64,7 +64,7 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] 
         Raised instead on every rank, with the same message.
     wait : callable, optional
         Called with `comm` on every rank before rank 0 broadcasts its problem, such as
-        `bench.instruments.clock.wait_patiently` where `make` takes long.
+        `mm3d.launcher.wait_patiently` where `make` takes long.
     """
     made = problem = None
     if comm.rank == 0:

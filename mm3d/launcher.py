@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
 
 from mm3d import control_groups
 
@@ -252,6 +254,13 @@ def process_cores() -> int:
 def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this machine has more ranks than cores for them."""
     return ranks_on_these_cores(environ) > cores(environ)
+
+
+def wait_patiently(comm: Any) -> None:
+    """Wait at a barrier without keeping a core busy: a rank may be late by minutes."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.02)
 
 
 def blas_threads(environ: Mapping[str, str] = os.environ) -> int:

@@ -15,10 +15,6 @@ class Case:
 
     Attributes
     ----------
-    row : Row
-        The row of the paper.
-    preset : str
-        The preset that the sizes are from.
     sizes : ModelSizes
         Sizes of the measured model.
     verified : ModelSizes
@@ -75,8 +71,6 @@ def make_case(row: Row, preset: str, variant: Variant = Variant(),
 
     Parameters
     ----------
-    row : Row
-        The row of the paper.
     preset : str
         One of ``load_tables().presets``.
     variant : Variant

@@ -10,9 +10,9 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
 from mm3d import launcher
+from mm3d.launcher import wait_patiently
 from mm3d.model.stack import Stack
 
 # Relative Frobenius errors that rounding alone stays below: (outputs, gradients).  They hold for

@@ -42,8 +42,6 @@ def check_forward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray) -> None
     ----------
     errors : bench.checks.layer_errors.LayerErrors
         Keeps the errors and draws the samples.
-    layer : Attention
-        The layer.
     x, y : ndarray
         (batch, seq, 3, features) and (batch, seq, features), blocks of this rank.
     """

@@ -33,8 +33,6 @@ class DistributedMatrix:
         The block's place in the global matrix.
     shape : tuple of int
         Global shape.
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     """
 
     block: np.ndarray

@@ -27,8 +27,6 @@ class LayerErrors(ArrayObserver):
 
     Parameters
     ----------
-    model : Transformer
-        The model.
     seed : int
         Seed of the random vectors and samples, which are the same on every rank.
 

@@ -20,9 +20,9 @@ import numpy as np
 from bench.checks import attention_identities
 from bench.checks.freivalds import EPS
 from bench.checks.layer_errors import LayerErrors, SUMS
-from bench.checks.names import PREFIX
 from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
+from bench.records.notes import RESIDUAL
 from mm3d.tracing.observe import observed
 
 # Multiples of eps that pass: of |A||B| in products; of the rounding errors of each number in
@@ -56,7 +56,7 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         model.backward(dy, saved)
     worst = max_over_ranks(np.array(list(found.errors.values())), model.grid.comm)
     limits = tolerances(model.sizes.layers, found.rounding)
-    return [Check(PREFIX + name, float(error), limits[PREFIX + name])
+    return [Check(RESIDUAL + name, float(error), limits[RESIDUAL + name])
             for name, error in zip(found.errors, worst)]
 
 
@@ -76,8 +76,6 @@ def tolerances(layers: int, rounding: str) -> dict[str, float]:
 
     Parameters
     ----------
-    layers : int
-        Number of its layers.
     rounding : str
         Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
         are NaN, which no error passes.
@@ -92,5 +90,5 @@ def tolerances(layers: int, rounding: str) -> dict[str, float]:
                 "attention.attention": attention, "attention.proj": product | bias,
                 "mlp": sums, "ln2": norm, "mlp.up": product,    # its bias is added by GELU
                 "mlp.gelu": sums | bias, "mlp.down": product | bias}
-    return {f"{PREFIX}layers.{number}.{name}, {what}": limit for number in range(layers)
+    return {f"{RESIDUAL}layers.{number}.{name}, {what}": limit for number in range(layers)
             for name, passing in of_layer.items() for what, limit in passing.items()}

@@ -26,8 +26,6 @@ class ShardedMatrix:
         The layout of the global array.
     shape : tuple of int
         Global shape.
-    row_dims : int
-        Number of dimensions that are rows.
     grid : Grid
         The ranks; every method is collective.
     """

@@ -1,7 +1,8 @@
 """Break an emulated cluster while it runs: links that are cut or slow, nodes that die.
 
 For programs that run in the namespaces of the cluster's head, as its command does; by hand there
-``python -m bench.cluster.faults cut 1``, ``restore 1``, ``slow 1 20Mbit`` or ``kill 1``.
+``python -m bench.cluster.faults cut 1``, ``restore 1``, ``slow 1 20Mbit`` or ``kill 1``.  Ranks
+change the rates of all links by ``slow all RATE``, see `bench.cluster.rates`.
 """
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from bench.cluster.nodes import DESCRIPTION
 from bench.cluster.spec import FOLDER, VARIABLE, Cluster, parse_rate
 from bench.errors import UsageError
 from pyroute2 import IPRoute
+
+HEAD = 1    # the process that built the cluster; its namespaces hold the switch
 
 
 def cut_link(node: int) -> None:
@@ -36,8 +39,6 @@ def set_link_rate(node: int, link: float | None) -> None:
 
     Parameters
     ----------
-    node : int
-        The node.
     link : float or None
         Bit/s; None for no limit.
     """
@@ -54,6 +55,16 @@ def set_link_rate(node: int, link: float | None) -> None:
             os._exit(status)
     if os.waitpid(child, 0)[1]:
         raise OSError(f"the link of node {node} cannot be changed at its node")
+
+
+def set_all_rates(link: float | None) -> None:
+    """Change the rate of all links, from a process on any node; see `set_link_rate`."""
+    cluster = Cluster.from_environment()
+    if cluster is None:
+        raise UsageError("rates of links are changed inside an emulated cluster")
+    namespaces.enter(HEAD)
+    for node in range(cluster.nodes):
+        set_link_rate(node, link)
 
 
 def kill_node(node: int) -> None:
@@ -79,6 +90,9 @@ def main(words: Sequence[str]) -> None:
         "cut": cut_link, "restore": restore_link, "kill": kill_node,
         "slow": lambda node: set_link_rate(node, parse_rate(words[2]))}
     name = words[0] if words else ""
+    if len(words) == 3 and list(words[:2]) == ["slow", "all"]:
+        set_all_rates(parse_rate(words[2]))
+        return
     if name not in faults or len(words) != 2 + (name == "slow") or not words[1].isdigit():
         raise UsageError(f"{' '.join(words)!r}: cut NODE, restore NODE, kill NODE or slow NODE "
                          f"RATE would do")

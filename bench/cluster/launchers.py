@@ -19,8 +19,6 @@ class Launcher:
 
     Attributes
     ----------
-    name : str
-        The library.
     mark : str
         A text that only this ``mpirun --version`` prints.
     placement : callable

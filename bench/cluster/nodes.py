@@ -15,13 +15,7 @@ DESCRIPTION = "cluster.json"    # in FOLDER
 
 
 class Nodes:
-    """Processes that hold the namespaces of each node, until process 1 ends.
-
-    Attributes
-    ----------
-    processes : dict of int to int
-        The process of each node.
-    """
+    """Processes that hold the namespaces of each node, until process 1 ends."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.processes: dict[int, int] = {}

@@ -34,8 +34,6 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
 
     Parameters
     ----------
-    cluster : Cluster
-        The cluster.
     command : sequence of str
         The program and its arguments; it starts ``mpirun``.
     **streams
@@ -100,8 +98,6 @@ def run_verb_inside(cluster: Cluster, words: Sequence[str], on_all_ranks: bool) 
 
     Parameters
     ----------
-    cluster : Cluster
-        The cluster.
     words : sequence of str
         The verb and its options, ``--cluster`` included: inside it is known to be fulfilled.
     on_all_ranks : bool

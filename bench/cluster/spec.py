@@ -31,8 +31,6 @@ class Cluster:
 
     Attributes
     ----------
-    nodes : int
-        Number of nodes.
     ranks : int
         Ranks on a node, at most.
     link : float or None

@@ -46,9 +46,9 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
         return run_verb_inside(Cluster.parse(load().cluster), arguments.words, False)
     log = Journal(run_file.check_folder(arguments.out))
     log.claim()
-    resume.remove_leftovers(log.folder)
+    resume.remove_parts_of_files(log.folder)
     wanted = {"table": TABLE, **vars(limits_of(arguments)), "software_share": share_of(arguments),
-              **resume.describe_machine("numpy")}
+              **resume.machine_settings("numpy")}
     begun, finished = resume.begin_or_resume(log, [one.name for one in cases], wanted,
                                              arguments.order, arguments.fresh, say)
     progress, stopped = RowProgress(len(cases), len(finished)), None

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import Field, fields
 from typing import Any, Callable, Iterable, Mapping
 
-from bench.command_line import options, scheme_options
+from bench.command_line import options, schedule_types, scheme_options
 from bench.command_line.number_types import number, whole
 from mm3d.config import Division
 from mm3d.training.schedules import registry
@@ -13,7 +13,8 @@ MESH = ("data", "context", "context_way", "shards", "zero", "stages", "schedule"
         "scheme", "grid", "recompute", "backend")
 # Types of options read from text, and texts that a help adds.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "grid": options.grid_sizes, "recompute": options.recompute, "schedule": options.schedule,
+    "grid": options.grid_sizes, "recompute": options.recompute,
+    "schedule": schedule_types.schedule,
     "scheme": scheme_options.scheme}
 MORE = {"recompute": options.RECOMPUTE.partition(": ")[2], "schedule": ", ".join(registry())}
 LETTERS = {"stages": "P", "microbatches": "M", "grid": "XxYxZ", "recompute": "POLICY"}
@@ -26,12 +27,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str]
 
     Parameters
     ----------
-    parser : ArgumentParser
-        The parser of a verb.
     kind : type
         The dataclass, one of `mm3d.config` or derived from one.
-    names : iterable of str
-        The fields.
     defaults : mapping
         Default values of options, where they are not those of the fields.
     said : callable, optional

@@ -8,8 +8,7 @@ from bench.command_line.number_types import MOST_SECONDS, SEEDS, number, whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.instruments.available_memory import total_memory
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend

@@ -121,17 +121,6 @@ def recompute(text: str) -> str:
     return text.lower()
 
 
-def schedule(text: str) -> str:
-    """Return the name of the schedule that `text` stands for, such as ``interleaved:3``."""
-    from mm3d.training.schedules.builders import full_name    # few verbs have schedules
-    return name_of(lambda: full_name(text))
-
-
-def schedules(text: str) -> list[str]:
-    """Return the names of schedules with commas between."""
-    return [*map(schedule, text.split(","))]
-
-
 def name_of(find: Callable[[], str]) -> str:
     """Return what `find` returns; turn its error into one of the option."""
     try:

@@ -21,9 +21,12 @@ class Parser(argparse.ArgumentParser):
     ----------
     renamed : mapping of str to str
         The present verbs, by former names.
+    also : sequence of str
+        Words that the caller takes instead of a verb.
     """
 
     renamed: Mapping[str, str] = {}
+    also: Sequence[str] = ()
 
     def __init__(self, *names: Any, **settings: Any) -> None:
         super().__init__(*names, **{"allow_abbrev": False, **settings})
@@ -78,7 +81,7 @@ class Parser(argparse.ArgumentParser):
                     action, f"{value} is called {self.renamed[value]} now")
             raise argparse.ArgumentError(action, (
                 f"{value!r} is unknown: choose one of {', '.join(action.choices)}"
-                f"{suggestion(value, action.choices)}"))
+                f"{suggestion(value, (*action.choices, *self.also))}"))
         super()._check_value(action, value)
 
     def _print_message(self, message: str, file: Any = None) -> None:

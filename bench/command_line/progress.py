@@ -11,8 +11,6 @@ class RowProgress:
 
     Parameters
     ----------
-    total : int
-        Number of rows.
     done : int
         Rows that are there already.
 

@@ -6,14 +6,14 @@ from typing import Any, Callable
 
 from bench.agreement import make_on_rank_0
 from bench.errors import Failed, LeftOut, StoreError, UsageError, WrongResult
-from bench.instruments.clock import wait_patiently
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements
 from mm3d.console import say
+from mm3d.launcher import wait_patiently
 
 
 def publish(record: Measurements | None, out: Path, name: str, comm,
-            table: Callable[[Measurements], str] | None = None) -> int:
+            show: Callable[[Measurements], None] | None = None) -> int:
     """Write a record into the folder `out`, then print its table and the name of its file.
 
     Parameters
@@ -26,8 +26,8 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
         The beginning of the file's name.
     comm : mpi4py.MPI.Intracomm
         The ranks; each calls this.
-    table : callable, optional
-        Formats the record; called on rank 0 alone.
+    show : callable, optional
+        Prints the tables of the record; called on rank 0 alone.
 
     Returns
     -------
@@ -43,14 +43,15 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
             outcome = 1, f"failed: {error}"
     status, line = comm.bcast(outcome)
     if comm.rank == 0:
-        if table is not None:
-            say(table(record) + "\n")
+        if show is not None:
+            show(record)
+            say()
         say(line)
     return status
 
 
 def measure(name: str, work: Callable[[], Measurements | None], out: Path, comm,
-            table: Callable[[Measurements], str] | None = None) -> int:
+            show: Callable[[Measurements], None] | None = None) -> int:
     """Publish the record that `work` returns; report the failure where a result was wrong.
 
     The other parameters and the status are those of `publish`.
@@ -59,7 +60,7 @@ def measure(name: str, work: Callable[[], Measurements | None], out: Path, comm,
         record = work()
     except WrongResult as wrong:
         return report_failure(name, f"{wrong}; no times were written", comm)
-    return publish(record, out, name, comm, table)
+    return publish(record, out, name, comm, show)
 
 
 def publish_row(one: Any, measured: Callable[[], Any], write: Callable[[Any], tuple[int, str]],

@@ -30,8 +30,6 @@ class Finding:
 
     Attributes
     ----------
-    check : str
-        The name of the check.
     state : str
         `OK`, `WARNING`, `FAILED` or `SKIPPED`.
     text : str

@@ -28,8 +28,6 @@ class Step:
 
     Attributes
     ----------
-    name : str
-        The name of the step and of its log.
     command : list of str
         The program and its arguments.
     limit : float
@@ -113,10 +111,6 @@ class Outcome:
 
     Attributes
     ----------
-    name : str
-        The name of the step.
-    seconds : float
-        Its duration.
     problem : str
         How it failed; "" when it ended well.
     last_line : str

@@ -42,14 +42,10 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         All ranks, which call it.
     folder : path
         Where a new folder is made for the files, and removed at the end.
-    sizes : ModelSizes
-        Sizes of the model.
     dtype : str
         Type of parameters and moments.
     limits : Limits
         When to stop repeating.
-    seed : int
-        The seed of the parameters.
     backend : str, optional
         The array library.
 
@@ -71,13 +67,13 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
 
 def measure_model(comm: MPI.Intracomm, folder: Path, model: mm3d.Transformer, optimizer: Any,
                   limits: Limits, seed: int = 0,
-                  make_subject: Callable[..., "Subject"] | None = None) -> Measurements:
+                  make_subject: Callable[..., "SavedModel"] | None = None) -> Measurements:
     """Measure saving and restoring `model`, as `measure_checkpoint` does.
 
-    `make_subject` makes what is measured, a `Subject`.
+    `make_subject` makes what is measured, a `SavedModel`.
     """
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
-    subject = (make_subject or Subject)(comm, work, model, optimizer, seed)
+    subject = (make_subject or SavedModel)(comm, work, model, optimizer, seed)
     try:
         differing = subject.verify()
         if differing:
@@ -115,7 +111,7 @@ def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: 
         return model, mm3d.AdamW(model, 1e-3)
 
 
-class Subject:
+class SavedModel:
     """A model to save, and a plain file per rank of as many bytes, in a work folder."""
 
     def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any,

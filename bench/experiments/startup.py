@@ -26,13 +26,11 @@ PROGRAM = __spec__.name    # of this module, also where it is run as a program
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     """The cost of one job.
 
     Attributes
     ----------
-    ranks : int
-        Ranks of the job.
     transport : str
         The transport along the first direction of its grid.
     seconds : dict of str to float
@@ -63,7 +61,7 @@ def check_cubes(counts: list[int]) -> None:
                          f"{MOST_RANKS} ranks")
 
 
-def measure_start(ranks: int) -> Start:
+def measure_start(ranks: int) -> JobStart:
     """Start a job of `ranks` ranks and measure its phases.
 
     Parameters
@@ -84,7 +82,8 @@ def measure_start(ranks: int) -> Start:
     if job.status:
         raise FailedJob(f"{ranks} ranks:\n{job.err.strip()}")
     found = json.loads(job.out.strip().rpartition("\n")[2])
-    return Start(ranks, found["transport"], {name: found[name] for name in PHASES}, found["call"])
+    return JobStart(ranks, found["transport"], {name: found[name] for name in PHASES},
+                    found["call"])
 
 
 def run_rank(launched: float) -> None:

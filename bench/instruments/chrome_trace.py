@@ -26,10 +26,6 @@ def make_trace(spans: Sequence[Sequence[Span]], names: Sequence[str], title: str
     ----------
     spans : sequence of sequence of Span
         The spans of each rank, on one clock.
-    names : sequence of str
-        The name of each rank.
-    title : str
-        Title of the trace.
     about : dict
         Further data, put under ``otherData``.
     """
@@ -65,12 +61,8 @@ def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict
     ----------
     spans : list of Span
         The spans of this rank, on `clock`.
-    grid : Grid
-        The ranks.
     clock : Clock
         Rank 0's clock on every rank; the trace states its error.
-    title : str
-        Title of the trace.
 
     Returns
     -------

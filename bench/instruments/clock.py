@@ -1,7 +1,6 @@
 """Clocks that all ranks share, and makespans measured with them."""
 
 import platform
-import time
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Callable
@@ -100,10 +99,3 @@ def time_on_all_ranks(step: Callable[[], Any], comm, synchronize: Callable[[], N
     times = np.empty((comm.size, 2))
     comm.Allgather(np.array(mine), times)
     return times - times[:, 0].min(), result
-
-
-def wait_patiently(comm) -> None:
-    """Wait at a barrier without keeping a core busy: a rank may be late by minutes."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.02)

@@ -87,8 +87,6 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
     ----------
     backend : str
         Name of an array library that is available here.
-    ranks : int
-        Number of ranks of the run.
     mpi_library : str
         The MPI library's description of itself.
     command : str

@@ -10,12 +10,13 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.peak_memory import Resident
 from bench.instruments.sampling import repeat_calls
 from bench.records.measurements import Group, Variable
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
+from mm3d.launcher import wait_patiently
 from mm3d.model import cost
 from mm3d.tracing import dry_run
 from mm3d.transport.nodes import create_node_communicator
@@ -32,7 +33,7 @@ Step = tuple[Callable[[], Any], int]    # a call, and its operations or the byte
 
 def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = None,
                   make_sum: Callable[..., Step] | None = None,
-                  rate: Callable[..., float] | None = None) -> Group | None:
+                  rate: Callable[..., float] | None = None, quick: bool = False) -> Group | None:
     """Measure the group ``machine``: rates of matrix products and of memory; on rank 0.
 
     First one rank works while the others sleep, then as many ranks of each node as it has cores
@@ -48,23 +49,22 @@ def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = Non
 
     Parameters
     ----------
-    backend : Backend
-        The backend that computes.
-    dtype : str
-        The dtype of the matrices.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     caches : float, optional
         Bytes of a node's last-level caches; by default as the system lists them.
     make_sum, rate : callable, optional
         Make the sum of arrays and measure a rate, as `add_arrays` and `best_rate` do.
+    quick : bool
+        Add arrays of `LEAST` bytes, however large the caches: reports leave such a rate out.
     """
     node = create_node_communicator(comm)
     at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers
                          else node.size)
     if caches is None:
         caches = cache_bytes() if backend.host_buffers else math.nan
-    total = node.bcast(summed_bytes(caches) if backend.host_buffers else ON_DEVICE)
+    total = node.bcast(summed_bytes(math.nan if quick else caches) if backend.host_buffers
+                       else ON_DEVICE)
     workers = comm.Split(int(node.rank >= at_work), comm.rank)
     teams = {"alone": (comm.Split(int(comm.rank > 0), comm.rank), comm.rank == 0, 1, 1),
              "together": (workers, node.rank < at_work, at_work, node.size)}

@@ -28,8 +28,6 @@ class Placement:
         The directions from the one that varies slowest to the one that varies fastest.
     within_nodes : str
         The directions of more than one rank whose lines all lie within a node.
-    nodes : int
-        Number of nodes.
     node_of_rank : str
         The number of each rank's node, in the order of the grid; nodes are numbered in that order.
     """
@@ -41,17 +39,7 @@ class Placement:
 
 
 def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
-    """Count the words that a step of the model moves along each direction, over all ranks.
-
-    Parameters
-    ----------
-    scheme : str
-        Name of the scheme.
-    shape : dict of str to int
-        Sizes of the directions.
-    model : ModelSizes
-        Sizes of the model.
-    """
+    """Count the words that a step of the model moves along each direction, over all ranks."""
     moved = dict.fromkeys(shape, 0)
     for phase in cost.words(scheme, shape, model).values():
         for (axis, _), count in phase.items():

@@ -9,9 +9,10 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.instruments import host, timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
+from mm3d.launcher import wait_patiently
 from mm3d.transport.node_words import number_nodes
 
 # A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.
@@ -78,8 +79,6 @@ class Sample:
     ----------
     times : ndarray
         Seconds, (ranks, ..., begin and end); NaN without a part.
-    result : object
-        The result of the step.
     """
 
     times: np.ndarray

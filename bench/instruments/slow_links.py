@@ -30,8 +30,6 @@ class SlowNode:
     ----------
     node : int
         The number of the node, in the order of the nodes' first ranks.
-    host : str
-        The name of the node.
     rate, typical : float
         Bytes a second in each direction: its own, and those of the median node.
     """

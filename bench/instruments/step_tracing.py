@@ -88,8 +88,6 @@ def parts_group(seconds: np.ndarray, counts: np.ndarray, names: Sequence[str]) -
         (ranks, repetitions, phases, parts).
     counts : ndarray
         Calls, bytes and operations, (ranks, phases, parts, 3).
-    names : sequence of str
-        The parts.
     """
     ranks, repetitions = seconds.shape[:2]
     scales = {"repetition": range(repetitions), "phase": PHASES, "rank": range(ranks),

@@ -53,8 +53,6 @@ def count_wire(step: timing.Step, grid: Any) -> Group | None:
 
     Parameters
     ----------
-    step : Step
-        The step.
     grid : Grid
         Its ranks, which all call this.
 

@@ -22,7 +22,6 @@ from mm3d.tracing.dry_arrays import DryArray, DryBackend, DryNamespace
 from mm3d.tracing.events import Gemm, Pass
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
-from mm3d.transport.silent import SilentTransport
 
 Seconds = Callable[[Gemm | Pass], float]
 OVERLAPPED_SLEEPS = 8    # parts of a wait for work while a collective goes on
@@ -212,7 +211,7 @@ class WaitedRequest:
             self._pending.take()
 
 
-class WaitingTransport(SilentTransport):
+class WaitingTransport(MpiTransport):
     """Wait for the work before each collective, then move arrays of its size.
 
     Packing and unpacking of columns is counted as work, as in a dry run.
@@ -279,9 +278,10 @@ class WaitingTransport(SilentTransport):
         return Pending(out, None, WaitedRequest(moving, self._clock),
                        (self.backend.contiguous(a),))
 
-    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
-        """Return a buffer for all blocks, and their lengths, which the carrier needs."""
-        return MpiTransport._flat(self, a, dim, counts)
+    def _pieces(self, flat: Array, a: Array, dim: int,
+                counts: list[int]) -> Iterator[tuple[Array, Array]]:
+        """Return all pieces as one, as a dry run does: they have no contents."""
+        yield self.backend.xp.reshape(flat, a.shape), a
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         self._carry(self.carrier.all_gather, self._block(recv, lengths), 0, lengths)

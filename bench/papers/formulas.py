@@ -16,7 +16,7 @@ from mm3d.model.sizes import ModelSizes
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import Times, build, clock
-from mm3d.training.schedules.search import lower_bound
+from mm3d.training.schedules.search import least_cost
 
 Number = int | Fraction
 ROUTED = (".experts.up.", ".experts.down.")    # in names of parameters that not all tokens use
@@ -170,8 +170,8 @@ def searched_rate(memory: int, stages: int, microbatches: int, hidden: int, head
 
 def least_rate(memory: int, stages: int, microbatches: int, times: Sequence[Number]) -> Fraction:
     """Return a rate that no schedule with one stage a rank falls below in this memory."""
-    least = lower_bound(stages, microbatches, Times.equal(stages, *times),
-                        Fraction(memory * stages))
+    least = least_cost(stages, microbatches, Times.equal(stages, *times),
+                       Fraction(memory * stages))
     return 1 - microbatches * sum(times[:3]) / Fraction(least)
 
 

@@ -32,6 +32,8 @@ from mm3d.training.optimizers import AdamW
 from mm3d.training.pipeline import check_context
 from mm3d.training.schedules import Schedule, build
 
+LAYERS, ENDS = PASSES = "layers", "ends"    # parts of a trace, beside sums
+
 
 @lru_cache(maxsize=32)
 def build_once(name: str, ranks: int, microbatches: int) -> Schedule:
@@ -240,17 +242,23 @@ class PipelineModel(Replicas):
                         tied=self.tied)
 
     def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
-              block: int = sys.maxsize, sums: bool = True, extrapolates: bool = True) -> Trace:
-        """Run one micro-batch dry in `layers` layers of a rank, and its sums over replicas."""
+              block: int = sys.maxsize, parts: tuple[str, ...] = (*PASSES, SUMS),
+              extrapolates: bool = True) -> Trace:
+        """Run one micro-batch dry in `layers` layers of a rank, and its sums over replicas.
+
+        `parts` are those that are run.
+        """
         stages, one = self.schedule.ranks, self.of_one_micro_batch
 
         def step(model: mm3d.Pipeline | mm3d.GPT, trace: Trace) -> None:
-            dry_run.step_of_chunks(model, trace, self.halves)
+            if LAYERS in parts:
+                dry_run.step_of_chunks(model, trace, self.halves)
             pipeline = model
             if self.vocab:
                 pipeline = model.pipeline
-                step_of_ends(model, trace, self.halves)
-            if sums and pipeline.data is not None:
+                if ENDS in parts:
+                    step_of_ends(model, trace, self.halves)
+            if SUMS in parts and pipeline.data is not None:
                 pipeline.data.finish()
                 model.refresh()
 

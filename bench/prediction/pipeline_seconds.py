@@ -11,15 +11,16 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Iterable
 
 import numpy as np
 
+from bench.prediction.chunk_events import events_of_chunk
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
-from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.seconds import Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
@@ -192,8 +193,8 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
     stage = model.schedule.ranks - 1 if end == "last" else model.grids.index(grid)
     stack = replace(model.stack, batch=model.micro.batch)
     one = replace(whole, stack=stack, schedule=whole.of_one_micro_batch, named="")
-    trace = priced(_traced(one, layers, stage, machine.elementwise_block), machine, stack,
-                   model.masked)
+    trace = priced(events_of_chunk(one, layers, stage, machine.elementwise_block), machine,
+                   stack, model.masked)
     if inside:
         trace = _placed(trace, model, inside)
     own, over = copy(trace), copy(trace)
@@ -223,12 +224,6 @@ def _placed(trace: Trace, model: PipelineModel, inside: str) -> Trace:
                              f"{model.expert_parallel} divides would do")
         return apart * near
     return with_strides(trace, stride_of)
-
-
-@cache
-def _traced(model: PipelineModel, layers: int, stage: int, block: int) -> Trace:
-    """Trace one micro-batch; machines and schedules share it."""
-    return model.trace(layers, stage=stage, block=block)
 
 
 def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
@@ -326,7 +321,7 @@ def kept_for_weights(model: PipelineModel) -> Fraction:
         return Fraction(0)
     stack = replace(model.stack, batch=model.micro.batch)
     one = replace(model, stack=stack, vocab=0, named="", schedule=model.of_one_micro_batch)
-    trace = one.trace(dry_run.period_of(stack.recompute, stack.experts), sums=False)
+    trace = one.trace(dry_run.period_of(stack.recompute, stack.experts), parts=PASSES)
     return Fraction(trace.operands, trace.saved)
 
 

@@ -63,20 +63,27 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
     Raises
     ------
     UsageError
-        When there is no such file, or a column is missing.
+        When there is no such file, or a column is missing or there twice.
     """
     text = read_text(path, f"--steps {path}", "a .csv file with a step a row")
     lines = csv.reader(io.StringIO(text))
-    heads = {_plain(name): place for place, name in enumerate(next(lines, []))}
+    names = [_plain(name) for name in next(lines, [])]
+    heads = {name: place for place, name in enumerate(names)}
     missing = [name for name in COLUMNS.values() if _plain(name) not in heads]
     if missing:
         raise UsageError(f"--steps {path}: no column {', '.join(map(repr, missing))}: a first "
                          f"line with {', '.join(COLUMNS.values())} would do")
+    if twice := [name for name in heads if name and names.count(name) > 1]:
+        raise UsageError(f"--steps {path}: column {twice[0]!r} is there "
+                         f"{names.count(twice[0])} times: one would do")
     found, problems = [], []
     for number, cells in enumerate(lines, 2):
         if not any(cell.strip() for cell in cells):
             continue
         try:
+            if any(cell.strip() for cell in cells[len(names):]):
+                raise ValueError(f"{len(cells)} cells for {len(names)} columns: decimal commas, "
+                                 f"or commas in numbers, may divide some")
             found.append(_read_row(number, cells, heads))
         except ValueError as error:
             problems.append(f"line {number}: {error}")

@@ -1,17 +1,16 @@
 """Time pipeline schedules whose ranks have equal layers, by name or from a file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Sequence
 
 from bench.errors import UsageError, as_usage_error
 from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
-from mm3d.training.schedules.builders import check_request, check_size, largest
+from mm3d.training.schedules.builders import check_request, check_size
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
-from mm3d.training.schedules.messages import message_count
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ def read_schedule(path: str | Path) -> Schedule:
     UsageError
         With the rule, the rank and the action, when it is wrong; or when it cannot be read.
     """
-    text = read_text(path, str(path), "a schedule as python -m bench schedule --schedule 1f1b "
-                                      "--stages 4 --microbatches 8 prints it")
+    text = read_text(path, str(path), "a schedule as python -m bench draw schedule --schedule "
+                                      "1f1b --stages 4 --microbatches 8 prints it")
     try:
         schedule = parse_schedule(text)
         check(schedule)
@@ -100,53 +99,14 @@ def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
         f"{float(pipeline.memory):.4g}")
 
 
-def check_requests(names: Sequence[str], pipeline: Pipeline, curves: bool) -> None:
+def check_requests(names: Sequence[str], pipeline: Pipeline) -> None:
     """Refuse unknown schedules, and those that take too long, before any is built.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Their names.
-    pipeline : Pipeline
-        Their sizes.
-    curves : bool
-        Whether `costs_by_microbatches` is to follow.
 
     Raises
     ------
     UsageError
-        When a name is unknown, or schedules are too large; those of curves all together.
+        When a name is unknown, or a schedule is too large.
     """
     with as_usage_error():
         for name in names:
             check_request(name, pipeline.ranks, pipeline.microbatches)
-    size = pipeline.ranks * pipeline.microbatches * (pipeline.microbatches + 1) // 2
-    most = min(map(largest, names), default=size)
-    if curves and size > most:
-        raise UsageError(f"curves of {pipeline.ranks} ranks and 1 to {pipeline.microbatches} "
-                         f"micro-batches have {size} forward steps: at most {most} would do")
-
-
-def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
-        str, list[tuple[int, Mapping[str, float]]]]:
-    """Return what schedules cost with 1 to ``pipeline.microbatches`` micro-batches.
-
-    Returns
-    -------
-    dict
-        By name, for each possible number of micro-batches: ``"bubble / cost"``, ``"in flight"``
-        (to the end of W, in activations of all layers of a rank) and ``"messages"``.
-    """
-    found: dict[str, list[tuple[int, Mapping[str, float]]]] = {name: [] for name in names}
-    for name, points in found.items():
-        for microbatches in range(1, pipeline.microbatches + 1):
-            try:
-                timeline = timed(name, replace(pipeline, microbatches=microbatches))
-            except UsageError:    # such as too few micro-batches for DualPipeV
-                continue
-            schedule = timeline.schedule
-            points.append((microbatches, {
-                "bubble / cost": float(timeline.bubble_rate),
-                "in flight": float(max(peak_in_flight(schedule, 1)) / schedule.chunks),
-                "messages": message_count(schedule)}))
-    return found

@@ -26,10 +26,6 @@ class Results:
 
     Attributes
     ----------
-    preset : str
-        The name of the preset.
-    variant : Variant
-        The variant of all its rows.
     recompute : str
         The recomputation policy of its rows if some row was measured with several; otherwise
         empty, and rows may differ in it.

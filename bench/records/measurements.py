@@ -74,8 +74,6 @@ class Group:
     ----------
     scales : dict of str to sequence
         The labels or numbers along each dimension.
-    variables : dict of str to Variable
-        The numbers, by name.
     """
 
     scales: dict[str, Sequence]
@@ -95,8 +93,6 @@ class Measurements:
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
         The labels or numbers along each dimension of the samples.
-    raw : dict of str to Variable
-        The measured variables, by name.
     checks : list of Check
         The verification; empty if there is nothing to verify.
     created : str
@@ -126,8 +122,7 @@ class Measurements:
 
     @property
     def variables(self) -> dict[str, Variable]:
-        """All variables, raw and derived; derived ones in earlier files are not read.
-        """
+        """All variables, raw and derived; derived ones in earlier files are not read."""
         return self.raw | self.derived
 
 
@@ -137,8 +132,6 @@ class Place:
 
     Attributes
     ----------
-    record : Measurements
-        The record.
     at : dict of str to int
         The index along each of these dimensions.
     """

@@ -132,8 +132,6 @@ def traffic_group(counts: Mapping[str, np.ndarray], expected_words: np.ndarray,
     ----------
     counts, expected_words
         See `Run.traffic` and `Run.expected_words`; integers except "moved".
-    directions : tuple of str
-        Their directions.
     """
     units = {**COUNTS, "moved": "1"}
     ranks = counts["words"].shape[1]

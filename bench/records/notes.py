@@ -9,6 +9,7 @@ from bench.records.measurements import Check, Measurements, Setting
 from mm3d.transport import choice
 
 MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
+RESIDUAL = "residual of "    # begins the names of checks by `bench.checks.layer_residuals`
 CROWDED = "RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed."
 
 
@@ -25,6 +26,12 @@ def describe_machine(record: Measurements) -> str:
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
         ("mpi", "")) if name in env]
     return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
+
+
+def split_checks(checks: list[Check]) -> tuple[list[Check], list[Check]]:
+    """Return the comparisons with the serial scheme, and the residuals of layers."""
+    residuals = [check for check in checks if check.quantity.startswith(RESIDUAL)]
+    return [check for check in checks if check not in residuals], residuals
 
 
 def largest_error(checks: Iterable[Check]) -> str:

@@ -41,8 +41,6 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
 
     Parameters
     ----------
-    folder : path
-        The folder.
     what, option : str
         A name for the folder, and the option that sets it, for the message of the error.
 
@@ -77,8 +75,6 @@ def write_run(run: Measurements, folder: str | os.PathLike, name: str) -> Path:
 
     Parameters
     ----------
-    run : Measurements
-        The record.
     folder : path
         An existing folder.
     name : str

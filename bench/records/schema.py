@@ -117,8 +117,6 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
 
     Parameters
     ----------
-    kind : str
-        The kind of the record.
     found : mapping
         All settings, of the machine too, and variables, by name.
 

@@ -1,13 +1,13 @@
 """Make tables of the steps of a product and of the parts of a layer: what travels, in words."""
 
 from collections import Counter
-from typing import Iterable
+from typing import Iterable, Sequence
 
-from bench.document import Column, Part as DocumentPart, Table
+from bench.document import Column, Notes, Part as DocumentPart, Rows, Table
 from mm3d.schemes.closed_form import Move
 from mm3d.tracing.block_moves import Story
 from mm3d.tracing.block_replay import KEEP
-from mm3d.tracing.layer_moves import LayerStory, Moved, Part
+from mm3d.tracing.layer_moves import LayerStory, Moved, LayerPart
 
 OPERANDS = {"A": "A, activations", "B": "B, weight", "C": "C, activations", "b": "vectors",
             "KV": "keys and values", "row sums": "sums of rows"}
@@ -28,7 +28,7 @@ def product_tables(story: Story) -> list[DocumentPart]:
     spec = ", ".join(f'{name} "{layout}"' for name, layout in story.layouts.items())
     title = (f"{story.scheme}, {story.form} on {story.grid} ranks: C is {M} x {K}, A {A[0]} x "
              f"{A[1]}; layouts {spec}")
-    return [Table(title, columns, rows), *_beside(counted, story.closed_form)]
+    return [Table(title, columns, rows), *_unequal(rows), *_beside(counted, story.closed_form)]
 
 
 def layer_tables(story: LayerStory) -> list[DocumentPart]:
@@ -45,10 +45,10 @@ def layer_tables(story: LayerStory) -> list[DocumentPart]:
             counted[one.direction, one.kind] += sum(one.words)
     sizes = ", ".join(f"{name} {size}" for name, size in story.sizes.items())
     title = f"{story.scheme}, one layer on {story.grid} ranks: {sizes}"
-    return [Table(title, columns, rows), *_beside(counted, story.closed_form)]
+    return [Table(title, columns, rows), *_unequal(rows), *_beside(counted, story.closed_form)]
 
 
-def joined_moves(part: Part) -> list[Moved]:
+def joined_moves(part: LayerPart) -> list[Moved]:
     """Return the collectives of a part, those of one kind of an operand together."""
     found: dict[tuple[str, str, str], tuple[int, ...]] = {}
     for one in part.moved:
@@ -71,7 +71,20 @@ def _beside(counted: Counts, closed_form: Iterable[Move] | None) -> list[Documen
         rows)
 
 
-def _span(words: Iterable[int]) -> str | int:
-    """Return the words of a rank, or the least and the most."""
-    least, most = min(words), max(words)
-    return most if least == most else f"{least} to {most}"
+def _span(words: Sequence[int]) -> str | int:
+    """Return the words of a rank; of ranks that differ those of each, or the least and the most.
+    """
+    counts = sorted(Counter(words).items())
+    if len(counts) == 1:
+        return words[0]
+    if len(counts) == 2:
+        return ", ".join(f"{count} on {ranks}" for count, ranks in counts) + " ranks"
+    return f"{counts[0][0]} to {counts[-1][0]}"
+
+
+def _unequal(rows: Rows) -> list[DocumentPart]:
+    """Say why ranks differ, where they do."""
+    return [Notes("Why ranks differ:", [
+        "A rank counts the words that it receives in gathers and broadcasts, and those that it "
+        "sends in sums: who broadcasts a block, or keeps a sum, counts none of it. Blocks may "
+        "also be of different sizes."])] * any(isinstance(row[-2], str) for row in rows)

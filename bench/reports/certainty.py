@@ -67,7 +67,7 @@ def compare_repetitions(slow: Run, fast: Run) -> str:
     return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
 
 
-def notes(runs: Sequence[Run]) -> list[str]:
+def certainty_notes(runs: Sequence[Run]) -> list[str]:
     """Explain the intervals, the limits that ended the repetitions, and the clock's resolution."""
     text = ["Intervals hold the true median with at least 95 % (order statistics; + marks those "
             "of fewer than six repetitions, which have less), where repetitions are independent; "

@@ -29,17 +29,13 @@ SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseVerdict:
     """The comparison of one case.
 
     Attributes
     ----------
-    name : str
-        The case.
     medians : tuple of float
         Seconds of A and of B: the median of the runs' medians.
-    runs : tuple of int
-        Number of runs of each side.
     difference : Difference or None
         B over A, with p after Holm's correction; None if there are too few runs.
     """
@@ -65,23 +61,23 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SideComparison:
     """Two sides of runs, case by case.
 
     Attributes
     ----------
     parts : list
         A document for `bench.reports.formats.render`: the table of verdicts, and notes.
-    slower : list of Verdict
+    slower : list of CaseVerdict
         The cases in which B is slower by more than the limit, and the test shows a difference.
     """
 
     parts: list[Part]
-    slower: list[Verdict]
+    slower: list[CaseVerdict]
 
 
 def compare_sides(first: Sequence[str], second: Sequence[str],
-                  limit: float | None = None) -> Comparison:
+                  limit: float | None = None) -> SideComparison:
     """Compare two sides of runs.
 
     Parameters
@@ -111,27 +107,27 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
             f"{abbreviate([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
     slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
                                        and one.ratio > 1 + limit / 100]
-    parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:",
-                                                        notes(before, after, common, verdicts))]
+    parts: list[Part] = [verdict_table(verdicts), Notes(
+        "About this comparison:", comparison_notes(before, after, common, verdicts))]
     if lost + also_lost:
         parts.append(Notes("Left out:", lost + also_lost))
     if slower:
         parts.append(Notes(f"Slower by more than {limit:g} %:", [
             f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in slower]))
-    return Comparison(parts, slower)
+    return SideComparison(parts, slower)
 
 
-def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
+def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[CaseVerdict]:
     """Test all cases that have enough runs."""
     medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
                for name in common}
     enough = [name for name in common if min(map(len, medians[name])) >= MIN_RUNS]
     tested = dict(zip(enough, compare_runs([medians[name] for name in enough])))
-    return [Verdict(name, tuple(float(np.median(side)) for side in medians[name]),
-                    tuple(map(len, medians[name])), tested.get(name)) for name in common]
+    return [CaseVerdict(name, tuple(float(np.median(side)) for side in medians[name]),
+                        tuple(map(len, medians[name])), tested.get(name)) for name in common]
 
 
-def verdict_table(verdicts: list[Verdict]) -> Table:
+def verdict_table(verdicts: list[CaseVerdict]) -> Table:
     """Make the table of verdicts; without tested cases, of medians and their ratios alone."""
     tested = any(one.difference for one in verdicts)
     rows = []
@@ -153,7 +149,8 @@ def verdict_table(verdicts: list[Verdict]) -> Table:
     return Table("Times of B over those of A", columns, rows)
 
 
-def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict]) -> list[str]:
+def comparison_notes(first: Cases, second: Cases, common: list[str],
+                     verdicts: list[CaseVerdict]) -> list[str]:
     """State how the cases were compared, which were not, and what else differs."""
     tested = [one for one in verdicts if one.difference]
     text = []

@@ -35,8 +35,6 @@ class Timed:
     ----------
     samples : ndarray
         Seconds of every repetition, each of the slowest rank.
-    run : Measurements
-        The run.
     """
 
     samples: np.ndarray

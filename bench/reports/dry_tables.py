@@ -122,8 +122,6 @@ def state_table(stored: int, data: int, dtype: str, divided: int = 0,
     ----------
     stored : int
         Bytes of this rank's parameters and gradients, without replicas and masters.
-    data : int
-        Number of replicas.
     dtype : str
         Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
         type.

@@ -2,8 +2,9 @@
 
 import traceback
 from pathlib import Path
+from typing import Callable
 
-from bench.cases.paper import BASELINES, HEADINGS, PROPOSED
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
 from bench.errors import UsageError
 from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
@@ -19,7 +20,8 @@ from bench.reports.page import write_page
 from mm3d.console import complain, say
 
 
-def write_tables_and_figures(out: Path, figures: bool = True) -> None:
+def write_tables_and_figures(out: Path, figures: bool = True,
+                             show: Callable[[list[Part]], None] | None = None) -> None:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
     ``tables.txt`` has all tables, those of the summary included.
@@ -30,6 +32,8 @@ def write_tables_and_figures(out: Path, figures: bool = True) -> None:
         A folder of results.
     figures : bool
         Whether to draw the figures and write the page.
+    show : callable, optional
+        Prints the summary, as text by default.
 
     Raises
     ------
@@ -40,7 +44,10 @@ def write_tables_and_figures(out: Path, figures: bool = True) -> None:
     """
     found = read_folder(out)
     text = formats.render(paper_tables.make_document(found))
-    say(f"\n{formats.render(summary_parts(found))}\n")
+    summary = summary_parts(found)
+    say()
+    show(summary) if show else say(formats.render(summary))
+    say()
     tables = out / "tables.txt"
     atomic.replace(tables, text + "\n")    # a full disk leaves the old file
     files = [f"all tables: {tables}"]
@@ -82,17 +89,22 @@ def summary_parts(found: FolderContents) -> list[Part]:
             groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
         except UsageError as error:
             parts.append(Notes("Not predicted:", [str(error)]))
-        parts += [*row_parts(results), *ratio_parts(results, groups), Notes(
+        parts += [*paper_parts(results), *ratio_parts(results, groups), Notes(
             "What these figures show, and what not:", state_limits(results, groups))]
     return parts + [Notes("Left out:", found.problems)] * bool(found.problems)
 
 
-def row_parts(results: Results) -> list[Part]:
+def paper_parts(results: Results) -> list[Part]:
     """Make the paper's tables that have a measured row, published beside measured."""
-    return [paper_tables.paper_table(paper_tables.heading(results, name), rows, runs)
-            for name in HEADINGS
-            for rows in [results.rows(name)] for runs in [[results.get(row) for row in rows]]
-            if any(runs)]
+    return [paper_tables.paper_table(paper_tables.heading(results, name), rows,
+                                     [results.get(row) for row in rows])
+            for name in HEADINGS if (rows := shown_rows(results, name))]
+
+
+def shown_rows(results: Results, table: str) -> list[Row]:
+    """Return the rows of one of the paper's tables; none if none was measured."""
+    rows = results.rows(table)
+    return rows if any(map(results.get, rows)) else []
 
 
 def ratio_parts(results: Results, groups: list[list[Emulated]]) -> list[Table]:
@@ -113,29 +125,32 @@ def is_compared(results: Results, table: str) -> bool:
 
 
 def state_limits(results: Results, groups: list[list[Emulated]]) -> list[str]:
-    """State in five lines what the figures show and what not; warn of unverified results."""
+    """State in few lines what the figures show and what not; warn of unverified results."""
     runs = results.shown_runs()
     verified = paper_tables.verified_notes(runs)
-    lines = (state_emulated(runs, [one for group in groups for one in group]) if groups
-             else state_computed(results.preset, runs))
-    return [*lines, *paper_tables.published_notes()[:1], verified[0],
+    lines = (state_emulated(runs, groups) if groups else state_computed(results.preset, runs))
+    rows = [row for name in HEADINGS for row in shown_rows(results, name)]
+    return [*lines, *paper_tables.inconsistent_notes(rows), verified[0],
             *(note for note in verified[1:] if note.startswith("NOT "))]
 
 
-def state_emulated(runs: list[Run], rows: list[Emulated]) -> list[str]:
+def state_emulated(runs: list[Run], groups: list[list[Emulated]]) -> list[str]:
     """State what rows show whose ranks wait for their work on an emulated cluster."""
-    machines = " and ".join(sorted({one.machine.name for one in rows}))
+    machines = " and ".join(sorted({one.machine.name for group in groups for one in group}))
     crowded = most_oversubscribed(runs)
     cores = f" on {crowded.environment['cores']} cores" if crowded else ""
-    above = sum(not one.quotable for one in rows)
-    share = (f"software took more than its share in {above} of {len(rows)} rows, whose ratios "
-             f"have a {emulation_tables.MARK}" if above else "software kept within its share")
+    above = [share for group in groups for share in emulation_tables.marked_shares(group)]
+    allowed = " or ".join(sorted({f"{float(run.configuration.get('software_share', 0)):.0%}"
+                                  for run in runs}))
+    shares = (f"software took more than {allowed} of a step of rows whose ratios have a "
+              f"{emulation_tables.MARK}, which are not to be quoted: {'; '.join(above)}"
+              if above else f"in all of them software took at most {allowed} of a step")
     return [
         f"EMULATED CLUSTER: {bare_clusters(runs)}{cores}; ranks sleep for {machines}'s modelled "
         f"work.",
         "Shown: traffic, placement, contention for links, what MPI sends, and this software. Not "
         "shown: GPUs, NVLink, real switches, sending while a GPU computes.",
-        f"Compare speed-ups, not seconds; {share}."]
+        f"Compare speed-ups, not seconds; {shares}."]
 
 
 def state_computed(preset: str, runs: list[Run]) -> list[str]:

@@ -36,8 +36,6 @@ def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
         Useful operations of all ranks.
     seconds : float
         The seconds that they took.
-    ranks : int
-        Number of ranks.
     peak : float
         Peak operations a second of a rank.
     """
@@ -218,7 +216,7 @@ def run_parts(run: Run) -> list[Part]:
                                       for value in found.values()), "", "", ""])
     columns = [Column("seconds"),
                *(Column(part, "", "collectives along" if part in run.directions else "")
-                 for part in time_parts.part_names(run.directions)),
+                 for part in time_parts.stacked_parts(run.directions)),
                Column("sum", "traced"), Column("time", "untraced"), Column("traced /", "untraced")]
     return [Table(f"Where the time goes, {name}", columns, rows), merits, Notes("About them:", [
         "Parts are means over ranks and traced repetitions, which follow those that count; what a "

@@ -43,7 +43,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
         Column("dry run", "(MiB)", peak)], lines)
 
 
-def notes(runs: Sequence[Run]) -> list[str]:
+def merit_notes(runs: Sequence[Run]) -> list[str]:
     """Explain the words, the transports that move other words, and the peaks of memory."""
     found = [words_note(map(merit.transport_name, runs))
              + ' "-" where it does not know, or was not asked.']

@@ -6,7 +6,6 @@ from bench.document import Column, Notes, Part, make_table, spread
 from bench.records import kinds
 from bench.records.measurements import Measurements, list_places
 from bench.records.notes import describe_machine
-from bench.reports.formats import render
 
 # Dimensions of samples and bounds, which have no columns in the tables of an unknown kind.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
@@ -19,11 +18,6 @@ def make_parts(records: Sequence[Measurements]) -> list[Part]:
         make = getattr(kinds.module_of(kind), "tables", show_all)
         found += make([record for record in records if record.kind == kind])
     return found
-
-
-def format_record(record: Measurements) -> str:
-    """Format the tables and notes of one record as text."""
-    return render(make_parts([record]))
 
 
 @kinds.each

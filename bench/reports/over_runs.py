@@ -33,8 +33,6 @@ class SpeedUp:
     ----------
     ratio, low, high : float
         The geometric mean of the quotients of the pairs of runs, and its bounds.
-    runs : int
-        The number of pairs.
     """
 
     ratio: float

@@ -25,8 +25,6 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
 
     Parameters
     ----------
-    folder : path
-        The results.
     out : path, optional
         The page; by default ``report.html`` in `folder`.
 
@@ -59,7 +57,7 @@ def render_page(found: FolderContents) -> str:
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
     drawn, left_out = embed_figures(found)
     return environment.get_template("report.html").render(
-        name=found.folder.absolute().name, parts=parts, warnings=list_warnings(parts),
+        name=found.folder.absolute().name, parts=parts, warnings=warning_notes(parts),
         details=details, figures=drawn, left_out=left_out,
         environment=summarize_environments(runs), runs=sorted(map(run_summary, runs)))
 
@@ -78,7 +76,7 @@ def embed_figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str
     return drawn, left_out
 
 
-def list_warnings(parts: list[Part]) -> list[str]:
+def warning_notes(parts: list[Part]) -> list[str]:
     """List the notes that are warnings."""
     return list(dict.fromkeys(note for part in parts if isinstance(part, Notes)
                               for note in part.items if WARNING.match(note)))

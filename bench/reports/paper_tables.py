@@ -2,7 +2,6 @@
 
 import math
 from importlib import import_module
-from pathlib import Path
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -10,15 +9,14 @@ import numpy as np
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.checks.names import split_checks
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  read_folder, share_cores)
+                                  share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
-from bench.records.notes import describe_cluster
-from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables,
-                           speed_ups, wire_rows)
+from bench.records.notes import describe_cluster, split_checks
+from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
+                           wire_rows)
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -26,17 +24,6 @@ from mm3d.tracing.events import PHASES
 NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those of the row of "
                  "its table with the nearest number of ranks; of several, with the largest batch.")
 Key = tuple[str, str, int]    # a row: its table, scheme and ranks
-
-
-def format_tables(folder: str | Path, form: str = "text") -> str:
-    """Make all tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
-
-    Raises
-    ------
-    StoreError
-        When there are no results in `folder`.
-    """
-    return formats.render(make_document(read_folder(folder)), form)
 
 
 def make_document(found: FolderContents) -> list[Part]:
@@ -67,7 +54,7 @@ def preset_parts(results: Results) -> list[Part]:
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     if emulated.waited_rows(results):    # their predictions need imports that other tables do not
-        parts += import_module("bench.reports.emulation.tables").row_parts(results)
+        parts += import_module("bench.reports.emulation.tables").emulated_parts(results)
     parts += wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
@@ -107,14 +94,17 @@ def measured_average(run: Run) -> float:
     return step_seconds.average_step_time(run.times, run.configuration["batch"])
 
 
+def inconsistent_notes(rows: Sequence[Row]) -> list[str]:
+    """State what is wrong with the average that the paper prints for some of these rows."""
+    return [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
+            f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
+            f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
+            f"all other rows do." for row in rows if not row.consistent]
+
+
 def published_notes() -> list[str]:
     """State the inconsistencies of the paper, from its own figures."""
-    wrong = [row for row in load_tables().rows if not row.consistent]
-    notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
-             f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
-             f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
-             f"all other rows do." for row in wrong]
-    ratios = {}
+    notes, ratios = inconsistent_notes(load_tables().rows), {}
     for name in HEADINGS:
         rows = {row.scheme: row for row in select_rows(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):
@@ -144,8 +134,8 @@ def measured_notes(results: Results) -> list[str]:
         notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
     notes += waiting_notes(runs)
-    notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
-              + merit_rows.recomputation_notes(runs))
+    notes += (certainty.certainty_notes(runs) + speed_ups.speed_up_notes(results)
+              + merit_rows.merit_notes(runs) + merit_rows.recomputation_notes(runs))
     notes += emulated.emulation_notes(runs)
     alone = emulated.other_runs(runs)
     crowded = [run for run in alone if is_crowded(run)]

@@ -19,8 +19,6 @@ def rank_parts(model: PipelineModel, replica: int, stage: int, place: int) -> li
 
     Parameters
     ----------
-    model : PipelineModel
-        The pipeline.
     replica, stage, place : int
         The rank: its replica, its stage there, and its place in the stage.
     """

@@ -58,7 +58,7 @@ def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Ce
             certainty.compare_repetitions(*runs)]
 
 
-def notes(results: Results) -> list[str]:
+def speed_up_notes(results: Results) -> list[str]:
     """Explain speed-ups over several runs, and between different batches."""
     cubes = select_rows(schemes=PROPOSED)
     several = any(len(over_runs.repeated_runs(results, cube)) > 1 for cube in cubes)

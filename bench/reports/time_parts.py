@@ -17,7 +17,7 @@ LABELS = {"gemm": "matrix products", "elementwise": "elementwise", "waiting": "w
           "other": "other"}
 
 
-def part_names(directions: Iterable[str]) -> tuple[str, ...]:
+def stacked_parts(directions: Iterable[str]) -> tuple[str, ...]:
     """Name the parts of a step, in the order in which figures stack them.
 
     The collectives along a direction of the grid are one part, named as the direction.
@@ -26,12 +26,12 @@ def part_names(directions: Iterable[str]) -> tuple[str, ...]:
 
 
 def part_title(part: str) -> str:
-    """Return the title of one of the `part_names`."""
+    """Return the title of one of the `stacked_parts`."""
     return LABELS.get(part, f"collectives along {part}")
 
 
 def mean_parts(run: Run) -> dict[str, dict[str, float]] | None:
-    """Compute the mean seconds of each of the `part_names` in a step, by phase.
+    """Compute the mean seconds of each of the `stacked_parts` in a step, by phase.
 
     Means are over traced repetitions and ranks.  A rank's wait for the slowest at the end of a
     phase is "waiting", so the parts of a phase add up to the mean time of traced repetitions;
@@ -51,7 +51,7 @@ def mean_parts(run: Run) -> dict[str, dict[str, float]] | None:
     mean, late = seconds.mean(axis=(0, 2)), late.mean(axis=(0, 2))
     found = {}
     for p, phase in enumerate(PHASES):
-        shares = dict.fromkeys(part_names(run.directions), 0.0)
+        shares = dict.fromkeys(stacked_parts(run.directions), 0.0)
         for name, value in zip(names, mean[p].tolist()):
             shares[name if name in shares else name.rpartition(" ")[2]] += value
         shares["waiting"] += float(late[p])

@@ -64,7 +64,7 @@ def _products(run: Measurements) -> Counts:
 
 
 def _dry(run: Measurements, scheme: str, sizes: GridShape,
-         phase: str = "forward") -> list[side_by_side.Counted]:
+         phase: str = "forward") -> list[side_by_side.CountedProduct]:
     """Count what each rank does in a product of this shape."""
     chosen = run.configuration
     return side_by_side.count_dry(scheme, chosen["form"], sizes, tuple(

@@ -13,12 +13,12 @@ import h5py
 import numpy as np
 
 from bench.cases.variants import recorded_variant
-from bench.checks.names import split_checks
 from bench.errors import StoreError, Unreadable
 from bench.instruments import step_seconds
 from bench.records import merged, schema
 from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
+from bench.records.notes import split_checks
 from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
 from bench.records.schema import UNKNOWN
 from bench.validation import private_text

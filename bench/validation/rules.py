@@ -10,13 +10,13 @@ from bench.cases.case import make_case
 from bench.cases.paper import load_tables, title, unpublished_row
 from bench.cases.variants import WORK, itemsize, recorded_variant
 from bench.checks import layer_residuals
-from bench.checks.names import split_checks
 from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
 from bench.experiments.rows.record import expected_words
 from bench.instruments import step_seconds
 from bench.records.measurements import Check
 from bench.records.model_run import Run
+from bench.records.notes import split_checks
 from bench.statistics import median_interval
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES

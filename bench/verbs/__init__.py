@@ -7,11 +7,13 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 - ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone), or a function
   that returns this for its options,
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
-- ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.
+- ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.  It
+  prints tables and notes by ``arguments.show(parts)``, in the ``--format`` that all verbs have,
+  but those with ``TABLES = False``.
 
 A folder is a verb whose next word is the name of a file in it, such as ``measure matmul``; that
-file is like a verb, without a heading.  No verb imports another: they share what is in
-`bench.command_line`.
+file is like a verb, without a heading.  As no two kinds have one name, the kind alone will do.  No
+verb imports another: they share what is in `bench.command_line`.
 """
 
 import argparse
@@ -24,21 +26,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, Sequence
 
+from bench.command_line import options
 from bench.command_line.parser import Parser
 from bench.errors import UsageError
+from bench.reports.formats import FORMATS
 
 # The order in which a user needs them; verbs that are not here come last.
-ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "dry",
-         "plan", "predict", "calibrate", "schedule", "cube", "cluster", "doctor",
-         # kinds of measure
+ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "judge",
+         "dry", "plan", "predict", "calibrate", "draw", "cluster", "doctor",
+         # kinds of measure, and of draw
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
-         "dump", "meshes", "gpu", "start")
+         "meshes", "gpu", "start", "cube", "schedule")
 # Former names, with the present ones.
 RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
            "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
-           "judge": "measure dump",
-           **{name: f"measure {name}" for name in ORDER[16:] if name != "matmul"},
-           "matmul": "measure matmul"}
+           "dump": "judge"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ def names(verb: str = "") -> list[str]:
     folder = Path(__path__[0]) / verb
     found = {module.name for module in pkgutil.iter_modules([str(folder)])}
     return [*(name for name in ORDER if name in found), *sorted(found - {*ORDER})]
+
+
+def kinds() -> dict[str, str]:
+    """Return the verb of each kind."""
+    return {kind: verb for verb in names() for kind in names(verb)}
+
+
+def in_full(words: Sequence[str]) -> list[str]:
+    """Return a command line with its verb, where it begins with a kind, such as ``matmul``."""
+    verb = kinds().get(words[0]) if words else None
+    return [verb, *words] if verb else [*words]
 
 
 def load(name: str) -> ModuleType:
@@ -81,10 +94,17 @@ def check_words(name: str, words: Sequence[str], ranks: int = 0) -> None:
         When one of them is unknown, has a wrong value, or is missing.
     """
     parser, verb = _Parser(prog=f"bench {name}", add_help=False), load(name)
-    verb.add_options(parser)
+    add_options(parser, verb)
     arguments = parser.parse_args(words)
     if ranks and hasattr(verb, "check_ranks"):
         verb.check_ranks(arguments, ranks)
+
+
+def add_options(parser: argparse.ArgumentParser, verb: ModuleType) -> None:
+    """Add the options of a verb, and ``--format`` where it prints tables."""
+    verb.add_options(parser)
+    if getattr(verb, "TABLES", True):
+        options.add_format(parser, FORMATS)
 
 
 def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
@@ -112,7 +132,7 @@ def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
         if names(name):
             add_verbs(one, chosen and chosen[1:], name)
         else:
-            module.add_options(one)
+            add_options(one, module)
             one.set_defaults(verb_file=module)
 
 

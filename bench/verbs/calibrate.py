@@ -12,7 +12,6 @@ from bench.prediction.calibration import fit, measure
 from bench.prediction.calibration.record import read_calibration
 from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import LogFile
-from bench.reports.formats import render
 from bench.reports.log_tables import log_parts
 from bench.command_line import measuring
 from bench.command_line.publish import publish, report_failure
@@ -86,7 +85,8 @@ def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
     links, rates = fitting.fit_links(logs.series), fitting.fit_rates(logs.products)
     tree = fitting.make_tree(path.stem, logs, links, rates, base)
     missing = fitting.missing_fields(tree)
-    say(render(log_parts(logs, links, rates, missing)) + "\n")
+    arguments.show(log_parts(logs, links, rates, missing))
+    say()
     return int(bool(machine_file.write_machine(path, tree, missing)))
 
 

@@ -8,6 +8,7 @@ from bench.errors import UsageError
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
+TABLES = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -3,11 +3,8 @@
 import argparse
 
 from bench.errors import UsageError
-from bench.reports import formats
 from bench.reports.comparison import compare_sides
-from bench.command_line import options
 from bench.command_line.number_types import number
-from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -23,7 +20,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-on-regression", type=number(), metavar="PERCENT", help=(
         "exit with 1 when B is slower in a case by more than this, and the test says so too; "
         "takes three runs a side"))
-    options.add_format(parser, formats.FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     sides = chosen(arguments)
     found = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
-    heading = ("\n" if arguments.format == "text" else ", ").join(names)
-    say(formats.render([heading, *found.parts], arguments.format))
+    arguments.show([*names, *found.parts])
     return 1 if found.slower else 0
 
 

@@ -1,14 +1,13 @@
 """Check launcher, MPI, BLAS, GPUs and files of this environment; fail when one is not usable."""
 
 import argparse
-import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 
 from bench import mpi
-from bench.doctor.checks import CHECKS, FAILED
+from bench.doctor.checks import CHECKS, FAILED, Finding
 from bench.doctor.child_jobs import Facts
+from bench.document import Column, Notes, Part, Table
 from bench.errors import UsageError
 from bench.command_line import options
 from bench.command_line.number_types import number
@@ -60,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "remove the shared memory that killed jobs of this user have left in /dev/shm and no "
         "process has open; processes of a container that shares the folder are not seen, so not "
         "while one runs a job"))
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,13 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
         from bench.doctor.gpu_checks import CHECKS as MORE
         checks += MORE
     findings = [check(facts) for check in checks]
-    if arguments.json:
-        say(json.dumps({"findings": [asdict(one) for one in findings], "ranks": facts.world},
-                       indent=1))
-    else:
-        for one in findings:
-            say(f"{one.state:8}{one.check:12}{one.text}")
+    arguments.show(list_findings(findings))
     return int(any(one.state == FAILED for one in findings))
+
+
+def list_findings(findings: list[Finding]) -> list[Part]:
+    """Make the table of all checks, and say which of them matter."""
+    failed = [one.check for one in findings if one.state == FAILED]
+    columns = [Column("state"), Column("check", align="<"), Column("finding", align="<")]
+    return [
+        Table("This environment", columns, [[one.state, one.check, one.text] for one in findings]),
+        Notes("What it means:", [
+            f"NOT USABLE: mend {' and '.join(failed)}, and ask again." if failed else
+            "Usable: no check failed.",
+            "launcher and hdf5 must be ok: ranks start, and results are kept. cluster decides "
+            "what reproduce does: if it is ok, and MPI works there, rows run on an emulated "
+            "cluster, else on the cores at hand. A warning says what is slower or left out; what "
+            "is skipped is not here, or nobody asked for it."])]
 
 
 def test_gpu(arguments: argparse.Namespace) -> int:

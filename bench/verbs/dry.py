@@ -8,18 +8,16 @@ from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.prediction.closed_form_plan import Plan
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipeline_model import PASSES, PipelineModel
 from bench.prediction.planner import TraceOf
 from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import FORMATS, render
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.scheme_options import add_scheme
 from mm3d import ModelSizes
-from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
@@ -79,7 +77,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_pipeline(parser, " of a replica")
     pipeline_options.add_inside(parser, "with --stages and --machine: ")
     pipeline_options.add_hide_sums(parser)
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
                                             trace.divided,
                                             arguments.data // arguments.expert_parallel))
     if experts:
-        parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens))
+        parts.append(dry_experts.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
     fits = True
     if limit and arguments.data is not None:
         fits, line = _judge_training(trace, arguments, limit)
@@ -137,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.scheme, grid.sizes, stack, limit,
             Variant(arguments.keep or "none", arguments.overlap))
         parts.append(line)
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return int(not fits)
 
 
@@ -150,7 +147,7 @@ def _trace_with_experts(arguments: argparse.Namespace, stack: Stack) -> TraceOf 
         return PipelineModel(
             build("gpipe", 1, 1), plan.scheme, (plan.grid,), stack, data=arguments.data or 1,
             expert_parallel=arguments.expert_parallel,
-        ).trace(stack.layers, rank, block=block, sums=False)
+        ).trace(stack.layers, rank, block=block, parts=PASSES)
     return trace_of
 
 
@@ -209,7 +206,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_experts.notes(experts, trace, data, model.micro.tokens))
+        parts.append(dry_experts.expert_notes(experts, trace, data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
         whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))
@@ -228,7 +225,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
         fits = peak <= limit
         parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of this rank, with AdamW: it "
                      f"{'fits' if fits else 'does not fit'}")
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return int(not fits)
 
 
@@ -289,7 +286,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
             build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
             stack, tuple(asked.items()), data=data, expert_parallel=arguments.expert_parallel)
         replica, place = divmod(arguments.rank, arguments.ranks)
-        return model.trace(stack.layers, place, 0, replica, block, sums=False,
+        return model.trace(stack.layers, place, 0, replica, block, parts=PASSES,
                            extrapolates=not arguments.all_layers)
     trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,

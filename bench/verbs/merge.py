@@ -11,6 +11,7 @@ from mm3d.console import complain, say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
+TABLES = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

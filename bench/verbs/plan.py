@@ -16,7 +16,6 @@ from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
 from bench.reports import predicted_pipelines
 from bench.reports.experts import dry as dry_experts
-from bench.reports.formats import FORMATS, render
 from bench.reports.plans import training_plans
 from bench.reports.plans.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
@@ -83,7 +82,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_pipeline(parser, " of a replica")
     expert_options.add_layers(parser)
     options.add_pictures(parser)
-    options.add_format(parser, FORMATS)
     parser.set_defaults(**dict.fromkeys(DEFAULTS))
 
 
@@ -145,11 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.costs:
         parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
         parts += layer_costs_parts(*list_layer_costs(ranks, sizes), ranks, sizes)
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
-        return style.draw_pictures(
-            draw_plans(arguments.pictures, ranks, machine, stack), arguments.format)
+        return style.draw_pictures(draw_plans(arguments.pictures, ranks, machine, stack))
     return 0
 
 
@@ -166,7 +163,7 @@ def _trainings(arguments: argparse.Namespace) -> int:
     with StatusLine() as status:
         found = Search(training, status.show).run()
     parts = training_plans.training_parts(training, found, arguments.all, arguments.top)
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return 0
 
 
@@ -192,7 +189,7 @@ def _rules(arguments: argparse.Namespace) -> int:
     machine = machine_model.load_machine(arguments.machine, dtype)
     with StatusLine() as status:
         found = [*check_rules(rules, machine, dtype, status.show)]
-    say(render(rule_parts(rules, machine, found), arguments.format))
+    arguments.show(rule_parts(rules, machine, found))
     return 0
 
 
@@ -211,11 +208,10 @@ def _map(arguments: argparse.Namespace) -> int:
     rates = [factor * machine.network.bytes_per_second for factor in FACTORS]
     with StatusLine() as status:
         places = [*map_kinds(asked, arguments.map, rates, status.show)]
-    say(render(map_parts(asked, places), arguments.format))
+    arguments.show(map_parts(asked, places))
     if arguments.pictures:
         from bench.reports.figures.kind_map import draw_map
-        return style.draw_pictures([partial(draw_map, arguments.pictures, asked, places)],
-                                   arguments.format)
+        return style.draw_pictures([partial(draw_map, arguments.pictures, asked, places)])
     return 0
 
 
@@ -234,7 +230,7 @@ def _contexts(arguments: argparse.Namespace) -> int:
                   machine_model.load_machine(arguments.machine, dtype))
     with as_usage_error(), StatusLine() as status:
         places = [*list_places(asked, arguments.contexts, lengths, status.show)]
-    say(render(context_parts(asked, places), arguments.format))
+    arguments.show(context_parts(asked, places))
     return 0
 
 
@@ -285,5 +281,5 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     parts = [machine.described, *predicted_pipelines.plan_parts(found, len(every))]
     if stack.experts:
         parts.append(dry_experts.plan_notes(stack.experts))
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return 0

@@ -11,7 +11,6 @@ from bench.instruments import host
 from bench.prediction import machine_model
 from bench.document import Notes
 from bench.reports.figures import style
-from bench.reports.formats import FORMATS, render
 from mm3d.console import say
 from mm3d.schemes import registry
 
@@ -53,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that have such a grid; with commas between, one for each stage (default: that of each "
         "scheme, such as a cube)"))
     options.add_pictures(parser)
-    options.add_format(parser, FORMATS)
     add_measured(parser.add_argument_group(
         "to measure every scheme and grid now, under mpirun, beside the predictions of a machine "
         "that was calibrated with as many ranks"))
@@ -109,11 +107,10 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     parts = [tables.prediction_table(outcome, name) for name in HEADINGS if name in wanted]
-    say(render([*parts, *tables.prediction_remarks(outcome)], arguments.format))
+    arguments.show([*parts, *tables.prediction_remarks(outcome)])
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_scaling
-        return style.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)],
-                                   arguments.format)
+        return style.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)])
     return 0
 
 
@@ -130,8 +127,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     rows = select_rows(arguments.table or "all")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)
-    say(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
-               arguments.format))
+    arguments.show(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing))
     return 0
 
 
@@ -147,8 +143,7 @@ def _steps(arguments: argparse.Namespace) -> int:
     if arguments.fit:
         machine = fit_machine([row for row in rows if row.gpus <= arguments.fit], machine)
     found, more = predict_rows(rows, machine)
-    say(render(step_parts(machine, found, problems + more, arguments.fit or 0),
-               arguments.format))
+    arguments.show(step_parts(machine, found, problems + more, arguments.fit or 0))
     return int(not found)
 
 
@@ -181,7 +176,7 @@ def _measured(arguments: argparse.Namespace) -> int:
     parts = compare_predictions(machine_model.load_machine(arguments.machine), found)
     if problems:
         parts.append(Notes("Left out:", problems))
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     return 0
 
 
@@ -224,9 +219,8 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return publish(record if comm.rank == 0 else None, out, "check", comm,
-                   lambda record: render(
-                       compare_predictions(machine, list(read_measured(record))),
-                       arguments.format))
+                   lambda record: arguments.show(
+                       compare_predictions(machine, list(read_measured(record)))))
 
 
 def _list_batches(arguments: argparse.Namespace, machine: machine_model.Machine,

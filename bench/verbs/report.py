@@ -4,7 +4,8 @@ import argparse
 
 from bench.command_line import options
 from bench.errors import UsageError
-from bench.reports import formats, merit, page, paper_tables
+from bench.records.folder import read_folder
+from bench.reports import merit, page, paper_tables
 from bench.reports.figures import every_figure
 from bench.reports.figures.style import METADATA, NotDrawn
 from mm3d.console import say
@@ -21,7 +22,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "folder with the .h5 files; with --figures also a trace (.json), drawn beside it"))
     parser.add_argument("--parts", action="store_true", default=None, help=(
         "print the parts of the time of each run, and its figures of merit, instead"))
-    options.add_format(parser, formats.FORMATS)
     parser.add_argument("--figures", nargs="?", const="", metavar="NAMES", help=(
         "draw the figures into the folder instead: all, or those whose names begin so, with "
         "commas between"))
@@ -32,14 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", action="store_true", help=(
         "write tables and figures into one HTML page instead"))
     parser.add_argument("--out", metavar="FILE", help="the page (default DIR/report.html)")
-    parser.set_defaults(format=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables, draw the figures, write the page; 1 when one cannot be drawn, else 0."""
     folder, draws = arguments.folder, arguments.figures is not None
     for name, needed in NEEDED.items():
-        if getattr(arguments, name) is not None and not (
+        if getattr(arguments, name) not in (None, "text") and not (
                 getattr(arguments, needed) not in (None, False) if needed else
                 not draws and not arguments.page):
             raise UsageError(f"--{name.replace('_', '-')} would do nothing here: "
@@ -54,7 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.page:
         say(page.write_page(folder, arguments.out))
     if not draws and not arguments.page:
-        form = arguments.format or "text"
-        say(formats.render(merit.merit_document(folder), form) if arguments.parts else
-            paper_tables.format_tables(folder, form))
+        arguments.show(merit.merit_document(folder) if arguments.parts else
+                       paper_tables.make_document(read_folder(folder)))
     return int(any(isinstance(why, NotDrawn) for why in left_out))

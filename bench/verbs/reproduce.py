@@ -7,8 +7,9 @@ memory, is reported; the others are measured all the same.
 import argparse
 import shlex
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from bench.cases import combined
 from bench.cases.case import Case, make_case
@@ -16,6 +17,7 @@ from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
+from bench.document import Part
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
@@ -25,7 +27,6 @@ from bench.records import run_file
 from bench.records.journal import Journal, Reproduction
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
-from bench.reports.formats import render
 from bench.command_line import combined_rows, options, row_options
 from bench.command_line.best_preset import choose_preset
 from bench.command_line.progress import RowProgress
@@ -80,16 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.paper:
         others = [word.partition("=")[0] for word in arguments.words if word.startswith("--")
-                  and not "--paper".startswith(word.partition("=")[0])]
+                  and word.partition("=")[0] not in ("--paper", "--format")]
         if others:
             raise UsageError(f"--paper {arguments.paper} computes tables and measures nothing: "
                              f"leave {', '.join(others)} out")
-        return recompute(arguments.paper)
+        return recompute(arguments.paper, arguments.show)
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     if arguments.table == combined.TABLE:
-        return combined_rows.reproduce(arguments, write_tables_and_figures)
+        return combined_rows.reproduce(arguments, partial(write_tables_and_figures,
+                                                          show=arguments.show))
     if arguments.preset is None:
         choose(arguments)
     preset = load_tables().presets[arguments.preset]
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
-    resume.remove_leftovers(out)
+    resume.remove_parts_of_files(out)
     predict_rows(arguments, cases)
     if not arguments.precise:
         return measure_round(arguments, cases, wanted, log)
@@ -139,7 +141,7 @@ def measure_round(arguments: argparse.Namespace, cases: list[Case], wanted: dict
         progress.close()
     return report_end(log, reproduction, progress, stopped,
                       {one.title: one.name for one in cases if one.row.like},
-                      arguments.words)
+                      arguments)
 
 
 def most_ranks(cases: list[Case]) -> list[Case]:
@@ -162,7 +164,7 @@ def choose(arguments: argparse.Namespace) -> None:
         f"cores{longer}")
 
 
-def recompute(name: str) -> int:
+def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
     """Print the numbers of a paper, published beside computed; 1 if one is not as expected."""
     from bench.papers import paper, tables    # not needed to measure
     if name == "list":
@@ -170,7 +172,7 @@ def recompute(name: str) -> int:
         return 0
     found = {one: (text := paper.load(one), list(paper.evaluate(text)))
              for one in (paper.names() if name == "all" else [name])}
-    say(render(tables.all_papers(found) if name == "all" else tables.paper_tables(*found[name])))
+    show(tables.all_papers(found) if name == "all" else tables.paper_tables(*found[name]))
     wrong = [f"  {one}: {line}" for one, (_, columns) in found.items()
              for line in tables.unexpected(columns)]
     if wrong:
@@ -197,7 +199,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "recompute": arguments.recompute, "software_share": arguments.software_share,
             **asdict(row_options.variant(arguments, library)),
             **waited_settings(arguments),
-            **resume.describe_machine(library.name)}
+            **resume.machine_settings(library.name)}
 
 
 def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -276,29 +278,26 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
     if found is None or cluster is None:
         return
     rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute) for one in cases]
-    say(f"predicted before the run:\n"
-        f"{render(emulation_tables.tables_of(rows, measured=False))}\n")
+    arguments.show(["predicted before the run:",
+                    *emulation_tables.tables_of(rows, measured=False)])
+    say()
 
 
 def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
                stopped: Stopped | None, spare: Mapping[str, str],
-               words: list[str]) -> int:
+               arguments: argparse.Namespace) -> int:
     """Record and print how a reproduction ended, and show its results.
 
     Parameters
     ----------
     log : Journal
         The journal of the folder of results.
-    reproduction : Reproduction
-        The reproduction.
     progress : RowProgress
         The rows that this process has measured, and those that failed or were left out.
     stopped : Stopped or None
         The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
-    words : list of str
-        The words of the command.
 
     Returns
     -------
@@ -317,9 +316,9 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
                 progress.left_out)
     goes_on = reproduction.settings.get(resume.ROUND, ROUNDS) < ROUNDS and outcome == "complete"
     if progress.measured and not goes_on:
-        write_tables_and_figures(log.folder, figures=not stopped)
+        write_tables_and_figures(log.folder, not stopped, arguments.show)
     if stopped or lacking:
-        print_rest(log.folder, progress, stopped, words)
+        print_rest(log.folder, progress, stopped, arguments.words)
     elif missing:
         say(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
             f"measured yet: the command that began it goes on with them")

@@ -19,20 +19,19 @@ from bench.experiments.training import comparison, plain_gpt, record, torch_trai
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
-from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.reports.figures import style
 from bench.command_line import (config_options, expert_options, measuring, model_options,
                                 options, pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
-from bench.instruments.clock import wait_patiently
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.reports.micro_tables import format_record
 from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
+from mm3d.launcher import wait_patiently
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
@@ -248,7 +247,7 @@ class Progress:
                 done, history, self.plan.steps, self.plan.batch * self.plan.seq))
 
 
-def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: Outcome,
+def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: TrainingEnd,
            out: Path, name: str) -> int:
     """Train by PyTorch if asked; write and draw the record; print a sample."""
     comm, status, beside = training.comm, 0, None
@@ -262,7 +261,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if problem:
         status = report_failure(name, problem, comm)
     else:
-        status = publish(found, out, name, comm, format_record) or status
+        status = publish(found, out, name, comm, arguments.show_record) or status
         draw(found, arguments.pictures, name, comm)
     if arguments.sample:
         state = training.model.state()
@@ -280,7 +279,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
 
 
 def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
-             outcome: Outcome) -> Any:
+             outcome: TrainingEnd) -> Any:
     """Train the same by PyTorch on rank 0, while the others sleep and return None."""
     plan, comm = training.plan, training.comm
     batch = training.text.batch(plan.seed, 0, plan.batch, plan.seq)
@@ -305,9 +304,10 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:
         if comm.rank == 0:
-            say(format_record(found) + "\n")
+            arguments.show_record(found)
+            say()
         return report_failure(name, problem, comm)
-    status = publish(found, out, name, comm, format_record)
+    status = publish(found, out, name, comm, arguments.show_record)
     draw(found, arguments.pictures, name, comm)
     return status
 

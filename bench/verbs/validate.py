@@ -11,6 +11,7 @@ from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
+TABLES = False
 
 
 class _Schema(argparse.Action):

@@ -10,7 +10,6 @@ lends memory to arrays and reuses it when they are gone, and faster `kernels` of
 Neither changes what is computed.
 """
 
-import math
 import os
 import time
 from contextlib import contextmanager
@@ -39,6 +38,8 @@ class Backend:
     ----------
     name : str
         The value of ``--backend``.
+    owns_types : bool
+        Whether all arrays of a type are its own, if one of them is.
     has_contents : bool
         Whether elements of arrays have values; in dry runs they have none.
     xp : module
@@ -64,7 +65,7 @@ class Backend:
     """
 
     name = "numpy"
-    has_contents = True
+    owns_types = has_contents = True
     xp: ModuleType = np
     pool: Any
     block = 32768
@@ -246,7 +247,7 @@ class Backend:
 
     def release_idle_memory(self) -> None:
         """Return the memory that no array uses to the system."""
-        self.pool.trim()
+        self.pool.clear()
 
 
 def _make_numpy() -> Backend:
@@ -256,6 +257,7 @@ def _make_numpy() -> Backend:
 
 _factories: dict[str, Callable[[], Backend]] = {"numpy": _make_numpy}
 _backends: dict[str, Backend] = {}
+_owners: dict[type, Backend] = {}    # of types of arrays, as far as they were asked for
 
 
 def register(name: str, factory: Callable[[], Backend]) -> None:
@@ -279,6 +281,7 @@ def get(name: str | Backend | None = None) -> Backend:
     """
     if isinstance(name, Backend):
         _backends[name.name] = name
+        _owners.clear()
         return name
     name = name or os.environ.get("MM3D_BACKEND") or "numpy"
     if name not in _factories:
@@ -297,6 +300,7 @@ def use_only(*backends: Backend) -> Iterator[None]:
     """
     before = dict(_backends)
     _backends.clear()
+    _owners.clear()
     try:
         for backend in backends:
             get(backend)
@@ -304,6 +308,7 @@ def use_only(*backends: Backend) -> Iterator[None]:
     finally:
         _backends.clear()
         _backends.update(before)
+        _owners.clear()
 
 
 def backend_of(a: Array) -> Backend:
@@ -314,8 +319,13 @@ def backend_of(a: Array) -> Backend:
     TypeError
         When it belongs to none.
     """
+    kind = type(a)
+    if kind in _owners:    # models ask hundreds of times a step
+        return _owners[kind]
     for backend in _backends.values():
         if backend.owns(a):
+            if backend.owns_types:
+                _owners[kind] = backend
             return backend
     raise TypeError(f"{type(a).__name__} is an array of no backend in use "
                     f"({', '.join(_backends) or 'none'})")
@@ -324,11 +334,6 @@ def backend_of(a: Array) -> Backend:
 def namespace(a: Array) -> ModuleType:
     """Return the array library of `a`, with the functions that work on it."""
     return backend_of(a).xp
-
-
-def as_rows(a: Array) -> Array:
-    """View an array as a matrix, with rows along its last dimension; any length may be 0."""
-    return namespace(a).reshape(a, (math.prod(a.shape[:-1]), a.shape[-1]))
 
 
 def accumulation_dtype(a: Array) -> Any:

@@ -7,11 +7,26 @@ import math
 from types import ModuleType
 from typing import Any, Iterator
 
-Array = Any
+import numpy as np
+
+from mm3d.arrays.backend import Array, namespace
 
 # GELU in its tanh form is x/2 (1 + tanh(GELU_SCALE (x + GELU_CUBIC x^3))).
 GELU_SCALE = math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
+
+
+def reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    """Return `a` in another shape: a view if its strides allow it, `a` itself if it has it."""
+    if a.shape == shape:
+        return a
+    # NumPy's function takes four times as long as its method.
+    return a.reshape(shape) if type(a) is np.ndarray else namespace(a).reshape(a, shape)
+
+
+def as_rows(a: Array) -> Array:
+    """View an array as a matrix, with rows along its last dimension; any length may be 0."""
+    return reshape(a, (math.prod(a.shape[:-1]), a.shape[-1]))
 
 
 def row_blocks(library: Any, *arrays: Array,
@@ -27,16 +42,16 @@ def row_blocks(library: Any, *arrays: Array,
     block : int, optional
         Elements in a view of the first array, approximately; by default the library's `block`.
     """
-    first, xp = arrays[0], library.xp
-    if len(first.shape) > 2 and not all(library.is_contiguous(a) for a in arrays):
+    first = arrays[0]
+    if len(first.shape) > 2 and not all(map(library.is_contiguous, arrays)):
         for index in library.alike(first.shape[0]):
             yield from row_blocks(library, *(a[index, ...] for a in arrays), block=block)
         return
-    rows = math.prod(first.shape[:-1])
-    flat = [a if len(a.shape) == 2 else xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
+    flat = arrays if len(first.shape) == 2 else tuple(map(as_rows, arrays))
+    rows = flat[0].shape[0]
     step = max(1, (block or library.block) // max(1, first.shape[-1]))
     for some in _spans(library, rows, step):
-        yield tuple(a[some, :] for a in flat)
+        yield flat if some.stop - some.start == rows else tuple([a[some, :] for a in flat])
         if library.between_blocks is not None:
             library.between_blocks()
 
@@ -78,6 +93,9 @@ def head_blocks(library: Any, q: Array, k: Array,
 
 def _spans(library: Any, length: int, step: int) -> Iterator[slice]:
     """Divide a length into slices of `step`, and one of what is left."""
+    if 0 < length <= step:
+        yield slice(0, length)
+        return
     whole, left = divmod(length, step)
     for place in library.alike(whole):
         yield slice(place * step, (place + 1) * step)
@@ -87,4 +105,4 @@ def _spans(library: Any, length: int, step: int) -> Iterator[slice]:
 
 def by_head(xp: ModuleType | Any, a: Array) -> Array:
     """Transpose (positions, heads, d) to (heads, positions, d)."""
-    return xp.permute_dims(a, (1, 0, 2))
+    return a.transpose(1, 0, 2) if type(a) is np.ndarray else xp.permute_dims(a, (1, 0, 2))

@@ -8,12 +8,12 @@ activation: results go to arrays of the caller, intermediate values to a few blo
 
 import math
 import sys
-from types import ModuleType
 from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
+from mm3d.arrays.elementwise import (GELU_CUBIC, GELU_SCALE, by_head, head_blocks, reshape,
+                                     row_blocks)
 
 QUERY_BLOCK = 64    # least number of queries in a block of scores under a causal mask
 MAX_EXPONENT = 87.0    # exp of it, and the reciprocal, have full precision in float32
@@ -27,7 +27,8 @@ class Kernels:
     Parameters
     ----------
     library : Backend
-        Its `empty` allocates memory, and its `xp` has NumPy's functions with their ``out``.
+        Its `empty` allocates memory.  Its `xp` has NumPy's functions with their ``out``: it is
+        NumPy, or a substitute in a dry run or while a step is observed.
 
     Attributes
     ----------
@@ -40,11 +41,6 @@ class Kernels:
     def __init__(self, library: Any) -> None:
         self.library = library
 
-    @property
-    def np(self) -> ModuleType | Any:
-        """NumPy, or its substitute in a dry run or while a step is observed."""
-        return self.library.xp
-
     def _blocks(self, *arrays: Array, spare: int = 0) -> Iterator[tuple[Array, ...]]:
         """Iterate over `row_blocks`, each with `spare` new blocks like the first view."""
         more: list[Array] = []
@@ -56,7 +52,7 @@ class Kernels:
 
     def bias_gelu_forward(self, x: Array, b: Array, out: Array) -> Array:
         """Compute GELU(u) = u / (1 + exp(-2z)) with u = x + b, z the argument of tanh."""
-        np, limits = self.np, self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
+        np, limits = self.library.xp, self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
         for v, y, u in self._blocks(x, out, spare=1):
             np.add(v, b, out=u)
             np.multiply(u, u, out=y)
@@ -68,7 +64,7 @@ class Kernels:
                            keep_float32: bool = False) -> tuple[Array, Array]:
         """Compute dx and db; with u = x + b, z the argument of tanh and s = 1 / (1 + exp(-2z)),
         so that GELU(u) = u s: dx = dy s (1 + (1 - s) 2 z' u)."""
-        np, limits = self.np, self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
+        np, limits = self.library.xp, self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
         for g, v, dx, u, s in self._blocks(dy, x, out, spare=2):
             np.add(v, b, out=u)
             np.multiply(u, u, out=dx)
@@ -89,7 +85,7 @@ class Kernels:
 
         The `limits` are a row, since a minimum with a number takes three times as long.
         """
-        np = self.np
+        np = self.library.xp
         np.multiply(square, -2 * GELU_SCALE * GELU_CUBIC, out=out)
         np.subtract(out, 2 * GELU_SCALE, out=out)
         np.multiply(out, u, out=out)
@@ -98,29 +94,33 @@ class Kernels:
         np.add(out, 1, out=out)
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
-        return self.np.add(a, b, out=out)
+        np = self.library.xp
+        return np.add(a, b, out=out)
 
     def scale_rows(self, a: Array, b: Array, out: Array) -> Array:
-        return self.np.multiply(a, b, out=out)
+        np = self.library.xp
+        return np.multiply(a, b, out=out)
 
     def sum_rows(self, a: Array, keep_float32: bool = False) -> Array:
-        return self._sum_rows(lambda u, out: self.np.sum(u, axis=0, out=out), a)
+        np = self.library.xp
+        return self._sum_rows(lambda u, out: np.sum(u, axis=0, out=out), a)
 
     def sum_products(self, a: Array, b: Array, keep_float32: bool = False) -> Array:
-        return self._sum_rows(lambda u, v, out: self.np.einsum("ij,ij->j", u, v, out=out), a, b)
+        np = self.library.xp
+        return self._sum_rows(lambda u, v, out: np.einsum("ij,ij->j", u, v, out=out), a, b)
 
     def _sum_rows(self, add: Callable[..., Array], *arrays: Array) -> Array:
         """Sum `add` over all rows, part by part where the rows are not contiguous."""
-        first = arrays[0]
-        total, part = (self.library.empty(first.shape[-1:], first.dtype) for _ in range(2))
+        first, np, empty = arrays[0], self.library.xp, self.library.empty
+        total, part = empty(first.shape[-1:], first.dtype), empty(first.shape[-1:], first.dtype)
         total[...] = 0
         for rows in row_blocks(self.library, *arrays, block=sys.maxsize):
-            self.np.add(total, add(*rows, out=part), out=total)
+            np.add(total, add(*rows, out=part), out=total)
         return total
 
     def normalize_forward(self, x: Array, features: int, eps: float,
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:
-        np, empty = self.np, self.library.empty
+        np, empty = self.library.xp, self.library.empty
         sums, squares = empty((*x.shape[:-1], 1), x.dtype), empty((*x.shape[:-1], 1), x.dtype)
         ones = self._ones(x.shape[-1], x.dtype)
         for u, s in self._blocks(x, sums):
@@ -150,13 +150,14 @@ class Kernels:
 
     def _scale_rows(self, a: Array, by: Array) -> Array:
         """Multiply each row of `a` by its own factor, in place."""
+        np = self.library.xp
         for u, r in self._blocks(a, by):
-            self.np.multiply(u, r, out=u)
+            np.multiply(u, r, out=u)
         return a
 
     def normalize_backward(self, dy: Array, xhat: Array, rstd: Array, features: int,
                            total: Callable[[Array], Array], out: Array) -> Array:
-        np = self.np
+        np = self.library.xp
         sums = self.library.empty((*rstd.shape[:-1], 2), rstd.dtype)
         ones = self._ones(dy.shape[-1], dy.dtype)
         for g, h, s in self._blocks(dy, xhat, sums):
@@ -172,7 +173,7 @@ class Kernels:
         return out
 
     def softmax_statistics(self, logits: Array, sums: bool) -> Array:
-        np, out = self.np, self.library.empty((logits.shape[0], 4), logits.dtype)
+        np, out = self.library.xp, self.library.empty((logits.shape[0], 4), logits.dtype)
         out[...] = 0
         if not logits.shape[1]:
             out[:, 0] = -math.inf
@@ -189,7 +190,7 @@ class Kernels:
 
     def softmax_gradient(self, exponentials: Array, scale: Array, shift: Array | None,
                          out: Array) -> Array:
-        np, shifts = self.np, () if shift is None else (shift,)
+        np, shifts = self.library.xp, () if shift is None else (shift,)
         for u, a, y, *less in self._blocks(exponentials, scale, out, *shifts):
             np.multiply(u, a, out=y)
             for b in less:
@@ -198,7 +199,7 @@ class Kernels:
 
     def attention_forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,
                           out: Array) -> tuple[Array, Array]:
-        np, (batch, queries, heads, d) = self.np, q.shape
+        np, (batch, queries, heads, d) = self.library.xp, q.shape
         lse = self.library.empty((batch, heads, queries), q.dtype)
         blocks = self._query_blocks(q, k, first, causal)
         ones = self._ones(k.shape[1], q.dtype)
@@ -208,7 +209,7 @@ class Kernels:
                 K, V = (by_head(np, a[b, :keys, some, :]) for a in (k, v))
                 y, top = by_head(np, out[b, rows, some, :]), lse[b, some, rows]
                 P = self._scores(by_head(np, Q[rows, ...]), K, mask, scores)
-                total = np.reshape(sums[:top.size], top.shape)
+                total = reshape(sums[:top.size], top.shape)
                 np.max(P, axis=-1, out=top)
                 np.subtract(P, top[:, :, None], out=P)
                 np.exp(P, out=P)
@@ -222,7 +223,7 @@ class Kernels:
     def attention_backward(self, do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                            causal: bool, dq: Array, dk: Array, dv: Array) -> None:
         """Compute dq, dk and dv; one product gives Q K^T - lse, as [Q, -lse] [K, 1]^T."""
-        np, scale, d = self.np, 1 / math.sqrt(q.shape[-1]), q.shape[-1]
+        np, scale, d = self.library.xp, 1 / math.sqrt(q.shape[-1]), q.shape[-1]
         blocks = self._query_blocks(q, k, first, causal)
         seen = blocks[0][1]
         if seen < k.shape[1]:    # positions after all queries have no gradient
@@ -231,7 +232,7 @@ class Kernels:
         for b, some, memory in self._head_blocks(q, k, blocks, *names):
             scores, dscores, Q, K, scaled, sums, part = memory
             np.multiply(q[b, :, some, :], scale, out=Q[:, :, :d])
-            np.multiply(np.matrix_transpose(lse[b, some, :]), -1, out=Q[:, :, d])
+            np.multiply(lse[b, some, :].mT, -1, out=Q[:, :, d])
             K[:, :, :d] = k[b, :, some, :]
             K[:, :, d] = 1
             np.multiply(k[b, :, some, :], scale, out=scaled)
@@ -241,23 +242,23 @@ class Kernels:
                     do[b, rows, some, :], dq[b, rows, some, :]))
                 P = self._scores(Qr, Kr, mask, scores)
                 np.exp(P, out=P)
-                self._put_terms(np.matrix_transpose(P), dO, dv[b, :keys, some, :], seen, part)
+                self._put_terms(P.mT, dO, dv[b, :keys, some, :], seen, part)
                 dS = self._scores(dO, V, None, dscores)
-                total = np.reshape(sums[:P.shape[0] * P.shape[1]], P.shape[:2])
+                total = reshape(sums[:P.shape[0] * P.shape[1]], P.shape[:2])
                 np.vecdot(P, dS, out=total)
                 np.subtract(dS, total[:, :, None], out=dS)
                 np.multiply(dS, P, out=dS)
                 np.matmul(dS, Ks, out=dQ)
-                self._put_terms(np.matrix_transpose(dS), Qr[:, :, :d], dk[b, :keys, some, :],
+                self._put_terms(dS.mT, Qr[:, :, :d], dk[b, :keys, some, :],
                                 seen, part)
 
     def _put_terms(self, a: Array, b: Array, out: Array, seen: int, part: Array) -> None:
         """Multiply `a` and `b` of each head into `out` if it has all positions seen, else add."""
-        np, out = self.np, by_head(self.np, out)
+        np, out = self.library.xp, by_head(self.library.xp, out)
         if out.shape[1] == seen:
             np.matmul(a, b, out=out)
         else:
-            part = np.reshape(part[:out.size], out.shape)
+            part = reshape(part[:out.size], out.shape)
             np.matmul(a, b, out=part)
             np.add(out, part, out=out)
 
@@ -302,19 +303,19 @@ class Kernels:
 
     def _scores(self, Q: Array, K: Array, mask: Array | None, memory: Array) -> Array:
         """Compute Q K^T plus the mask, in `memory`."""
-        np, shape = self.np, (*Q.shape[:2], K.shape[1])
-        out = np.reshape(memory[:math.prod(shape)], shape)
-        np.matmul(Q, np.matrix_transpose(K), out=out)
+        np, shape = self.library.xp, (*Q.shape[:2], K.shape[1])
+        out = reshape(memory[:math.prod(shape)], shape)
+        np.matmul(Q, K.mT, out=out)
         if mask is not None:
             np.add(out, mask, out=out)
         return out
 
     def _causal_mask(self, first: int, queries: int, positions: int, dtype: Any) -> Array:
         """Return the causal mask: 0 up to a query's own position, -inf beyond it."""
-        library = self.library
+        library, np = self.library, self.library.xp
         later = (library.arange(0, positions)[None, :]
                  > library.arange(first, first + queries)[:, None])
         mask = library.empty((queries, positions), dtype)
         mask[...] = 0
-        self.np.copyto(mask, -math.inf, where=later)
+        np.copyto(mask, -math.inf, where=later)
         return mask

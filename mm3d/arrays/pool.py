@@ -9,6 +9,7 @@ than `IdleMemory.bound` allows, the pieces that have been idle longest go back t
 import collections
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import weakref
@@ -23,8 +24,10 @@ GRANULARITY_BYTES = 4096
 CLASS_BITS = 3               # after the leading one of a size in units: 8 classes per power of two
 MIN_BOUND_BYTES = 1 << 24    # that may always be idle
 WINDOW_PIECES = 4096         # pieces given back in a window; its most bytes in use are kept
+KNOWN_LENGTHS = 4096         # whose classes are remembered
 
 
+@functools.lru_cache(KNOWN_LENGTHS)
 def size_class(length: int, granularity: int = GRANULARITY_BYTES) -> int:
     """Return the bytes to allocate for `length` bytes.
 
@@ -46,27 +49,33 @@ class IdleMemory:
     ----------
     bytes : int
         The size of all pieces together.
+    bound : int
+        Bytes that may be idle: twice the most recently in use, or `MIN_BOUND_BYTES`.  The most is
+        taken over the last one to two windows of `WINDOW_PIECES` pieces given back.  Twice,
+        because a step uses memory of different sizes at different times, and would lose some of
+        it each time.
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[tuple[int, Any]]] = {}    # each with the number of its `put`
+        # Of each size, those put last stand last, each with the number of its `put`.
+        self._pieces: dict[int, list[tuple[int, Any]]] = collections.defaultdict(list)
         self.bytes = self._count = self._most = self._before = 0
+        self.bound = MIN_BOUND_BYTES
         self._window = WINDOW_PIECES    # the number of the `put` at which the next window begins
 
     def put(self, size: int, piece: Any) -> None:
         """Keep a piece that is no longer in use."""
         self._count += 1
-        self._pieces.setdefault(size, []).append((self._count, piece))
+        self._pieces[size].append((self._count, piece))
         self.bytes += size
 
     def get(self, size: int) -> tuple[int, Any] | None:
         """Take the piece of that size that was put last, with its number; None without one."""
-        try:
-            found = self._pieces[size].pop()
-        except (KeyError, IndexError):
+        pieces = self._pieces[size]
+        if not pieces:
             return None
         self.bytes -= size
-        return found
+        return pieces.pop()
 
     def undo_get(self, size: int, found: tuple[int, Any]) -> None:
         """Undo the last `get` of that size, which returned `found`."""
@@ -75,27 +84,17 @@ class IdleMemory:
 
     def note_in_use(self, in_use: int) -> None:
         """Record the bytes that are in use now, from which the bound follows."""
-        if in_use > self._most:
-            self._most = in_use
+        if in_use <= self._most and self._count < self._window:
+            return
+        self._most = max(self._most, in_use)
         if self._count >= self._window:
             self._window = self._count + WINDOW_PIECES
             self._before, self._most = self._most, in_use
-
-    @property
-    def bound(self) -> int:
-        """Bytes that may be idle: twice the most recently in use, or `MIN_BOUND_BYTES`.
-
-        The most is taken over the last one to two windows of `WINDOW_PIECES` pieces given back.
-        Twice, because a step uses memory of different sizes at different times, and would lose
-        some of it each time.
-        """
-        return max(MIN_BOUND_BYTES, 2 * self._most, 2 * self._before)
+        self.bound = max(MIN_BOUND_BYTES, 2 * self._most, 2 * self._before)
 
     def take_surplus(self) -> list[Any]:
         """Remove and return the pieces over the bound: those that have been idle longest."""
         found: list[Any] = []
-        if self.bytes <= MIN_BOUND_BYTES:
-            return found
         while self.bytes > self.bound:
             size = min((size for size, pieces in self._pieces.items() if pieces),
                        key=lambda size: self._pieces[size][0][0])
@@ -104,8 +103,9 @@ class IdleMemory:
         return found
 
     def clear(self) -> None:
-        """Remove all pieces."""
-        self._pieces.clear()
+        """Return all pieces to the system."""
+        for pieces in self._pieces.values():    # `put` may come at any moment, see `Pool`
+            pieces.clear()
         self.bytes = 0
 
 
@@ -119,7 +119,7 @@ class Lease(weakref.ref):
     size : int
         Bytes that count as in use meanwhile.
     give_back : callable
-        Called with `item` when the lease ends.
+        Called with `item` when the lease ends; unset for memory of the pool itself.
     item : object
         The memory, or its number.
     """
@@ -127,7 +127,7 @@ class Lease(weakref.ref):
     __slots__ = ("key", "size", "give_back", "item")
 
 
-class Pool:
+class Pool(IdleMemory):
     """Lend host memory to arrays, and reuse it as soon as no array refers to it.
 
     A training step allocates the same sizes again and again.  Every view of an array from `take`
@@ -146,22 +146,19 @@ class Pool:
     granularity = GRANULARITY_BYTES
 
     def __init__(self) -> None:
-        self._idle = IdleMemory()
-        # Arrays end at any moment, also during `take`: their memory waits here.
-        self._returned: collections.deque[tuple[int, Any, int]] = collections.deque()
+        super().__init__()
         self._leases: dict[int, Lease] = {}    # kept here: a weak reference must outlive its array
         self.in_use = self.peak = self._spare = 0
 
     @property
     def idle(self) -> int:
         """Bytes kept for reuse."""
-        self._collect()
-        return self._idle.bytes
+        return self.bytes
 
     @property
     def reserved(self) -> int:
         """Bytes in use, idle, and lost by rounding sizes up."""
-        return self.idle + self.in_use + self._spare
+        return self.bytes + self.in_use + self._spare
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Allocate an uninitialised C-ordered array of `shape` and `dtype`.
@@ -171,21 +168,43 @@ class Pool:
         MemoryError
             When there is no memory for it, or none could be addressed.
         """
-        length = math.prod(shape) * dtype.itemsize
+        # A step takes hundreds of small arrays: a method called here, or in `_keep`, is felt.
+        length, unit = math.prod(shape) * dtype.itemsize, self.granularity
         if length > LARGEST_BYTES:
             raise MemoryError(f"an array of {length} bytes is larger than any memory")
-        wanted = -(-length // self.granularity) * self.granularity or self.granularity
-        size = size_class(length, self.granularity)
-        self._collect()
-        found = self._idle.get(size)
-        storage = self._allocate(size) if found is None else found[1]
+        wanted, size = -(-length // unit) * unit or unit, size_class(length, unit)
+        pieces = self._pieces[size]
+        if pieces:
+            storage = pieces.pop()[1]
+            self.bytes -= size
+        else:
+            storage = self._allocate(size)
         array = np.ndarray(shape, dtype, storage)
+        lease = Lease(array, self._keep)
+        lease.key, lease.size, lease.item = id(array), wanted, (size, storage)
+        self._leases[lease.key] = lease
         self._spare += size - wanted
-        self.lend(array, wanted, self._returned.append, (size, storage, size - wanted))
-        self._idle.note_in_use(self.in_use)
-        if self._idle.bytes > self._idle.bound:
-            self._idle.take_surplus()
+        self.in_use += wanted
+        if self.in_use > self.peak:
+            self.peak = self.in_use
+        if self.in_use > self._most or self._count >= self._window:
+            self.note_in_use(self.in_use)
+        if self.bytes > self.bound:
+            self.take_surplus()
         return array
+
+    def _keep(self, lease: Lease) -> None:
+        """Keep the memory of an array that is gone with all of its views.
+
+        That can be at any moment, also during `take`: so it adds no size to the idle memory.
+        """
+        del self._leases[lease.key]
+        size, storage = lease.item
+        self._spare -= size - lease.size
+        self.in_use -= lease.size
+        self._count += 1
+        self._pieces[size].append((self._count, storage))
+        self.bytes += size
 
     def _allocate(self, size: int) -> ctypes.Array:
         """Allocate `size` bytes.
@@ -204,13 +223,6 @@ class Pool:
             with contextlib.suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return (ctypes.c_char * size).from_buffer(memory)
-
-    def _collect(self) -> None:
-        """Count the memory that was given back as idle."""
-        while self._returned:
-            size, storage, spare = self._returned.popleft()
-            self._idle.put(size, storage)
-            self._spare -= spare
 
     def lend(self, array: np.ndarray, size: int, give_back: Callable[[Any], None], item: Any,
              kind: type[Lease] = Lease) -> Lease:
@@ -234,13 +246,8 @@ class Pool:
 
     def lease_of(self, a: np.ndarray) -> Lease | None:
         """Return the lease of `a`, or of the array that it is a view of; None without one."""
-        return self._leases.get(id(a.base)) or self._leases.get(id(a))
+        return self._leases.get(id(a.base if type(a.base) is np.ndarray else a))
 
     def reset_peak(self) -> None:
         """Set `peak` to the bytes in use now."""
         self.peak = self.in_use
-
-    def trim(self) -> None:
-        """Return all idle memory to the system."""
-        self._collect()
-        self._idle.clear()

@@ -11,7 +11,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from mm3d.checkpoints.together import describe
+from mm3d.checkpoints.together import describe_error
 
 NAME = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 INDEX = "index.h5"
@@ -59,7 +59,7 @@ def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
     try:
         found = checkpoints(folder)
     except OSError as error:
-        return [f"older checkpoints in {folder} were not removed: {describe(error)}"]
+        return [f"older checkpoints in {folder} were not removed: {describe_error(error)}"]
     said = []
     kept = sorted({step_of(path) for path in found})[-keep:]
     for path in found:
@@ -67,7 +67,7 @@ def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
             try:
                 _remove(path)
             except OSError as error:
-                said.append(f"{path} could not be removed: {describe(error)}")
+                said.append(f"{path} could not be removed: {describe_error(error)}")
     return said
 
 

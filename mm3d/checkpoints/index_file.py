@@ -19,7 +19,7 @@ import numpy as np
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.checkpoints.block_files import Block
 from mm3d.checkpoints.folder import INDEX
-from mm3d.checkpoints.together import describe
+from mm3d.checkpoints.together import describe_error
 
 FORMAT, BEFORE = "mm3d checkpoint, version 2", "mm3d checkpoint, version 1"
 # What follows the HDF5 file in version 2, which HDF5 does not read.
@@ -48,8 +48,6 @@ class Index:
     ----------
     arrays : dict of str to ArrayInfo
         By path.
-    blocks : list of Block
-        All blocks of all arrays.
     attributes : dict
         Attributes of the checkpoint: the step, and what the caller added.
     optimizer : dict
@@ -126,7 +124,7 @@ def read_index(folder: Path) -> Index:
     try:
         index, version, checksum = _parse_index(data)
     except Exception as error:    # of any kind, as the bytes may be any without a checksum
-        raise OSError(f"{INDEX} is damaged: {describe(error)}") from error
+        raise OSError(f"{INDEX} is damaged: {describe_error(error)}") from error
     if version not in (FORMAT, BEFORE):
         raise OSError(f"{INDEX} is not of the format {FORMAT!r}, but {version!r}")
     if not (found if version == FORMAT else checksum):

@@ -22,7 +22,7 @@ def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
         try:
             result = act()
         except Exception as error:    # of any kind: the others wait
-            line = describe(error)
+            line = describe_error(error)
     result, line = comm.bcast((result, line))
     if line:
         raise OSError(f"{problem}: {line}")
@@ -41,7 +41,7 @@ def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     try:
         result = act()
     except Exception as error:    # of any kind: the others wait
-        line = describe(error)
+        line = describe_error(error)
     lines = comm.allgather(line)
     failed = [rank for rank, found in enumerate(lines) if found]
     if failed:
@@ -49,7 +49,7 @@ def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     return result
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error in one line, without HDF5's additions to the system's message."""
     text = " ".join(str(error).split())
     said = re.search(r"error message = '([^']*)'", text)

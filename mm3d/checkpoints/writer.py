@@ -24,7 +24,7 @@ from pathlib import Path
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import write_all
 from mm3d.checkpoints.folder import INDEX
-from mm3d.checkpoints.together import describe
+from mm3d.checkpoints.together import describe_error
 
 ASIDE = re.compile(r"\.step-[0-9.]+(?:-([0-9a-f]+))?(?:-[0-9a-f]+)?\.(writing|deleting)")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -44,13 +44,6 @@ def machine() -> str:
 class Writer:
     """Write the files of one checkpoint; on rank 0 alone, but for the blocks.
 
-    Parameters
-    ----------
-    folder : path
-        The folder of all checkpoints.
-    step : int
-        The step.
-
     Attributes
     ----------
     said : list of str
@@ -66,7 +59,7 @@ class Writer:
     def begin(self) -> Path:
         """Remove the leftovers of other jobs, create the folder aside, and return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.said += remove_leftovers(self.folder)
+        self.said += remove_unfinished(self.folder)
         self._first = self._free_place()
         for _ in range(TRIES):
             self._aside = self.folder / (f".step-{self.step:08d}-{machine()}-"
@@ -137,7 +130,7 @@ class Writer:
             self._index = None
 
 
-def remove_leftovers(folder: Path) -> list[str]:
+def remove_unfinished(folder: Path) -> list[str]:
     """Remove what jobs that have ended left in a folder; return a line for each that stays."""
     said = []
     for path in folders.entries(folder):
@@ -148,7 +141,7 @@ def remove_leftovers(folder: Path) -> list[str]:
             except FileNotFoundError:    # its writer has just given it its name
                 continue
             except OSError as error:
-                line = f"{path} could not be removed: {describe(error)}"
+                line = f"{path} could not be removed: {describe_error(error)}"
             if line:
                 said.append(line)
     return said

@@ -10,7 +10,6 @@ import json
 import os
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 import mm3d
 from mm3d.child_process import run_child
+from mm3d.launcher import wait_patiently
 from mpi4py import MPI
 
 # The smallest Llama that has all of it: grouped queries, rotary positions, SwiGLU, RMSNorm.
@@ -34,7 +34,6 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2 stages x 2, ZeRO 3": (4, dict(scheme="serial", stages=2, data=2), dict(
         zero=3, microbatches=2)),
     "context 2, ring": (2, dict(scheme="serial", context=2), dict(context_way="ring"))}
-PATIENCE = 0.05    # seconds between two looks at whether other ranks are done
 
 
 def draw_batches(steps: int) -> np.ndarray:
@@ -76,7 +75,7 @@ def train_on_meshes(comm: MPI.Comm, batches: np.ndarray,
         if comm.rank < ranks:
             found[name] = train(part, name, batches, folder if ranks == 1 else None)
         part.Free()
-        _wait_patiently(comm)
+        wait_patiently(comm)
     return found if comm.rank == 0 else {}
 
 
@@ -120,13 +119,6 @@ def _width(name: str) -> int:
     return max(len(name), 8)
 
 
-def _wait_patiently(comm: MPI.Comm) -> None:
-    """Wait for all ranks without keeping a core busy."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(PATIENCE)
-
-
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     """Train on the help texts of Python, byte by byte; print losses and their differences."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -141,7 +133,7 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
         found = train_on_meshes(comm, batches, folder / "model" if options.transformers else None)
         if comm.rank == 0 and options.transformers:
             found["transformers"] = train_by_transformers(options.transformers, folder, batches)
-        _wait_patiently(comm)
+        wait_patiently(comm)
     if comm.rank == 0:
         facts = ", ".join(f"{name} {value}" for name, value in (SIZES | LLAMA | ADAMW).items())
         print(textwrap.fill(f"A Llama, by AdamW: {facts}; relative differences to "

@@ -21,15 +21,14 @@ def main(comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     draw = np.random.default_rng(0)
     A, B, dC = (draw.integers(-9, 10, shape).astype(float) for shape in ((M, N), (N, K), (M, K)))
 
-    def rows(block: int, part: int, size: int) -> slice:
-        length = size // p ** 2
-        return slice((block * p + part) * length, (block * p + part + 1) * length)
+    def block(number: int, size: int) -> slice:    # of the p blocks of all rows, or all columns
+        return slice(number * size // p, (number + 1) * size // p)
 
-    def columns(block: int, size: int) -> slice:
-        return slice(block * size // p, (block + 1) * size // p)
-    A_ijk = A[rows(i, j, M), columns(k, N)]
-    B_kji = B[columns(k, N), rows(j, i, K)]
-    dC_ikj = dC[rows(i, k, M), columns(j, K)]
+    def part(number: int, of: int, size: int) -> slice:    # of the p parts of block `of`
+        return block(of * p + number, size // p)
+    A_ijk = A[part(j, i, M), block(k, N)]
+    B_kji = B[block(k, N), part(i, j, K)]
+    dC_ikj = dC[part(k, i, M), block(j, K)]
 
     # Forward: gather A along y and B along x, multiply, and scatter the sums of C along z.
     A_ik = all_gather(A_ijk, y, axis=0)
@@ -40,9 +39,9 @@ def main(comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     dA_ijk = reduce_scatter(dC_ij @ B_kj.T, y, axis=0)
     dB_kji = reduce_scatter(A_ik.T @ dC_ij, x, axis=1)
 
-    right = [np.array_equal(C_ikj, (A @ B)[rows(i, k, M), columns(j, K)]),
-             np.array_equal(dA_ijk, (dC @ B.T)[rows(i, j, M), columns(k, N)]),
-             np.array_equal(dB_kji, (A.T @ dC)[columns(k, N), rows(j, i, K)])]
+    right = [np.array_equal(C_ikj, (A @ B)[part(k, i, M), block(j, K)]),
+             np.array_equal(dA_ijk, (dC @ B.T)[part(j, i, M), block(k, N)]),
+             np.array_equal(dB_kji, (A.T @ dC)[block(k, N), part(i, j, K)])]
     wrong = comm.allreduce(right.count(False))
     moved = (p - 1) * (A_ijk.size + B_kji.size + C_ikj.size)
     if comm.rank == 0:

@@ -5,6 +5,7 @@ collectives take and return arrays.  A transport moves the bytes (`mm3d.transpor
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
@@ -111,7 +112,7 @@ class Axis:
         self.name, self.comm, self.backend = name, comm, backend
         self.size, self.rank = comm.size, comm.rank
         self.transport = transport
-        self.traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, Traffic] = defaultdict(Traffic)
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size})"
@@ -300,9 +301,7 @@ class Axis:
 
     def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
         """Add one call of a collective on `a` to the traffic."""
-        traffic = self.traffic.get(collective)
-        if traffic is None:
-            traffic = self.traffic[collective] = Traffic()
+        traffic = self.traffic[collective]
         traffic.calls += 1
         traffic.messages += messages
         traffic.words += words

@@ -70,7 +70,7 @@ class GridAxes:
     def reset_traffic(self) -> None:
         """Reset the counts of traffic to zero."""
         for axis in self.axes.values():
-            axis.traffic = {}
+            axis.traffic.clear()
 
     def free(self) -> None:
         """Free the communicators of the axes, which cannot be used afterwards.

@@ -194,6 +194,6 @@ Operand = Array | Gathered | Pending
 
 def gather(operand: Operand, split: Split) -> Array:
     """Return the gathered operand: gather it along `split`, unless that is done or in flight."""
-    if isinstance(operand, Pending):
-        return operand.take()
-    return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
+    if isinstance(operand, Gathered):
+        return operand.array
+    return operand.take() if isinstance(operand, Pending) else split.all_gather(operand)

@@ -20,18 +20,18 @@ class Chain:
         self.layers = layers
         self.parameters = [p for layer in layers for p in layer.parameters]
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the last layer's output; return it with the data that each layer saves."""
-        return _apply_layers(self.layers, x, overlap)
+        return _apply_layers(self.layers, x, within)
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute the gradient through all layers, from the last to the first."""
         for layer, kept in zip(reversed(self.layers), reversed(saved)):
-            dy = layer.backward(dy, kept, overlap)
+            dy = layer.backward(dy, kept, within)
         return dy
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Pass | None = None) -> tuple[Array, list]:
+                       within: Pass | None = None) -> tuple[Array, list]:
         """Compute the gradient through all layers, without the gradients of weights.
 
         Returns
@@ -43,30 +43,30 @@ class Chain:
         operands = []
         for layer, kept in zip(reversed(self.layers), reversed(saved)):
             if hasattr(layer, "backward_input"):
-                dy, needed = layer.backward_input(dy, kept, overlap)
+                dy, needed = layer.backward_input(dy, kept, within)
             else:
-                dy, needed = layer.backward(dy, kept, overlap), None
+                dy, needed = layer.backward(dy, kept, within), None
             operands.append(needed)
         return dy, operands
 
-    def backward_weights(self, operands: Any, overlap: Pass | None = None) -> None:
+    def backward_weights(self, operands: Any, within: Pass | None = None) -> None:
         """Add the gradients of all weights, from the last layer to the first."""
         for layer, needed in zip(reversed(self.layers), operands, strict=True):
             if needed is not None:
-                layer.backward_weights(needed, overlap)
+                layer.backward_weights(needed, within)
 
-    def recompute_saved(self, x: Array, overlap: Pass | None = None) -> Any:
+    def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y and the last layer's product."""
-        x, saved = _apply_layers(self.layers[:-1], x, overlap)
-        return [*saved, self.layers[-1].recompute_saved(x, overlap)]
+        x, saved = _apply_layers(self.layers[:-1], x, within)
+        return [*saved, self.layers[-1].recompute_saved(x, within)]
 
 
 def _apply_layers(layers: Sequence[Layer], x: Array,
-                  overlap: Pass | None) -> tuple[Array, list]:
+                  within: Pass | None) -> tuple[Array, list]:
     """Apply `layers` to x; return the output and the data that each of them saves."""
     saved = []
     for layer in layers:
-        x, kept = layer.forward(x, overlap)
+        x, kept = layer.forward(x, within)
         saved.append(kept)
     return x, saved
 
@@ -74,22 +74,22 @@ def _apply_layers(layers: Sequence[Layer], x: Array,
 class Residual(Chain):
     """Compute x + f(x), where f is the chain of the given layers."""
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute x + f(x)."""
-        y, saved = super().forward(x, overlap)
+        y, saved = super().forward(x, within)
         y += x
         return y, saved
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dy plus the gradient through f."""
-        dx = super().backward(dy, saved, overlap)
+        dx = super().backward(dy, saved, within)
         dx += dy
         return dx
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Pass | None = None) -> tuple[Array, list]:
+                       within: Pass | None = None) -> tuple[Array, list]:
         """Compute dy plus the gradient through f, without the gradients of weights."""
-        dx, operands = super().backward_input(dy, saved, overlap)
+        dx, operands = super().backward_input(dy, saved, within)
         dx += dy
         return dx, operands
 
@@ -102,31 +102,31 @@ class Recomputed(Chain):
     is not needed, so its product is not recomputed.
     """
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the last layer's output; return it with x."""
         y = x
         for layer in self.layers:
-            y = layer.forward(y, overlap)[0]
+            y = layer.forward(y, within)[0]
         return y, x
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Recompute the saved data; compute the gradient from the last layer to the first."""
-        return super().backward(dy, self.recompute(saved, overlap), overlap)
+        return super().backward(dy, self.recompute(saved, within), within)
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Pass | None = None) -> tuple[Array, list]:
+                       within: Pass | None = None) -> tuple[Array, list]:
         """Recompute the saved data; compute the gradient, without the gradients of weights.
 
         The operands that it returns include the recomputed inputs of weights, so that nothing is
         recomputed a second time.
         """
-        return super().backward_input(dy, self.recompute(saved, overlap), overlap)
+        return super().backward_input(dy, self.recompute(saved, within), within)
 
-    def recompute(self, x: Array, overlap: Pass | None = None) -> Any:
+    def recompute(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that the layers save."""
-        return super().recompute_saved(x, overlap)
+        return super().recompute_saved(x, within)
 
-    def recompute_saved(self, x: Array, overlap: Pass | None = None) -> Any:
+    def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Return x, which is all that `forward` saves."""
         return x
 

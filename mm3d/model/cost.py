@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from mm3d.grid.axis import Shown
 from mm3d.model.experts.costs import expert_moves, has_bias, products_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.recomputation import parse_policy
@@ -263,14 +264,25 @@ def _vectors_in(part: str, of: Words, sizes: ModelSizes) -> list[tuple[SpaceCost
     return [(of.spaces(one.way)[1], one.K) for one in products_of(part, sizes, None)]
 
 
+class WordCounts(Shown, dict[str, dict[Key, int]]):
+    """Hold the words of all ranks by phase and (direction, collective); printed it is a table."""
+
+    def __str__(self) -> str:
+        rows = [(phase, kind, along, count) for phase, found in self.items()
+                for (along, kind), count in found.items()]
+        rows.append(("all", "", "", sum(row[-1] for row in rows)))
+        return "\n".join(f"{phase:10}{kind:15}{along:7}{count:>18}" for phase, kind, along, count
+                         in [("phase", "collective", "along", "words of all ranks"), *rows])
+
+
 def words(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: str = "none",
-          **options: Any) -> dict[str, dict[Key, int]]:
+          **options: Any) -> WordCounts:
     """Count the words that a step moves: the words of `moves`, without the calls.
 
     Parameters and errors as in `moves`.
     """
-    return {phase: {key: move.words for key, move in found.items()}
-            for phase, found in moves(scheme, grid, sizes, recompute, **options).items()}
+    return WordCounts({phase: {key: move.words for key, move in found.items()} for phase, found
+                       in moves(scheme, grid, sizes, recompute, **options).items()})
 
 
 def step_words(model: Any) -> dict[Key, float]:

@@ -150,7 +150,7 @@ class CrossEntropy:
                 statistics = merge_statistics(axis.all_gather(part, 0, [1] * axis.size))
         return statistics
 
-    def backward(self, targets: Targets, saved: Any, overlap: None = None) -> Array:
+    def backward(self, targets: Targets, saved: Any, within: None = None) -> Array:
         """Compute the gradient of the logits from the sum of the losses, times ``targets.scale``.
 
         The memory of the logits is reused, unless a product gathers the result.

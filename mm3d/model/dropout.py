@@ -47,11 +47,11 @@ class Dropout:
         self.scale = 2 ** BITS / (2 ** BITS - self.dropped)
         self.empty = space.allocator(features)
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute x times the mask and the scale; nothing is saved."""
         return self.apply(x, self.empty(x.dtype)), None
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dy times the same mask and scale."""
         return self.apply(dy, self.empty(dy.dtype))
 
@@ -83,22 +83,22 @@ class DropoutResidual(Residual):
         super().__init__(*layers)
         self.dropout = dropout
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute x + dropout(f(x))."""
-        y, saved = Chain.forward(self, x, overlap)
+        y, saved = Chain.forward(self, x, within)
         y = self.dropout.apply(y, y)
         y += x
         return y, saved
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dy plus the gradient through dropout and f."""
-        dx = Chain.backward(self, self.dropout.backward(dy, None), saved, overlap)
+        dx = Chain.backward(self, self.dropout.backward(dy, None), saved, within)
         dx += dy
         return dx
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Pass | None = None) -> tuple[Array, list]:
+                       within: Pass | None = None) -> tuple[Array, list]:
         """Compute dy plus the gradient through dropout and f, without the gradients of weights."""
-        dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, overlap)
+        dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, within)
         dx += dy
         return dx, operands

@@ -5,7 +5,8 @@ from typing import Iterator
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, as_rows, namespace
+from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.elementwise import as_rows
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout, divided_directions
@@ -55,7 +56,7 @@ class Embedding:
         width = outer.local_shape(hidden)[-1]
         self._shape = tuple(s.stop - s.start for s in self._place) + (width,)
 
-    def forward(self, tokens: np.ndarray, overlap: None = None) -> tuple[Array, None]:
+    def forward(self, tokens: np.ndarray, within: None = None) -> tuple[Array, None]:
         """Compute this rank's block of x from the global tokens, (batch, seq) on the host."""
         library, dtype = self.outer.grid.backend, self.weight.dtype
         term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
@@ -81,7 +82,7 @@ class Embedding:
                    slice(start - table.first, stop - table.first))
             before += len(run)
 
-    def backward(self, dx: Array, tokens: np.ndarray, overlap: None = None) -> None:
+    def backward(self, dx: Array, tokens: np.ndarray, within: None = None) -> None:
         """Add the gradients of both tables, from this rank's block of dx and the global tokens."""
         for split in reversed(self._rows):
             dx = split.all_gather(dx)

@@ -74,11 +74,11 @@ class Head:
         self.product.accumulate_float32 = self.weight.has_master
         self.parameters = [self.weight]
 
-    def forward(self, x: Array, overlap: None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with the data for backward."""
         return self.product.forward(x, self.weight.value)
 
-    def backward(self, dlogits: Array, saved: Any, overlap: None = None) -> Array:
+    def backward(self, dlogits: Array, saved: Any, within: None = None) -> Array:
         """Compute dx = dlogits W^T; add dW to the gradient."""
         dx, dW = self.product.backward(dlogits, self.weight.value, saved)
         self.weight.accumulate(dW)
@@ -112,11 +112,11 @@ class TiedHead:
             copy.first_copy, self.parameters = False, [copy]
         self.product.accumulate_float32 = self.weight.has_master
 
-    def forward(self, x: Array, overlap: None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with x."""
         return self.product.forward_transposed(x, self.weight.value), x
 
-    def backward(self, dlogits: Array, saved: Any, overlap: None = None) -> Array:
+    def backward(self, dlogits: Array, saved: Any, within: None = None) -> Array:
         """Compute dx = dlogits E; add dE to the gradient."""
         dx, dE = self.product.backward_transposed(dlogits, saved, self.weight.value)
         self.weight.accumulate(dE)

@@ -2,15 +2,18 @@
 
 import math
 from copy import copy
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Container, Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.blocks import resized_shape
+from mm3d.arrays.elementwise import reshape
 from mm3d.grid.split import Split
 from mm3d.model.vectors import Vector
+
+Place = tuple[slice, tuple[int, ...]]    # in a flat array, and the shape there
 
 
 class JoinedSplit:
@@ -73,8 +76,8 @@ class FlatVector(Vector):
         first = vectors[0]
         self.space, self.sub = first.space, []
         self.line, self.root, self.copies = first.line, first.root, first.copies
-        self.stored = [vector.block for vector in vectors]
-        self.block = (sum(map(math.prod, self.stored)),)
+        self.stored = _places([vector.block for vector in vectors])
+        self.block = (self.stored[-1][0].stop,)
 
 
 class FlatVectors:
@@ -90,11 +93,12 @@ class FlatVectors:
 
     def __init__(self, spaces: Sequence[Sequence[Vector]]) -> None:
         self._lines, self._sub = [FlatVector(vectors) for vectors in spaces], []
-        shapes = [shape for line in self._lines for shape in line.stored]
+        shapes = [shape for line in self._lines for _, shape in line.stored]
         for splits in zip(*(reversed(vector.sub) for vectors in spaces for vector in vectors)):
             self._sub.insert(0, JoinedSplit(splits, shapes))
             shapes = self._sub[0].shapes
-        self._gathered = shapes
+        self._gathered = _places(shapes)
+        self._parts = _places([line.block for line in self._lines])
 
     def gather_features(self, blocks: Sequence[Array]) -> list[Array]:
         """Gather this rank's features of each vector from the stored blocks."""
@@ -111,7 +115,7 @@ class FlatVectors:
         flat, found = _join(terms), []
         for split in self._sub:
             flat = split.reduce_scatter(flat)
-        for line, part in zip(self._lines, _cut(flat, [line.block for line in self._lines])):
+        for line, part in zip(self._lines, _cut(flat, self._parts)):
             db = line.reduce_gradient(part)
             found += [None] * len(line.stored) if db is None else _cut(db, line.stored)
         return found
@@ -151,27 +155,26 @@ class JoinedVectors:
         return JoinedVectors([uses for uses in chosen if uses])
 
 
+def _places(shapes: Sequence[tuple[int, ...]]) -> list[Place]:
+    """Return where arrays of these shapes are in a flat one, one after another."""
+    stops = [*accumulate(map(math.prod, shapes))]
+    return [(slice(*span), shape) for *span, shape in zip([0, *stops], stops, shapes)]
+
+
 def _join(blocks: Sequence[Array]) -> Array:
     """Copy arrays to a flat one, one after another; a single one is viewed."""
-    flats = [namespace(block).reshape(block, (math.prod(block.shape),)) for block in blocks]
-    if len(flats) == 1:
-        return flats[0]
-    sizes, start = [math.prod(block.shape) for block in blocks], 0
-    whole = backend_of(blocks[0]).empty((sum(sizes),), blocks[0].dtype)
-    for size, flat in zip(sizes, flats):
-        whole[start:start + size] = flat
-        start += size
+    if len(blocks) == 1:
+        return reshape(blocks[0], (blocks[0].size,))
+    stops = [*accumulate([block.size for block in blocks])]
+    whole = backend_of(blocks[0]).empty((stops[-1],), blocks[0].dtype)
+    for block, stop in zip(blocks, stops):
+        whole[stop - block.size:stop] = reshape(block, (block.size,))
     return whole
 
 
-def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """View the arrays in a flat one, in the order in which they are joined."""
-    found, start, xp = [], 0, namespace(flat)
-    for shape in shapes:
-        size = math.prod(shape)
-        found.append(xp.reshape(flat[start:start + size], shape))
-        start += size
-    return found
+def _cut(flat: Array, places: Sequence[Place]) -> list[Array]:
+    """View the arrays in a flat one."""
+    return [reshape(flat[place], shape) for place, shape in places]
 
 
 def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]:

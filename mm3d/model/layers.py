@@ -33,15 +33,15 @@ from mm3d.schemes.passes import ALONE, Pass
 class Layer(Protocol):
     """Describe the interface of a layer.
 
-    `overlap` is the `Pass` of which the call is a part; without it each layer calls for itself.
+    `within` is the `Pass` of which the call is a part; without it each layer calls for itself.
     """
 
     @property
     def parameters(self) -> list[Parameter]: ...
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]: ...
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]: ...
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array: ...
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array: ...
 
 
 class Linear:
@@ -82,36 +82,36 @@ class Linear:
         self.parameters = [self.weight, self.bias] if has_bias else [self.weight]
         self.vectors = [(self.bias, self.vector)] if has_bias else []
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute y = x W + b; return it with the data that the product saves."""
-        shared = overlap or ALONE
+        shared = within or ALONE
         y, saved = shared.forward(self, x)
         if self.adds_bias:
             y = add_forward(y, shared.vector_of(self.bias), self.vector, out=y)
         return y, saved
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx = dy W^T; add dW and db to the gradients."""
-        return self._add_db(dy, overlap).backward(self, dy, saved)
+        return self._add_db(dy, within).backward(self, dy, saved)
 
     def backward_input(self, dy: Array, saved: Any,
-                       overlap: Pass | None = None) -> tuple[Array, Any]:
+                       within: Pass | None = None) -> tuple[Array, Any]:
         """Compute dx = dy W^T; add db to the gradient; return dx with the operands of dW."""
-        return self._add_db(dy, overlap).backward_input(self, dy, saved)
+        return self._add_db(dy, within).backward_input(self, dy, saved)
 
-    def _add_db(self, dy: Array, overlap: Pass | None) -> Pass:
+    def _add_db(self, dy: Array, within: Pass | None) -> Pass:
         """Add db to the gradient, if the layer adds b; return the pass."""
-        shared = overlap or ALONE
+        shared = within or ALONE
         if self.adds_bias:
             shared.accumulate_terms(self.bias, self.vector,
                                     add_backward(dy, self.bias.has_master))
         return shared
 
-    def backward_weights(self, operands: Any, overlap: Pass | None = None) -> None:
+    def backward_weights(self, operands: Any, within: Pass | None = None) -> None:
         """Compute dW = x^T dy; add it to the gradient."""
-        (overlap or ALONE).backward_weights(self, operands)
+        (within or ALONE).backward_weights(self, operands)
 
-    def recompute_saved(self, x: Array, overlap: Pass | None = None) -> Any:
+    def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
         return self.product.recompute_saved(x, self.weight)
 
@@ -143,25 +143,25 @@ class LayerNorm:
             for part in ("weight", "bias")]
         self.vectors = [(one, self.vector) for one in self.parameters]
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
         xhat, rstd = functional.normalize_forward(
             x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
-        gamma, beta = ((overlap or ALONE).vector_of(one) for one in self.parameters)
+        gamma, beta = ((within or ALONE).vector_of(one) for one in self.parameters)
         y, gamma_l = scale_forward(xhat, gamma, self.vector, out=y)
         y = add_forward(y, beta, self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
         dbeta = add_backward(dy, self.bias.has_master)
-        (overlap or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
+        (within or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
-        (overlap or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
+        (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
         return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
                                              self.space.sum_features, out=dxhat)
 
@@ -187,19 +187,19 @@ class Gelu:
         self.bias, self.vector = linear.bias, linear.vector
         self.empty = space.allocator(features)
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute GELU(x + b); save x and the gathered b_l."""
         if self.bias is None:
             return functional.gelu_forward(x, out=self.empty(x.dtype)), (x, None)
-        y, b_l = gelu_forward(x, (overlap or ALONE).vector_of(self.bias), self.vector,
+        y, b_l = gelu_forward(x, (within or ALONE).vector_of(self.bias), self.vector,
                               out=self.empty(x.dtype))
         return y, (x, b_l)
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx = dy GELU'(x + b); add db to the gradient of the bias."""
         x, b_l = saved
         if b_l is None:
             return functional.gelu_backward(dy, x, out=self.empty(dy.dtype))
         dx, db = gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
-        (overlap or ALONE).accumulate_terms(self.bias, self.vector, db)
+        (within or ALONE).accumulate_terms(self.bias, self.vector, db)
         return dx

@@ -3,7 +3,8 @@
 import math
 import re
 from copy import copy
-from typing import Any, Mapping
+from types import MappingProxyType
+from typing import Any, Callable, Mapping
 
 import numpy as np
 
@@ -146,10 +147,45 @@ class Parameter(Shown):
 
 
 class Trained(Shown):
-    """Change all parameters in a model's list `trained` together."""
+    """Change, gather and load all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]
     grids: list[Any]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Gather every parameter as a global array on every rank, by name.
+
+        With masters these are the masters.  Every rank must call it; for checks.
+        """
+        return self._gather("state", lambda p: p.gather(p.master))
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Gather every gradient as a global array on every rank, by name.
+
+        Every rank must call it; for checks.
+        """
+        return self._gather("gradients", lambda p: p.gather(p.grad))
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load all parameters from global arrays by name, as returned by `state`.
+
+        Every rank must call it, with the same arrays.
+
+        Raises
+        ------
+        ValueError
+            When a parameter is missing, unknown, of another shape, or not of real numbers alone;
+            with several stages on every rank alike, also when one rank has another array than the
+            rest.  Nothing is loaded then.
+        """
+        check_state(state, self._gather("load", lambda p: p.public_shape, state))
+        for p in self.trained:
+            p.load(np.asarray(state[p.name]))
+
+    def _gather(self, call: str, of: Callable[[Parameter], Any],
+                loaded: Mapping[str, np.ndarray] = MappingProxyType({})) -> dict[str, Any]:
+        """Return `of(parameter)` of all parameters by name, in the order of the model."""
+        return {p.name: of(p) for p in self.trained}
 
     def __str__(self) -> str:
         """List the parameters: global shape, layout, and this rank's block; equal layers once."""
@@ -164,7 +200,8 @@ class Trained(Shown):
         widths = [max(map(len, column)) for column in zip(*rows)]
         count, own = (sum(math.prod(shape) for shape in shapes) for shapes in zip(*(
             (p.shape, p.layout.local_shape(p.grid, p.shape)) for p in self.trained)))
-        title = f"{type(self).__name__} on {self.grids[0]!r}: {count} elements, {own} here"
+        title = (f"{type(self).__name__} on {getattr(self, 'mesh', self.grids[0])!r}: {count} "
+                 f"elements, {own} here")
         return "\n".join([title, *("  ".join(map(str.ljust, row, widths)).rstrip()
                                    for row in rows)])
 

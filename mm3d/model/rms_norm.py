@@ -67,20 +67,20 @@ class RMSNorm:
         self.weight = build.create_parameter(f"{name}.weight", self.vector.layout, (hidden,))
         self.parameters, self.vectors = [self.weight], [(self.weight, self.vector)]
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
         xhat, rstd = rms_forward(x, self.hidden, self.eps, self.space.sum_features, own)
-        y, gamma_l = scale_forward(xhat, (overlap or ALONE).vector_of(self.weight), self.vector,
+        y, gamma_l = scale_forward(xhat, (within or ALONE).vector_of(self.weight), self.vector,
                                    out=self.empty(x.dtype))
         return y, (xhat, rstd, gamma_l)
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradient of gamma."""
         xhat, rstd, gamma_l = saved
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
-        (overlap or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
+        (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
         return rms_backward(dxhat, xhat, rstd, self.hidden, self.space.sum_features, out=dxhat)
 
 

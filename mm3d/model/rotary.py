@@ -128,11 +128,11 @@ class Rotary:
         self.rotated, self.turns = rotated, turns
         self.empty = space.allocator(rotated + 1, features, unit=turns.head)
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, None]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, None]:
         """Rotate by the angles of the positions."""
         return self._rotated(x, self.turns.sin), None
 
-    def backward(self, dy: Array, saved: None, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: None, within: Pass | None = None) -> Array:
         """Rotate back."""
         return self._rotated(dy, -self.turns.sin)
 

@@ -64,11 +64,11 @@ class SwiGLU:
     def __init__(self, space: Space, features: int) -> None:
         self.empty, self.empty_both = space.allocator(features), space.allocator(2, features)
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute SiLU(g) u; save x."""
         return swiglu_forward(x, out=self.empty(x.dtype)), x
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute the gradients of g and u, (batch, seq, 2, features)."""
         return swiglu_backward(dy, saved, out=self.empty_both(dy.dtype))
 

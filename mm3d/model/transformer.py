@@ -1,7 +1,7 @@
 """Define the Transformer, once for every scheme."""
 
 from dataclasses import replace
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mm3d.model.initial_values import (InitialValues, draw_normal, draw_paramete
                                        varied_values)
 from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.masks import MaskKey
-from mm3d.model.parameters import Parameter, Trained, check_state
+from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.stack import Stack
@@ -129,6 +129,7 @@ class Transformer(Trained):
         self.outer, self.inner = (replace(one, context=context)
                                   for one in scheme.spaces(stack.batch, own))
         self.shape = (stack.batch, self.outer.seq, stack.hidden)
+        self._block = self.outer.local_shape(stack.hidden)
         self.mask_key = MaskKey(stack.seed)
         types = [name and getattr(self.grid.backend.xp, name, name)
                  for name in (self.dtype, self.master)]    # the array library's own types
@@ -189,8 +190,8 @@ class Transformer(Trained):
             When `x` does not have the shape or dtype of this rank's block.
         """
         self._check_block("x", x)
-        with self._begin_pass(backward=False) as overlap:
-            y, saved = self.layers.forward(x, overlap)
+        with self._begin_pass(backward=False) as within:
+            y, saved = self.layers.forward(x, within)
         return y, ((self.mask_key.place, saved) if self.dropout else saved)
 
     def backward(self, dy: Array, saved: Any) -> Array:
@@ -216,8 +217,8 @@ class Transformer(Trained):
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as overlap:
-            return self.layers.backward(dy, saved, overlap)
+        with self._begin_pass(backward=True) as within:
+            return self.layers.backward(dy, saved, within)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
         """Compute the gradient of the input, without the gradients of weights.
@@ -239,16 +240,16 @@ class Transformer(Trained):
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as overlap:
-            return self.layers.backward_input(dy, saved, overlap)
+        with self._begin_pass(backward=True) as within:
+            return self.layers.backward_input(dy, saved, within)
 
     def backward_weights(self, operands: list) -> None:
         """Add to the gradients of the weights, from the operands that `backward_input` returned.
 
         Every rank must call it, since it communicates, once for each micro-batch.
         """
-        with self._begin_pass(None) as overlap:
-            self.layers.backward_weights(operands, overlap)
+        with self._begin_pass(None) as within:
+            self.layers.backward_weights(operands, within)
 
     def _begin_pass(self, backward: bool | None) -> Pass:
         """Return one pass, a context; `backward` is None for the half that uses no weight."""
@@ -261,7 +262,7 @@ class Transformer(Trained):
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""
         dtype = host_dtype(a)
         check_unmasked(name, a)
-        if tuple(a.shape) != self.outer.local_shape(self.hidden) or dtype != self.dtype:
+        if tuple(a.shape) != self._block or dtype != self.dtype:
             raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
                              f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
 
@@ -293,33 +294,6 @@ class Transformer(Trained):
         Every rank must call it; for checks.
         """
         return self.outer.layout().unshard(y, self.grid, self.shape)
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Gather every parameter as a global array on every rank, by name.
-
-        With masters these are the masters.  Every rank must call it; for checks.
-        """
-        return {p.name: p.gather(p.master) for p in self.parameters}
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Gather every gradient as a global array on every rank, by name.
-
-        Every rank must call it; for checks.
-        """
-        return {p.name: p.gather(p.grad) for p in self.parameters}
-
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load all parameters from global arrays by name, as returned by `state`.
-
-        Raises
-        ------
-        ValueError
-            When a parameter is missing, unknown, of another shape, or not of real numbers alone;
-            nothing is loaded then.
-        """
-        check_state(state, {p.name: p.public_shape for p in self.parameters})
-        for p in self.parameters:
-            p.load(np.asarray(state[p.name]))
 
     # Counts the data that `forward` saved, or the operands that `backward_input` returned.
     saved_bytes = staticmethod(saved_bytes)

@@ -8,7 +8,8 @@ gradient, the sum over its own rows, which `Vector.reduce_gradient` adds up.
 
 import math
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array
+from mm3d.arrays.elementwise import reshape
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.split import Gathered
@@ -120,12 +121,12 @@ class Vector:
 
 def _rows(a: Array) -> Array:
     """View `a` as (batch, positions, features), with its feature dimensions joined."""
-    return namespace(a).reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
+    return reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
 
 
 def _flat(b: Array) -> Array:
     """View a vector along the features as one dimension."""
-    return namespace(b).reshape(b, (math.prod(b.shape),))
+    return reshape(b, (math.prod(b.shape),))
 
 
 def add_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array) -> Array:
@@ -152,7 +153,7 @@ def add_backward(dC: Array, accumulate_float32: bool = False) -> Array:
     With `accumulate_float32` the sum is computed and returned in float32 at least.
     """
     db = sum_rows(_rows(dC), accumulate_float32)
-    return namespace(dC).reshape(db, dC.shape[2:])
+    return reshape(db, dC.shape[2:])
 
 
 def scale_forward(A: Array, b: Array | Gathered, vector: Vector,
@@ -174,7 +175,7 @@ def scale_backward(dC: Array, A: Array, b_l: Array, out: Array,
     """
     db = sum_products(_rows(dC), _rows(A), accumulate_float32)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
-    return out, namespace(dC).reshape(db, dC.shape[2:])
+    return out, reshape(db, dC.shape[2:])
 
 
 def gelu_forward(A: Array, b: Array | Gathered, vector: Vector,
@@ -195,4 +196,4 @@ def gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
     `accumulate_float32` is as in `add_backward`.
     """
     _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), accumulate_float32)
-    return out, namespace(dC).reshape(db, dC.shape[2:])
+    return out, reshape(db, dC.shape[2:])

@@ -72,8 +72,9 @@ def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             if full is None:
                 continue
             if full in found:
-                raise ValueError(f"{folder}: tensor {full!r} is there twice: in "
-                                 f"{found[full].file.name} and in {file.name}")
+                raise ValueError(f"{folder}: tensor {full!r} is there twice: as "
+                                 f"{found[full].name!r} in {found[full].file.name} and as "
+                                 f"{one.name!r} in {file.name}")
             found[full] = one
     # Asking for them makes NumPy know them.
     known = TYPES + (MORE,) * bool(backends.get("numpy").more_dtypes)
@@ -152,7 +153,8 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor],
     for name, shape in wanted.items():
         there = found[name].shape
         rows = longer.get(name, 0)
-        if there != shape and not (there[1:] == shape[1:] and shape[0] <= there[0] <= rows):
+        if there != shape and not (
+                there and there[1:] == shape[1:] and shape[0] <= there[0] <= rows):
             raise ValueError(f"{folder}: tensor {name!r} has the shape {there}, not {shape}")
 
 

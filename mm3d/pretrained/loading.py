@@ -77,7 +77,7 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
         rows = keys[FAMILIES[kind].sizes["positions"]]
         check_tensors(folder, tensors, tensor_shapes(pieces),
                       {one.tensor: rows for one in pieces.get(TABLE, ())})
-    model = GPT(mesh, **vars(config.model), **division_fields(config.division))
+    model = GPT(mesh, drawn=False, **vars(config.model), **division_fields(config.division))
     try:
         on_each(mesh.comm, f"{folder} cannot be read",
                 lambda: _read_blocks(model.trained, pieces, tensors))

@@ -66,12 +66,21 @@ class MatrixProduct(ABC):
 
     def __init__(self, grid: Grid, form: str, shape: tuple[int, int, int]) -> None:
         extents = dict(zip("MNK", shape))
-        self.grid, self.form = grid, form
+        self.grid, self.form, self.shape = grid, form, shape
         self.shapes = {name: tuple(extents[n] for n in letters)
                        for name, letters in zip("ABC", FORMS[form])}
         self.layouts = dict(zip("ABC", map(Layout, self.LAYOUTS[form])))
         self.directions = dict(zip("ABC", self.DIRECTIONS[form]))
         self._splits: dict[str, Split] = {}
+
+    def __repr__(self) -> str:
+        moves = self.forward_moves(self.grid.shape, self.form, self.shape)
+        words = "not stated" if moves is None else sum(move.words for move in moves)
+        rows = [f"\n  {name} {full} as {layout.spec!r}, here {layout.local_shape(self.grid, full)}"
+                + f", travels along {along}" * bool(along) for (name, full), layout, along in zip(
+                    self.shapes.items(), self.layouts.values(), self.directions.values())]
+        return (f"{type(self).__name__} {self.form} on {self.grid!r}; words of all ranks forward: "
+                f"{words}{''.join(rows)}")
 
     def observed_split(self, split: Split | Axis, name: str) -> Split | Axis:
         """Return `split`, which communicates the matrix `name`; observers wrap this method."""
@@ -92,13 +101,6 @@ class MatrixProduct(ABC):
         Their words, over all ranks, are exact for any sizes.
         """
         return None
-
-    @classmethod
-    def copied_along(cls, sizes: Mapping[str, int], form: str, name: str) -> str:
-        """Return the directions along which all ranks store the same of "A", "B" or "C"."""
-        layout = Layout(cls.LAYOUTS[form]["ABC".index(name)])
-        return "".join(direction for direction, size in sizes.items()
-                       if size > 1 and direction not in layout.letters)
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> Array:

@@ -50,11 +50,12 @@ class Pass:
 
     def vector_of(self, parameter: Any) -> Array | Gathered:
         """Return the gathered vector, or this rank's block of one that is gathered alone."""
-        if not self._gathers or id(parameter) not in self._vectors:
+        key = id(parameter)
+        if not self._gathers or key not in self._vectors:
             return parameter.value
-        if id(parameter) not in self._gathered:
-            self._gather(self._vectors[id(parameter)])
-        return self._gathered.pop(id(parameter))
+        if key not in self._gathered:
+            self._gather(self._vectors[key])
+        return self._gathered.pop(key)
 
     def _gather(self, joined: Any) -> None:
         """Gather all vectors that are joined."""

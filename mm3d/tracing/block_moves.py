@@ -15,7 +15,7 @@ from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_replay import Held, Recorded, Replay, Step
+from mm3d.tracing.block_replay import Held, Recorded, Replay, ReplayStep
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Event, Gemm, Observer, Overlapped
 from mm3d.tracing.observe import observed
@@ -33,14 +33,10 @@ class Story:
     scheme, form : str
         Name of the scheme; "ab", "abt" or "atb" for plain matrices, "up" or "down" for the linear
         layers of a Transformer.
-    grid : GridShape
-        The ranks.
     shapes, layouts : mapping
         Global shapes and layouts of "A", "B" and "C".
     stored : tuple of mapping
         By rank, the blocks before the first step, by matrix.
-    steps : tuple of Step
-        The steps.
     closed_form : tuple of Move or None
         The collectives in closed form, with the words of all ranks; None where there is none.
     """
@@ -51,19 +47,17 @@ class Story:
     shapes: Mapping[str, tuple[int, int]]
     layouts: Mapping[str, str]
     stored: tuple[Held, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ReplayStep, ...]
     closed_form: tuple[Move, ...] | None
 
 
-class Recorder(Observer):
+class WordRecorder(Observer):
     """List the events of a rank, with the words that it counts from each to the next.
 
     Parameters
     ----------
     grid : Grid
         The ranks; its counts of traffic are reset.
-    kinds : tuple of type
-        The events.
     """
 
     sizes = False
@@ -95,17 +89,13 @@ class Recorder(Observer):
 
 
 @dataclass(frozen=True)
-class Subject:
+class DryRank:
     """Describe what one rank runs, so that its events are recorded.
 
     Attributes
     ----------
-    grid : Grid
-        The ranks.
     model : object
         What is observed, see `mm3d.tracing.observe.observed`.
-    run : callable
-        Runs it.
     layouts : dict
         Of a product: the layout and the global shape of A, B and C by name.
     """
@@ -116,18 +106,16 @@ class Subject:
     layouts: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
 
 
-def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], Subject],
-            kinds: tuple[type, ...]) -> tuple[Subject, list[tuple[Recorded, ...]]]:
+def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryRank],
+            kinds: tuple[type, ...]) -> tuple[DryRank, list[tuple[Recorded, ...]]]:
     """Run dry on every rank of a grid what `make` returns for its scheme.
 
     Parameters
     ----------
     scheme : type of Scheme
         The parallelism, with its default options.
-    grid : GridShape
-        The ranks.
     make : callable
-        Returns the `Subject` of a rank.
+        Returns the `DryRank` of a rank.
     kinds : tuple of type
         The events that are recorded.
 
@@ -147,7 +135,7 @@ def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], Subj
                 for rank in range(grid.ranks)]
     found = []
     for one in subjects:
-        recorder = Recorder(one.grid, kinds)
+        recorder = WordRecorder(one.grid, kinds)
         recorder.observe(one.run, one.model)
         found.append(recorder.found)
     return subjects[0], [*zip(*found, strict=True)]
@@ -161,8 +149,6 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
     ----------
     scheme : type of Scheme
         The parallelism, with its default options.
-    grid : GridShape
-        The ranks.
     form : {"ab", "abt", "atb", "up", "down"}
         C = A B, A B^T or A^T B of plain matrices; or C = A B of the linear layer that leads up
         into the inner space of activations, or down from it.
@@ -200,16 +186,16 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
 
 
 def _matrix_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
-                    backward: bool) -> Subject:
+                    backward: bool) -> DryRank:
     product = scheme.matrix_product(scheme.grid, form, shape)
     layouts = {name: (product.layouts[name], product.shapes[name]) for name in "ABC"}
     A, B, C = _empty_blocks(scheme.grid, layouts)
     run = partial(product.backward, C, A, B) if backward else partial(product.forward, A, B)
-    return Subject(scheme.grid, SimpleNamespace(product=product), run, layouts)
+    return DryRank(scheme.grid, SimpleNamespace(product=product), run, layouts)
 
 
 def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
-                   backward: bool) -> Subject:
+                   backward: bool) -> DryRank:
     M, N, K = shape
     # Rows are sequences of one position, or positions of one sequence where these are divided.
     rows = {dim for one in scheme.layouts(scheme.grid.shape, M, 1)
@@ -229,7 +215,7 @@ def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
     # A chain of one layer, as `observed` sees it.
     layer = SimpleNamespace(product=product)
     model = SimpleNamespace(layers=SimpleNamespace(layers=[layer]))
-    return Subject(scheme.grid, model, run, layouts)
+    return DryRank(scheme.grid, model, run, layouts)
 
 
 def _empty_blocks(grid: Any, layouts: Mapping[str, tuple[Layout, tuple[int, ...]]]) -> list:

@@ -19,7 +19,7 @@ MULTIPLY, KEEP = "multiply", "keep"
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixBlock:
     """Describe a block of a matrix, and the rank that it comes from; None for a term of a sum."""
 
     owner: int | None
@@ -38,14 +38,14 @@ class Travel:
 
     source: int
     target: int
-    block: Block
+    block: MatrixBlock
 
 
-Held = Mapping[str, tuple[Block, ...]]    # blocks by matrix: A, B, C, and dA and dB of backward
+Held = Mapping[str, tuple[MatrixBlock, ...]]    # by matrix: A, B, C, and dA and dB of backward
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayStep:
     """Describe one collective, or one multiplication, of all ranks.
 
     Attributes
@@ -54,14 +54,10 @@ class Step:
         One of `mm3d.grid.axis.COLLECTIVES`, "multiply", or "keep": what ranks store at the end.
     matrix : str
         The matrix that moves, or the result: "A", "B", "C", "dA", "dB", "dC".
-    direction : str
-        Direction of the collective.
     result : str
         The result that the step is for: "C", "dA" or "dB".
     words : tuple of int
         Words that each rank counts, as `mm3d.grid.axis.Traffic` says.
-    travels : tuple of Travel
-        The blocks that travel.
     held : tuple of mapping
         By rank, the blocks after the step, by matrix.
     """
@@ -88,7 +84,7 @@ class Recorded:
 class Term:
     """Describe a block of a result on a rank, and the terms of its sums that are in it."""
 
-    block: Block
+    block: MatrixBlock
     inner: frozenset[int]
 
 
@@ -97,10 +93,6 @@ class Replay:
 
     Parameters
     ----------
-    form : {"ab", "abt", "atb"}
-        The product.
-    grid : GridShape
-        The ranks.
     layouts : mapping
         Layout and global shape of "A", "B" and "C"; rows may be (batch, positions), one of them 1.
     shape : tuple of int
@@ -116,25 +108,25 @@ class Replay:
                        for name, (rows, columns) in zip("ABC", FORMS[form])}
         self.coords = [*grid.all_coordinates()]
         ranks = range(grid.ranks)
-        self.held: list[dict[str, tuple[Block, ...]]] = [{} for _ in ranks]
-        self.operands: list[dict[str, tuple[Block, ...]]] = [{} for _ in ranks]
+        self.held: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
+        self.operands: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
         self.terms: list[list[Term]] = [[] for _ in ranks]
 
-    def block(self, rank: int, name: str) -> Block:
+    def block(self, rank: int, name: str) -> MatrixBlock:
         """Return the block of a matrix, or of its gradient, that a rank stores."""
         layout, whole = self.layouts[name[-1]]
         place = layout.slices(self.grid, whole, self.coords[rank])
         rows = place[whole[:-1].index(max(whole[:-1]))]
         empty = any(one.start == one.stop for one in place)
-        return Block(rank, (0, 0) if empty else (rows.start, rows.stop),
-                     (0, 0) if empty else (place[-1].start, place[-1].stop))
+        return MatrixBlock(rank, (0, 0) if empty else (rows.start, rows.stop),
+                           (0, 0) if empty else (place[-1].start, place[-1].stop))
 
     def stored(self, names: str) -> tuple[Held, ...]:
         """Return what each rank stores of these matrices."""
         return tuple({name: (self.block(rank, name),) for name in names}
                      for rank in range(self.grid.ranks))
 
-    def steps(self, recorded: list[tuple[Recorded, ...]], backward: bool) -> Iterator[Step]:
+    def steps(self, recorded: list[tuple[Recorded, ...]], backward: bool) -> Iterator[ReplayStep]:
         """Iterate over the steps of C, or of dA and dB in backward.
 
         Parameters
@@ -164,15 +156,16 @@ class Replay:
                          f"rank {rank} holds another block of {result} than it stores")
         _require(events is None, "events are left")
         words = (0,) * self.grid.ranks
-        yield Step(KEEP, "", "", results[0][-1], words, (), tuple(
+        yield ReplayStep(KEEP, "", "", results[0][-1], words, (), tuple(
             one | {name: self._own(rank, name) for name in results[0]}
             for rank, one in enumerate(self.stored("ABC" if backward else "AB"))))
 
-    def _own(self, rank: int, name: str) -> tuple[Block, ...]:
+    def _own(self, rank: int, name: str) -> tuple[MatrixBlock, ...]:
         own = self.block(rank, name)
         return (own,) if own.size else ()
 
-    def _step(self, events: tuple[Recorded, ...], result: str, form: str, names: str) -> Step:
+    def _step(self, events: tuple[Recorded, ...], result: str, form: str,
+              names: str) -> ReplayStep:
         event, words = events[0].event, tuple(one.words for one in events)
         travels: list[Travel] = []
         if isinstance(event, Gemm):
@@ -191,8 +184,9 @@ class Replay:
             matrix = result if kind in REDUCTIONS else "d" * (
                 matrix == "C" and result != "C") + matrix
         self._settle(result)
-        return Step(kind, matrix, direction, result, words,
-                    tuple(one for one in travels if one.block.size), tuple(map(dict, self.held)))
+        return ReplayStep(kind, matrix, direction, result, words,
+                          tuple(one for one in travels if one.block.size),
+                          tuple(map(dict, self.held)))
 
     def _lines(self, direction: str) -> Iterator[list[int]]:
         """Iterate over the lines of ranks along a direction."""
@@ -224,7 +218,7 @@ class Replay:
             "ab": (x_rows, x_columns, y_columns, y_rows),
             "abt": (x_rows, x_columns, y_rows, y_columns),
             "atb": (x_columns, x_rows, y_columns, y_rows)}[form]
-        block = Block(None, rows, columns)
+        block = MatrixBlock(None, rows, columns)
         _require(inner == other and flops == 2 * block.size * (inner[1] - inner[0]),
                  f"rank {rank} multiplies blocks of {names} that do not fit")
         added = frozenset(range(*inner))
@@ -278,12 +272,12 @@ def _sums(one: Recorded, result: str) -> bool:
             and one.operand == result[-1])
 
 
-def _joined(blocks: tuple[Block, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+def _joined(blocks: tuple[MatrixBlock, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return rows and columns of the block that `blocks` cover without a gap."""
     blocks = tuple(one for one in blocks if one.size) or blocks[:1]
     rows, columns = ((min(one[0] for one in ends), max(one[1] for one in ends))
                      for ends in ([one.rows for one in blocks], [one.columns for one in blocks]))
-    _require(Block(None, rows, columns).size == sum(one.size for one in blocks),
+    _require(MatrixBlock(None, rows, columns).size == sum(one.size for one in blocks),
              "gathered blocks leave gaps")
     return rows, columns
 

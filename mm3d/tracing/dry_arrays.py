@@ -38,6 +38,7 @@ class DryArray:
     nbytes = property(attrgetter("_shell.nbytes"))
     flags = property(attrgetter("_shell.flags"))
     T = property(lambda self: DryArray(self._backend, self._shell.T))
+    mT = property(lambda self: DryArray(self._backend, self._shell.mT))
 
     def __repr__(self) -> str:
         return f"DryArray({self.shape}, {self.dtype})"
@@ -161,7 +162,7 @@ class DryNamespace:
         return DryArray(self._backend, np.transpose(a._shell, axes))
 
     def matrix_transpose(self, a: DryArray) -> DryArray:
-        return DryArray(self._backend, np.swapaxes(a._shell, -1, -2))
+        return a.mT
 
 
 class DryPool(Pool):
@@ -203,7 +204,7 @@ class DryBackend(Backend):
     """
 
     name = "dry"
-    has_contents = False
+    owns_types = has_contents = False
 
     def __init__(self) -> None:
         self.xp, self.kernels = DryNamespace(self), Kernels(self)

@@ -132,8 +132,6 @@ class ArrayObserver(Observer):
         ----------
         event : Gemm or Overlapped
             The event, which has ended.
-        given : tuple of Array
-            The operands.
         result : Array or Pending
             The product, or the collective, which the observer may wait for.
         """

@@ -25,8 +25,6 @@ class HeartbeatChannel:
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks, which make it together.
-    nodes : list of int
-        The node of each rank.
     """
 
     def __init__(self, comm: Any, nodes: list[int]) -> None:
@@ -48,8 +46,6 @@ class HeartbeatChannel:
 
         Parameters
         ----------
-        numbers : ndarray of int64
-            The row.
         now : int
             The time on this node's clock, in nanoseconds.
         texts : bytes

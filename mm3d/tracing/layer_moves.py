@@ -13,7 +13,7 @@ from mm3d.model.cost import moves
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_moves import Subject, run_dry
+from mm3d.tracing.block_moves import DryRank, run_dry
 from mm3d.tracing.events import Collective, Layer
 
 Rectangle = tuple[int, int, int, int]    # rows and columns: first, last + 1
@@ -30,7 +30,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Describe a part of a layer: its output and its collectives.
 
     Attributes
@@ -64,13 +64,9 @@ class LayerStory:
 
     Attributes
     ----------
-    scheme : str
-        Name of the scheme.
-    grid : GridShape
-        The ranks.
     sizes : mapping of str to int
         hidden, heads, batch, seq.
-    parts : tuple of Part
+    parts : tuple of LayerPart
         In the order in which they are computed.
     backward : bool
         Whether they are those of backward.
@@ -81,7 +77,7 @@ class LayerStory:
     scheme: str
     grid: GridShape
     sizes: Mapping[str, int]
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
     backward: bool
     closed_form: tuple[Move, ...]
 
@@ -94,8 +90,6 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
     ----------
     scheme : type of Scheme
         The parallelism, with its default options.
-    grid : GridShape
-        The ranks.
     sizes : mapping of str to int
         hidden, heads, batch, seq.
     backward : bool
@@ -125,14 +119,14 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
             "backward" if backward else "forward"].values()))
 
 
-def _layer(scheme: Scheme, sizes: Mapping[str, int], backward: bool) -> Subject:
+def _layer(scheme: Scheme, sizes: Mapping[str, int], backward: bool) -> DryRank:
     """Make one layer on one rank, and its pass."""
     model = Transformer(scheme, layers=1, **sizes)
     x, dy = model.random("input"), model.random("output gradient")
     if not backward:
-        return Subject(model.grid, model, lambda: model.forward(x))
+        return DryRank(model.grid, model, lambda: model.forward(x))
     _, saved = model.forward(x)
-    return Subject(model.grid, model, lambda: model.backward(dy, saved))
+    return DryRank(model.grid, model, lambda: model.backward(dy, saved))
 
 
 def small_sizes(scheme: type[Scheme], grid: GridShape) -> dict[str, int]:
@@ -154,7 +148,7 @@ def _space_of(layer: Any) -> Space:
     return layer.space if hasattr(layer, "space") else layer.vector.space
 
 
-def _part(name: str, space: Space, model: Transformer, moved: list[Moved]) -> Part:
+def _part(name: str, space: Space, model: Transformer, moved: list[Moved]) -> LayerPart:
     shape = batch, seq, features = space.batch, space.seq, model.hidden
     layout = space.layout()
     blocks = []
@@ -163,5 +157,5 @@ def _part(name: str, space: Space, model: Transformer, moved: list[Moved]) -> Pa
         blocks.append(tuple((number * seq + positions.start, number * seq + positions.stop,
                              columns.start, columns.stop)
                             for number in range(sequences.start, sequences.stop)))
-    return Part(name, "outer" if space is model.outer else "inner", layout.spec, tuple(blocks),
-                tuple(moved))
+    return LayerPart(name, "outer" if space is model.outer else "inner", layout.spec,
+                     tuple(blocks), tuple(moved))

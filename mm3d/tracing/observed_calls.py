@@ -87,8 +87,8 @@ def report_forward(layer: Any, event: Event, work: Callable, observers: Observer
     reported = report_calls(work, event, join_observers(observers, Layer))
     seeing = select_array_observers(observers, Layer)
 
-    def forward(x: Any, overlap: Any = None) -> tuple[Any, Any]:
-        y, saved = reported(x, overlap)
+    def forward(x: Any, within: Any = None) -> tuple[Any, Any]:
+        y, saved = reported(x, within)
         return y, SavedWithNotes(saved, [observer.forward(layer, x, y) for observer in seeing])
     return forward if seeing else reported
 
@@ -98,8 +98,8 @@ def report_recomputed(layer: Any, event: Event, work: Callable, observers: Obser
     reported = report_calls(work, event, join_observers(observers, Layer))
     seeing = select_array_observers(observers, Layer)
 
-    def again(x: Any, overlap: Any = None) -> Any:
-        return SavedWithNotes(reported(x, overlap),
+    def again(x: Any, within: Any = None) -> Any:
+        return SavedWithNotes(reported(x, within),
                               [observer.again(layer, x) for observer in seeing])
     return again if seeing else reported
 
@@ -109,12 +109,12 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
     reported = report_calls(work, event, join_observers(observers, Layer))
     seeing = select_array_observers(observers, Layer)
 
-    def backward(dy: Any, noted: Any, overlap: Any = None) -> Any:
+    def backward(dy: Any, noted: Any, within: Any = None) -> Any:
         if not isinstance(noted, SavedWithNotes):    # its forward was not observed
-            return reported(dy, noted, overlap)
-        dx = reported(dy, noted.saved, overlap)
-        if overlap is not None:
-            overlap.finish_gradients()    # observers read them
+            return reported(dy, noted, within)
+        dx = reported(dy, noted.saved, within)
+        if within is not None:
+            within.finish_gradients()    # observers read them
         for observer, note in zip(seeing, noted.notes, strict=True):
             observer.backward(layer, dy, dx, note)
         return dx
@@ -126,8 +126,8 @@ def report_backward_input(layer: Any, event: Event, work: Callable,
     """Wrap the first half of a layer's backward; observers are given no arrays of the halves."""
     reported = report_calls(work, event, join_observers(observers, Layer))
 
-    def backward_input(dy: Any, noted: Any, overlap: Any = None) -> Any:
-        return reported(dy, noted.saved if isinstance(noted, SavedWithNotes) else noted, overlap)
+    def backward_input(dy: Any, noted: Any, within: Any = None) -> Any:
+        return reported(dy, noted.saved if isinstance(noted, SavedWithNotes) else noted, within)
     return backward_input
 
 

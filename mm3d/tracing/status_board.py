@@ -34,14 +34,10 @@ class StatusBoard:
 
     Attributes
     ----------
-    nodes : list of int
-        The node of each rank.
     memory : mmap
         The rows, each of `ROW_BYTES`.
     numbers : ndarray of int64
         The numbers of all rows, a column for each field.
-    mine : memoryview
-        The numbers of this rank.
     texts : list of slice
         Where this rank's layer and collective are in `memory`.
     """

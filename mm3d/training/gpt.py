@@ -1,7 +1,7 @@
 """Train a GPT: embeddings, a Transformer divided among stages, and the cross entropy."""
 
 import math
-from typing import Any, Callable, ContextManager, Mapping
+from typing import Any, Callable, ContextManager
 
 import numpy as np
 from mpi4py import MPI
@@ -9,25 +9,25 @@ from mpi4py import MPI
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
-from mm3d.grid.agreement import checksum, checksums, same_arguments
+from mm3d.grid.agreement import checksum, same_arguments
 from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import gpt2_values
-from mm3d.model.parameters import Parameter, Trained, check_state
+from mm3d.model.parameters import Parameter
 from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary, draw_ends
 from mm3d.training.mesh import Mesh
-from mm3d.training.pipeline import Pipeline
+from mm3d.training.pipeline import Pipeline, Staged
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.tied import TiedStages
 
 
-class GPT(PlainNumbers, Trained):
+class GPT(PlainNumbers, Staged):
     """Train a causal language model of pre-LN Transformer layers, on any mesh.
 
     x = E[token] + P[position], without P where positions are rotary; then the layers, a last norm,
@@ -49,6 +49,8 @@ class GPT(PlainNumbers, Trained):
         Returns, for an action of the schedule, a context in which it is executed.
     asleep : bool
         Whether this rank sleeps while it waits for messages of other stages.
+    drawn : bool
+        Whether initial values are drawn; else they are 0, for a caller that loads all of them.
     **fields
         With a mesh: what is trained, and how it is divided.
 
@@ -81,7 +83,7 @@ class GPT(PlainNumbers, Trained):
 
     def __init__(self, where: Mesh | Config, comm: MPI.Intracomm | None = None, *,
                  around: Callable[[Action], ContextManager] | None = None, asleep: bool = False,
-                 **fields: Any) -> None:
+                 drawn: bool = True, **fields: Any) -> None:
         mesh, config = _place(where, comm, fields)
         model, how = config.model, config.division
         rows = None if how.microbatches == 1 and isinstance(how.schedule, Schedule) else (
@@ -96,7 +98,7 @@ class GPT(PlainNumbers, Trained):
         self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
         self.shape, self.loss_scale = (model.batch, model.seq), 1.0
         self.optimizer: Callable[[], Any] = lambda: None
-        values = gpt2_values(model.layers)
+        values = gpt2_values(model.layers) if drawn else lambda *_: (0, math.inf)
         self.pipeline = Pipeline(
             mesh, how.schedule, rows, around=around, asleep=asleep, initial_values=values,
             synchronous=how.synchronous, zero=how.zero, in_flight=how.in_flight,
@@ -216,8 +218,10 @@ class GPT(PlainNumbers, Trained):
     def _checked(self, tokens: Any, targets: Any,
                  given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
         """Check a batch as `check_batch`; add its checksums to `given`, which ranks compare."""
+        if not self.mesh.scheme.grid.backend.has_contents:    # it is that of `rehearse`
+            return tokens, targets, targets.size
         found = check_batch(tokens, targets, self.shape, self.vocab, self.ignored)
-        if self.comm.size > 1 and self.mesh.scheme.grid.backend.has_contents:
+        if self.comm.size > 1:
             given |= {"tokens": checksum(found[0]), "targets": checksum(found[1])}
         return found
 
@@ -292,40 +296,6 @@ class GPT(PlainNumbers, Trained):
         """Reset the counts of traffic to zero."""
         self.pipeline.reset_traffic()
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Gather every parameter as a global array on every rank, by name; for checks."""
-        return self._gather("state", lambda p: p.gather(p.master))
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Gather every gradient as a global array on every rank, by name; for checks."""
-        return self._gather("gradients", lambda p: p.gather(p.grad))
-
-    def _gather(self, call: str, of: Any, **facts: Any) -> dict[str, Any]:
-        """Gather `of(parameter)` of all parameters on every rank, in the order of the model."""
-        with same_arguments(self.comm, call) as given:
-            given |= facts
-        own = {p.name: of(p) for p in self.trained}
-        own = own if self.mesh.replica == self.mesh.place == 0 else {}
-        found = {name: a for every in reversed(self.comm.allgather(own))
-                 for name, a in every.items()}
-        return {name: found[name] for name in sorted(found, key=_place_in_model)}
-
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load all parameters from global arrays by name, as returned by `state`.
-
-        Every rank must call it, with the same arrays.
-
-        Raises
-        ------
-        ValueError
-            On every rank alike, when a parameter is missing, unknown, of another shape, or not of
-            real numbers alone, or one rank has another array; nothing is loaded then.
-        """
-        shapes = self._gather("load", lambda p: p.public_shape, **checksums(state))
-        check_state(state, shapes)
-        for p in self.trained:
-            p.load(np.asarray(state[p.name]))
-
     def free(self) -> None:
         """Free the communicators of the model, and a mesh that it made; every rank must call it.
 
@@ -350,10 +320,3 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
     how = where.division
     return Mesh(comm, how.stages, how.scheme, how.grid, how.backend, data=how.data,
                 shards=how.shards, context=how.context), where
-
-
-def _place_in_model(name: str) -> tuple[int, int]:
-    """Return a key to sort parameters by, the same for all parameters of a layer."""
-    ends = {"embedding": 0, "positions": 1, "norm": 3, "head": 4}
-    part, _, rest = name.partition(".")
-    return (ends[part], 0) if part in ends else (2, int(rest.partition(".")[0]))

@@ -6,7 +6,8 @@ where both stages have the same grid, its whole block in one message.  Nothing i
 
 import math
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from functools import partial
+from typing import Any, Callable, Mapping, Sequence
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
@@ -43,19 +44,17 @@ class Transfer:
         return math.prod(stop - start for start, stop in self.box)
 
 
-def activation_blocks(scheme: type[Scheme], grid: GridShape, shape: tuple[int, int, int],
-                      options: Mapping[str, Any]) -> list[Box]:
-    """Return the block of an activation of global `shape` that each rank of a grid holds."""
-    return [activation_block(scheme, grid, shape, options, coords)
+def layout_blocks(layout: Layout, grid: GridShape, shape: tuple[int, ...]) -> list[Box]:
+    """Return the block of an array of global `shape` that each rank of a grid holds."""
+    return [tuple((one.start, one.stop) for one in layout.slices(grid, shape, coords))
             for coords in grid.all_coordinates()]
 
 
-def activation_block(scheme: type[Scheme], grid: GridShape, shape: tuple[int, int, int],
-                     options: Mapping[str, Any], coords: Mapping[str, int]) -> Box:
-    """Return the block of an activation that the rank of a grid at `coords` holds."""
+def activation_blocks(scheme: type[Scheme], grid: GridShape, shape: tuple[int, int, int],
+                      options: Mapping[str, Any]) -> list[Box]:
+    """Return the block of an activation of global `shape` that each rank of a grid holds."""
     rows, features = scheme.layouts(grid, *shape[:2], **options)[0][:2]
-    slices = Layout(f"{rows},{features}").slices(grid, shape, coords)
-    return tuple((one.start, one.stop) for one in slices)
+    return layout_blocks(Layout(f"{rows},{features}"), grid, shape)
 
 
 def transfers(sources: Sequence[Box], targets: Sequence[Box], source: int | None = None,
@@ -86,7 +85,50 @@ def transfers(sources: Sequence[Box], targets: Sequence[Box], source: int | None
 Arriving = list[tuple[Transfer, Pending]]    # the parts of a rank's block
 
 
-class Hops:
+class BlockMessages:
+    """Send parts of a rank's block, and receive the parts of one; count what is sent.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The ranks; every one creates it.
+    synchronous, asleep : bool
+        See `mm3d.transport.point_to_point.PointToPoint`.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        Blocks (calls), messages, words and bytes that this rank has sent.
+    """
+
+    _own: Box    # this rank's block
+
+    def __init__(self, mesh: Mesh, synchronous: bool, asleep: bool) -> None:
+        self.mesh = mesh
+        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
+        self.traffic = Traffic()
+
+    def send_parts(self, block: Array, parts: Sequence[Transfer],
+                   rank_of: Callable[[int], int], tag: int) -> None:
+        """Begin to send parts of this rank's `block`, each to the `rank_of` its target."""
+        traffic = self.traffic
+        traffic.calls += 1
+        for one in parts:
+            self.messages.send(block[within(one.box, self._own)], rank_of(one.target), tag)
+            traffic.messages += 1
+            traffic.words += one.words
+            traffic.moved += one.words
+            traffic.bytes += one.words * block.dtype.itemsize
+
+    def receive_parts(self, dtype: Any, parts: Sequence[Transfer],
+                      rank_of: Callable[[int], int], tag: int) -> Arriving:
+        """Begin to receive parts of this rank's block, each from the `rank_of` its source."""
+        return [(one, self.messages.begin_receive(
+            tuple(stop - start for start, stop in one.box), dtype, rank_of(one.source), tag))
+            for one in parts]
+
+
+class Hops(BlockMessages):
     """Send and receive the results of a schedule's actions, and count them.
 
     Parameters
@@ -102,11 +144,6 @@ class Hops:
     synchronous, asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
 
-    Attributes
-    ----------
-    traffic : Traffic
-        Blocks (calls), messages, words and bytes that this rank has sent.
-
     Raises
     ------
     ValueError
@@ -118,14 +155,13 @@ class Hops:
 
     def __init__(self, mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], dtype: Any,
                  synchronous: bool = False, asleep: bool = False) -> None:
-        self.mesh, self.schedule, self.shape, self.dtype = mesh, schedule, shape, dtype
+        self.schedule, self.shape, self.dtype = schedule, shape, dtype
         needed, available = 2 * schedule.stage_count * schedule.microbatches, tag_count(mesh.comm)
         if needed > available:
             raise ValueError(f"{schedule.stage_count} stages of {schedule.microbatches} "
                              f"micro-batches need {needed} tags, and this MPI has {available}: "
                              f"fewer micro-batches would do")
-        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
-        self.traffic = Traffic()
+        super().__init__(mesh, synchronous, asleep)
         self._own = self._blocks(mesh.stage)[mesh.place]
         self._known: dict[tuple[int, int], list[Transfer]] = {}
 
@@ -150,22 +186,13 @@ class Hops:
 
     def send(self, event: Event, block: Array, target: int) -> None:
         """Begin to send this rank's `block`, the result of `event`, to the stage `target`."""
-        traffic = self.traffic
-        traffic.calls += 1
-        for one in self._transfers(self.mesh.stage, target):
-            part = block[_within(one.box, self._own)]
-            self.messages.send(part, self.mesh.rank(target, one.target), self.tag(event))
-            traffic.messages += 1
-            traffic.words += one.words
-            traffic.moved += one.words
-            traffic.bytes += one.words * block.dtype.itemsize
+        self.send_parts(block, self._transfers(self.mesh.stage, target),
+                        partial(self.mesh.rank, target), self.tag(event))
 
     def begin_receive(self, event: Event, source: int) -> Arriving:
         """Begin to receive this rank's block of the result of `event` from the stage `source`."""
-        return [(one, self.messages.begin_receive(
-            tuple(stop - start for start, stop in one.box), self.dtype,
-            self.mesh.rank(source, one.source), self.tag(event)))
-            for one in self._transfers(source, self.mesh.stage)]
+        return self.receive_parts(self.dtype, self._transfers(source, self.mesh.stage),
+                                  partial(self.mesh.rank, source), self.tag(event))
 
     def complete(self, parts: Arriving) -> Array:
         """Wait for a block that `begin_receive` has begun to receive, and return it."""
@@ -176,11 +203,11 @@ class Hops:
             tuple(stop - start for start, stop in own), self.dtype)
         while parts:
             one, pending = parts.pop()
-            block[_within(one.box, own)] = self.messages.complete(pending)
+            block[within(one.box, own)] = self.messages.complete(pending)
         return block
 
 
-def _within(box: Box, own: Box) -> tuple[slice, ...]:
+def within(box: Box, own: Box) -> tuple[slice, ...]:
     """Return the slices of `box` in the block `own`."""
     return tuple(slice(start - first, stop - first)
                  for (start, stop), (first, _) in zip(box, own))

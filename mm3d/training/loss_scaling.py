@@ -47,6 +47,9 @@ class LossScaling(PlainNumbers):
         self.hysteresis, self.smallest, self.scale = hysteresis, smallest, float(initial)
         self.good_steps = self.overflows = self.skipped = 0
 
+    def __repr__(self) -> str:
+        return f"LossScaling(scale={self.scale}, skipped={self.skipped}; {self.rule()})"
+
     def rule(self) -> str:
         """Return how the factor changes, as a text."""
         return (f"growth {self.growth!r} after {self.interval}, backoff {self.backoff!r} after "

@@ -120,7 +120,8 @@ class Mesh(Shown):
     def __repr__(self) -> str:
         replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""
         own = f"of replica {self.replica}, " if self.data_grid else ""
-        return (f"Mesh({replicas}{self.shape['s']} stages; rank {self.comm.rank} is {self.place} "
+        stages = f"{self.shape['s']} stage{'s' * (self.shape['s'] > 1)}"
+        return (f"Mesh({replicas}{stages}; rank {self.comm.rank} is {self.place} "
                 f"of stage {self.stage}, {own}{self.scheme!r})")
 
     @property
@@ -158,18 +159,18 @@ def check_data(ranks: int, data: int, shards: int | None, context: int = 1) -> i
     """Check the numbers of replicas and shards as in `Mesh`; return the number of shards."""
     if not is_count(context) or ranks % context:
         raise ValueError(f"context={context!r} does not divide {ranks} ranks into equal parts: "
-                         f"{divisors(ranks)} would do")
+                         f"{divisor_text(ranks)} would do")
     ranks //= context
     if not is_count(data) or ranks % data:
         raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
-                         f"{divisors(ranks)} would do")
+                         f"{divisor_text(ranks)} would do")
     replicas = int(data) * int(context)
     if shards is None:
         return replicas
     if not is_count(shards) or replicas % shards:
         of = f"data={data}" + f" x context={context}" * (context > 1)
         raise ValueError(f"shards={shards!r} does not divide {of} replicas into equal groups: "
-                         f"{divisors(replicas)} would do")
+                         f"{divisor_text(replicas)} would do")
     return int(shards)
 
 
@@ -179,7 +180,7 @@ def is_count(number: Any) -> bool:
             and number >= 1)
 
 
-def divisors(number: int) -> str:
+def divisor_text(number: int) -> str:
     """List the divisors of a number, as text."""
     return ", ".join(str(one) for one in range(1, number + 1) if not number % one)
 
@@ -189,7 +190,7 @@ def stage_grids(kind: type[Scheme], ranks: int, stages: int,
     """Return the grid of each stage; parameters and errors as in `Mesh`."""
     if not is_count(stages) or ranks % stages:
         raise ValueError(f"{stages} stages do not divide {ranks} ranks into equal groups: "
-                         f"{divisors(ranks)} would do")
+                         f"{divisor_text(ranks)} would do")
     stages = int(stages)
     share = ranks // stages
     if grid is None:

@@ -90,6 +90,12 @@ class Optimizer(PlainNumbers, ABC):
             model.optimizer = weakref.ref(self)    # whose numbers a step compares over all ranks
         self._announce_scale()
 
+    def __repr__(self) -> str:
+        said = {"lr": self.lr} | self.options() | {"steps": self.steps}
+        elements = sum(math.prod(t.master.shape) for t in self.model.trained)
+        return (f"{type(self).__name__}({', '.join(f'{name}={said[name]}' for name in said)}) of "
+                f"{len(self.model.trained)} parameters, {elements} elements here")
+
     def _check(self) -> None:
         """Raise ValueError for numbers out of range, and for models that it cannot train."""
         check_range("lr", self.lr, 0 <= self.lr < math.inf, "at least 0")

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
@@ -14,7 +15,7 @@ from mm3d.grid.agreement import checksums, same_arguments
 from mm3d.grid.axis import Axis, Traffic, TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
-from mm3d.model.parameters import Parameter, Trained, check_state
+from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.stack import Stack, make_of_fields
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_layers import transformer_layers
@@ -28,7 +29,24 @@ from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
 
 
-class Pipeline(Trained):
+class Staged(Trained):
+    """Gather what the stages of a mesh hold of a model; every rank must call it."""
+
+    mesh: Mesh
+
+    def _gather(self, call: str, of: Callable[[Parameter], Any],
+                loaded: Mapping[str, np.ndarray] = MappingProxyType({})) -> dict[str, Any]:
+        """Return `of(parameter)` of all stages on every rank, which compare what is `loaded`."""
+        with same_arguments(self.mesh.comm, call) as given:
+            given |= checksums(loaded)
+        own = {p.name: of(p) for p in self.trained}
+        own = own if self.mesh.replica == self.mesh.place == 0 else {}
+        found = {name: a for every in reversed(self.mesh.comm.allgather(own))
+                 for name, a in every.items()}
+        return {name: found[name] for name in sorted(found, key=_place_in_model)}
+
+
+class Pipeline(Staged):
     """Divide a Transformer among the stages of a mesh, and execute a schedule.
 
     Layers are numbered, named and drawn as in the model on one stage, so both are the same model.
@@ -246,45 +264,6 @@ class Pipeline(Trained):
             grid.reset_traffic()
         self.hops.traffic = Traffic()
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Gather every parameter of all stages, as `mm3d.Transformer.state`; for checks."""
-        return self._gather("state", Transformer.state)
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Gather every gradient of all stages, as `mm3d.Transformer.gradients`; for checks."""
-        return self._gather("gradients", Transformer.gradients)
-
-    def _gather(self, call: str, of: Callable[[Transformer], dict[str, Any]],
-                **facts: Any) -> dict[str, Any]:
-        """Gather `of(chunk)`, by name, of all chunks on every rank, in the layers' order."""
-        with same_arguments(self.comm, call) as given:
-            given |= facts
-        own = {stage: of(chunk)
-               for stage, chunk in zip(self.schedule.stages[self.mesh.stage], self.chunks)}
-        first = self.mesh.replica == self.mesh.place == 0
-        every = self.comm.allgather(own if first else {})
-        by_stage = {stage: arrays for one in every for stage, arrays in one.items()}
-        return {name: a for stage in sorted(by_stage) for name, a in by_stage[stage].items()}
-
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load all parameters from global arrays by name, as returned by `state`.
-
-        Every rank must call it, with the same arrays.
-
-        Raises
-        ------
-        ValueError
-            On every rank alike, when a parameter of any stage is missing, unknown, of another
-            shape, or not of real numbers alone, and when one rank has another array than the rest;
-            nothing is loaded then.
-        """
-        check_state(state, self._gather(
-            "load", lambda chunk: {p.name: p.public_shape for p in chunk.parameters},
-            **checksums(state)))
-        for chunk in self.chunks:
-            own = {p.name for p in chunk.parameters}
-            chunk.load({name: a for name, a in state.items() if name in own})
-
     def free(self) -> None:
         """Free the communicators of messages and experts; every rank must call it."""
         self.hops.messages.free()
@@ -314,3 +293,10 @@ def check_context(ranks: int, stack: Stack, way: str) -> None:
     if ranks > 1 and stack.experts:
         raise ValueError(f"context={ranks} divides sequences, which experts route whole: "
                          f"context=1, or no experts, would do")
+
+
+def _place_in_model(name: str) -> tuple[int, int]:
+    """Return a key to sort parameters by, the same for all parameters of a layer."""
+    ends = {"embedding": 0, "positions": 1, "norm": 3, "head": 4}
+    part, _, rest = name.partition(".")
+    return (ends[part], 0) if part in ends else (2, int(rest.partition(".")[0]))

@@ -3,17 +3,18 @@
 `mm3d.model.heads.TiedWeight` ties them on one stage.
 """
 
+from functools import partial
+
 from mm3d.grid.axis import Traffic
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model.parameters import Parameter
-from mm3d.training.hops import Box, transfers
+from mm3d.training.hops import BlockMessages, layout_blocks, transfers, within
 from mm3d.training.mesh import Mesh
 from mm3d.training.sharded_parameters import shard_layout
-from mm3d.transport.point_to_point import PointToPoint
 
 
-class TiedStages:
+class TiedStages(BlockMessages):
     """Sum the gradients of a table that the first and the last stage of a schedule hold.
 
     Parameters
@@ -33,8 +34,7 @@ class TiedStages:
     def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
                  asleep: bool = False, divided: bool = False,
                  synchronous: bool = False) -> None:
-        self.mesh = mesh
-        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
+        super().__init__(mesh, synchronous, asleep)
         layout, grids = Layout(mesh.scheme.down_weight), [mesh.grids[stage] for stage in stages]
         # Shards are exchanged by all ranks that divide a copy, and blocks inside a replica.
         self._first, number = mesh.replica, mesh.place
@@ -45,7 +45,7 @@ class TiedStages:
             grids = [GridShape.from_sizes(sizes | dict(grid)) for grid in grids]
         if mesh.stage in stages:
             mine = stages.index(mesh.stage)
-            own, others = (table_blocks(grids[n], layout, shape) for n in (mine, 1 - mine))
+            own, others = (layout_blocks(layout, grids[n], shape) for n in (mine, 1 - mine))
             self._other, self._own = stages[1 - mine], own[number]
             self._sent = transfers(own, others, source=number)
             self._received = transfers(others, own, target=number)
@@ -67,35 +67,14 @@ class TiedStages:
         """
         if parameter is None:
             return
-        other, own = self._other, self._own
-        receives = [(one, self.messages.begin_receive(
-            tuple(stop - start for start, stop in one.box), parameter.grad.dtype,
-            self._rank(other, one.source), 0)) for one in self._received]
-        traffic.calls += 1
-        for one in self._sent:
-            part = self.mesh.scheme.grid.backend.contiguous(parameter.grad[_slices(one.box, own)])
-            self.messages.send(part, self._rank(other, one.target), 0)
-            traffic.messages += 1
-            traffic.words += one.words
-            traffic.moved += one.words
-            traffic.bytes += one.words * part.dtype.itemsize
+        self.traffic, other = traffic, partial(self._rank, self._other)
+        receives = self.receive_parts(parameter.grad.dtype, self._received, other, 0)
+        self.send_parts(parameter.grad, self._sent, other, 0)
         parts = [(one, self.messages.complete(pending)) for one, pending in receives]
         self.messages.finish()    # what was sent may be a view of the gradient
         for one, part in parts:
-            parameter.grad[_slices(one.box, own)] += part
+            parameter.grad[within(one.box, self._own)] += part
 
     def free(self) -> None:
         """Free the communicator of the messages; every rank must call it."""
         self.messages.free()
-
-
-def table_blocks(grid: GridShape, layout: Layout, shape: tuple[int, int]) -> list[Box]:
-    """Return the block of the table that each rank of a grid holds."""
-    return [tuple((one.start, one.stop) for one in layout.slices(grid, shape, coords))
-            for coords in grid.all_coordinates()]
-
-
-def _slices(box: Box, own: Box) -> tuple[slice, ...]:
-    """Return the slices of `box` in the block `own`."""
-    return tuple(slice(start - first, stop - first)
-                 for (start, stop), (first, _) in zip(box, own))

@@ -3,9 +3,13 @@
 Each rank has a counter in shared memory.  To arrive at a barrier it adds one and wakes the ranks
 that sleep on the counter; to complete the barrier it waits until the other counters are as high.
 Stores before the arrival are visible to the others afterwards: x86-64 keeps the order of stores
-(on other processors `mm3d.transport.choice` takes MPI).  A waiting rank
-yields its core, and soon sleeps until it is woken.  If no other rank needs the core it polls
-longer before it sleeps, since waking takes longer than most waits.
+(on other processors `mm3d.transport.choice` takes MPI).
+
+To wake a rank takes longer than most waits, and then the others wait for it, asleep in their turn.
+So where the ranks of the node have a core each, a rank that waits looks at the counter for about
+three times as long as waking takes.  It does not yield its core meanwhile: recent Linux takes the
+rest of its time from a task that yields, which then runs late if another program needs the core.
+Where ranks share cores it yields, and soon sleeps.
 
 In a broadcast only the root is waited for, and in a reduction only the root waits; the other
 ranks arrive and continue.  So a rank can be some barriers ahead.  It reuses a slot only after all
@@ -24,12 +28,13 @@ from typing import Iterable
 import numpy as np
 from mpi4py import MPI
 
+from mm3d import launcher
 from mm3d.transport import call_check
 from mm3d.transport.call_check import Call
 
 SLOTS = 4                   # of messages and calls: a rank is at most SLOTS - 1 barriers ahead
-SHARED_CORE_POLLS = 2       # of a counter, yielding the core each time, before a rank sleeps
-OWN_CORE_POLLS = 50         # the same if no other rank needs the core
+OWN_CORE_LOOKS = 4000       # at a counter, before a rank yields its core: a fifth of a millisecond
+YIELDS = 2                  # before a rank sleeps, with a look after each
 SLEEP_NS = 10_000_000       # of one sleep; longer waits let MPI make progress in between
 IN_MESSAGES = -2            # instead of a region: the arrays are in messages
 NO_ROOM = -1                # instead of a region: there was no room for one
@@ -42,7 +47,7 @@ _system_call.restype = ctypes.c_long
 _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
                          ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
 _sleep_time = (ctypes.c_long * 2)(0, SLEEP_NS)
-_words = struct.Struct(f"={call_check.CALL_WORDS + 2}q")    # call, hash of earlier calls, region
+_words = struct.Struct(f"={8 * call_check.CALL_WORDS}s2q")    # call, hash of those before, region
 HEAD_BYTES = 64    # of a rank's counter, and what is beside it
 BARRIER_BYTES = HEAD_BYTES + SLOTS * _words.size    # that a rank needs for barriers
 
@@ -57,19 +62,20 @@ class Barrier:
     rows : ndarray of uint8
         Shared memory, a row for each rank, all zero at first.  The first `BARRIER_BYTES` of a row
         are used, except for bytes 16 to 63.
-    polls : int
-        Number of polls of a counter before a rank sleeps until it is woken.
 
     Attributes
     ----------
+    looks : int
+        Number of looks at a counter before this rank yields its core, and then sleeps.
     turn : int
         Number of the last barrier that this rank arrived at.
     completed : int
         Number of a barrier that all ranks are known to have arrived at.
     """
 
-    def __init__(self, comm: MPI.Intracomm, rows: np.ndarray, polls: int) -> None:
-        self.comm, self.rank, self.size, self.polls = comm, comm.rank, comm.size, polls
+    def __init__(self, comm: MPI.Intracomm, rows: np.ndarray) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.looks = 0 if launcher.oversubscribed() else OWN_CORE_LOOKS
         # Beside a rank's counter is 1 + the rank that it sleeps for; 0 if it is awake.
         head = rows[:, :HEAD_BYTES].view(np.int64)
         self._counters, self._asleep = head[:, 0].data, head[:, 1].data
@@ -86,8 +92,9 @@ class Barrier:
     def arrive(self, call: Call, region: int = IN_MESSAGES) -> int:
         """Arrive at the next barrier with a description of the call; return its number."""
         turn = self.turn + 1
-        self.await_slot(turn)
-        _words.pack_into(self._calls[turn % SLOTS][self.rank], 0, *call, self.earlier_calls,
+        if self.completed < turn - SLOTS + 1:
+            self.await_slot(turn)
+        _words.pack_into(self._calls[turn % SLOTS][self.rank], 0, call.packed, self.earlier_calls,
                          region)
         self.turn = turn
         self._counters[self.rank] = turn
@@ -99,16 +106,16 @@ class Barrier:
 
     def await_slot(self, turn: int) -> None:
         """Wait until no rank reads the slot of the barrier `turn` any longer."""
-        if self.completed < turn - SLOTS + 1:
-            self.await_all(turn - SLOTS + 1)
+        self.await_all(turn - SLOTS + 1)
 
     def await_all(self, turn: int) -> None:
         """Wait until all ranks have arrived at the barrier `turn`."""
-        counters = self._counters
-        for rank in self._others:
-            if counters[rank] < turn:
-                self._wait(rank, turn)
-        self.completed = turn
+        if self.completed < turn:
+            counters = self._counters
+            for rank in self._others:
+                if counters[rank] < turn:
+                    self._wait(rank, turn)
+            self.completed = turn
 
     def await_rank(self, rank: int, turn: int) -> None:
         """Wait until `rank` has arrived at the barrier `turn`."""
@@ -116,15 +123,19 @@ class Barrier:
             self._wait(rank, turn)
 
     def _wait(self, rank: int, turn: int) -> None:
-        """Poll, then sleep, until `rank` has arrived at the barrier `turn`."""
-        for _ in range(self.polls):
+        """Look, then sleep, until `rank` has arrived at the barrier `turn`."""
+        counters = self._counters
+        for _ in range(self.looks):
+            if counters[rank] >= turn:
+                return
+        for _ in range(YIELDS):
             os.sched_yield()
-            if self._counters[rank] >= turn:
+            if counters[rank] >= turn:
                 return
         self._asleep[self.rank] = rank + 1
         with self._fence:
             pass
-        while (seen := self._counters[rank]) < turn:
+        while (seen := counters[rank]) < turn:
             # The kernel compares the low half of the counter with that of the value seen.
             if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _sleep_time,
                             None, 0):

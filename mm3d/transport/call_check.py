@@ -4,6 +4,8 @@ A rank that makes another call than the rest, or passes another array, is found 
 is read.
 """
 
+import functools
+import struct
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -17,12 +19,27 @@ KINDS = ("a barrier", "all-gather", "reduce-scatter", "all-reduce", "broadcast",
 (BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE_MEMORY,
  ALL_TO_ALL) = range(len(KINDS))
 
-Call = tuple[int, ...]
+KNOWN_CALLS = 1024           # which are remembered: a step repeats those of the step before
+
+_packing = struct.Struct(f"={CALL_WORDS}q")
 
 
+class Call(tuple[int, ...]):
+    """Describe a collective call in `CALL_WORDS` numbers.
+
+    Attributes
+    ----------
+    packed : bytes
+        The numbers as they are in memory.
+    """
+
+    packed: bytes
+
+
+@functools.lru_cache(KNOWN_CALLS)
 def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (),
-                dim: int = 0, counts: Sequence[int] = ()) -> Call:
-    """Encode a collective call in `CALL_WORDS` numbers.
+                dim: int = 0, counts: tuple[int, ...] = ()) -> Call:
+    """Encode a collective call.
 
     Parameters
     ----------
@@ -33,11 +50,13 @@ def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...]
         `BARRIER` and `MORE_MEMORY`.
     dim : int
         The dimension that is divided, or the root of a broadcast or reduce.
-    counts : sequence of int
+    counts : tuple of int
         Lengths of the ranks' blocks along `dim`.
     """
-    return (kind, ord(dtype.char) if dtype else 0, dim, hash(tuple(counts)), len(shape),
-            *shape[:MAX_DIMS], *NO_SIZES[len(shape):])
+    call = Call((kind, ord(dtype.char) if dtype else 0, dim, hash(counts), len(shape),
+                 *shape[:MAX_DIMS], *NO_SIZES[len(shape):]))
+    call.packed = _packing.pack(*call)
+    return call
 
 
 def format_call(words: Sequence[int]) -> str:

@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mm3d import launcher
 from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_indices, resized_shape
 from mm3d.transport import call_check, sums
-from mm3d.transport.barrier import OWN_CORE_POLLS, SHARED_CORE_POLLS
 from mm3d.transport.communicators import create
 from mm3d.transport.lanes import Lane, Part, divide
 from mm3d.transport.mpi import MpiTransport
@@ -117,9 +115,8 @@ class HierarchicalTransport(MpiTransport):
     def _share_memory(self) -> SharedMemory:
         """Make the memory that the ranks of this node share; all ranks fail if one does."""
         memory, problem = None, ""
-        polls = SHARED_CORE_POLLS if launcher.oversubscribed() else OWN_CORE_POLLS
         try:
-            memory = SharedMemory(self.inside, polls)
+            memory = SharedMemory(self.inside)
         except OSError as error:
             problem = str(error)
         problem = next(filter(None, self.comm.allgather(problem)), "")
@@ -151,7 +148,7 @@ class HierarchicalTransport(MpiTransport):
         whole = self._take((math.prod(shape),), a.dtype)
         self._copy(a, whole[places.blocks[self.rank]].reshape(a.shape))
         self.memory.synchronize(
-            call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, counts))
+            call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, tuple(counts)))
         if self.lane is None:
             request = None
         else:
@@ -183,7 +180,8 @@ class HierarchicalTransport(MpiTransport):
         terms = self._take((self.inside.size, a.size), a.dtype)
         self._pack(a, terms[self.index], dim, counts, places)
         self.memory.synchronize(
-            call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts))
+            call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim,
+                                   tuple(counts)))
         start, length = places.nodes[self.node]
         total = self._take((length,), a.dtype)    # the blocks of this node
         own = places.blocks[self.rank]

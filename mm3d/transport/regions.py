@@ -5,6 +5,7 @@ are taken, and given back to the system, without messages.
 """
 
 import mmap
+from typing import Iterable
 
 from mm3d.arrays.pool import IdleMemory, size_class
 
@@ -22,16 +23,25 @@ class Regions:
         The segment in which new regions are made.
     start : int
         Its first free byte.
+
+    Attributes
+    ----------
+    places : list of Place
+        Of each region, the segment and the byte at which it begins.
+    trial : list of tuple
+        Regions taken on trial, and how to undo each.
+    emptied : list of int
+        Regions given back to the system, to be taken again from the next barrier on.
     """
 
     def __init__(self, ranks: int, segment: mmap.mmap, start: int) -> None:
         self.ranks, self.idle, self.in_use = ranks, IdleMemory(), 0
         self._sizes: list[int] = []
-        self._places: list[Place] = []              # of each region
         self._users: list[int] = []                 # number of ranks that still use each
         self._hollow: dict[int, list[int]] = {}     # regions given back to the system, by size
-        self._emptied: list[int] = []               # the same from the next barrier on
-        self._trial: list[tuple] = []               # takes on trial, and how to undo each
+        self.places: list[Place] = []
+        self.emptied: list[int] = []
+        self.trial: list[tuple] = []
         self.add(segment, start)
 
     def __len__(self) -> int:
@@ -40,10 +50,6 @@ class Regions:
     def add(self, segment: mmap.mmap, start: int = 0) -> None:
         """Make new regions in another segment."""
         self._segment, self._used = segment, start
-
-    def place(self, region: int) -> Place:
-        """Return the segment of a region and the byte at which the region begins."""
-        return self._places[region]
 
     def take(self, length: int, trial: bool = False) -> int | None:
         """Take a region of at least `length` bytes; None if the segment has no room for a new one.
@@ -64,20 +70,20 @@ class Regions:
         self._users[region] = self.ranks
         self.in_use += size
         if trial:
-            self._trial.append((region, *undo))
+            self.trial.append((region, *undo))
         return region
 
     def settle(self, keep: bool) -> None:
         """Keep the regions taken on trial, or undo their taking."""
-        while self._trial:
-            region, undo, *arguments = self._trial.pop()
+        while self.trial:
+            region, undo, *arguments = self.trial.pop()
             if not keep:
                 self.in_use -= self._sizes[region]
                 self._users[region] = 0
                 undo(*arguments)
 
     def _new(self, size: int) -> int:
-        self._places.append((self._segment, self._used))
+        self.places.append((self._segment, self._used))
         self._sizes.append(size)
         self._users.append(0)
         self._used += size
@@ -86,15 +92,16 @@ class Regions:
     def _forget(self) -> None:
         """Undo the latest `_new`."""
         self._used -= self._sizes.pop()
-        self._places.pop()
+        self.places.pop()
         self._users.pop()
 
-    def drop(self, region: int) -> None:
-        """Count that a rank has given a region back; it is idle when all ranks have."""
-        self._users[region] -= 1
-        if not self._users[region]:
-            self.idle.put(self._sizes[region], region)
-            self.in_use -= self._sizes[region]
+    def drop(self, given_back: Iterable[int]) -> None:
+        """Count that a rank has given regions back; one is idle when all ranks have."""
+        for region in given_back:
+            self._users[region] -= 1
+            if not self._users[region]:
+                self.idle.put(self._sizes[region], region)
+                self.in_use -= self._sizes[region]
 
     def take_surplus(self) -> list[tuple[mmap.mmap, int, int]]:
         """Return segment, start and size of the idle regions to return to the system.
@@ -103,9 +110,7 @@ class Regions:
         regions are taken again only after the next barrier.
         """
         found = self.idle.take_surplus()
-        if not found and not self._emptied:
-            return []
-        for region in self._emptied:
+        for region in self.emptied:
             self._hollow.setdefault(self._sizes[region], []).append(region)
-        self._emptied = found
-        return [(*self._places[region], self._sizes[region]) for region in self._emptied]
+        self.emptied = found
+        return [(*self.places[region], self._sizes[region]) for region in self.emptied]

@@ -22,8 +22,7 @@ from mpi4py import MPI
 
 from mm3d.arrays.pool import size_class
 from mm3d.transport import call_check
-from mm3d.transport.barrier import (BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SHARED_CORE_POLLS, SLOTS,
-                                    Barrier)
+from mm3d.transport.barrier import BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SLOTS, Barrier
 from mm3d.transport.call_check import Call
 from mm3d.transport.regions import Place, Regions
 
@@ -49,8 +48,6 @@ class SharedMemory:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; all of them make it, and make the same calls in the same order.
-    polls : int
-        Number of polls of a counter before a rank sleeps until it is woken.
 
     Attributes
     ----------
@@ -64,7 +61,7 @@ class SharedMemory:
         in `take` when more is needed.
     """
 
-    def __init__(self, comm: MPI.Intracomm, polls: int = SHARED_CORE_POLLS) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         # Each row has the data of barriers, with the numbers of the last two that the rank wrote
         # notes for; these notes; and slots of messages.
@@ -74,7 +71,7 @@ class SharedMemory:
         length = self.size * stride
         segment = self._open_segment(length + SEGMENT_BYTES, comm.allgather)
         rows = np.frombuffer(segment, np.uint8, length).reshape(self.size, stride)
-        self.barrier = Barrier(comm, rows, polls)
+        self.barrier = Barrier(comm, rows)
         self._noted = [rows[:, 8 * word:8 * word + 8].view(np.int64)[:, 0].data for word in (2, 3)]
         self._notes = [[row[BARRIER_BYTES:notes].view(np.int32).reshape(2, -1)[turn].data
                         for row in rows]
@@ -109,10 +106,8 @@ class SharedMemory:
             On all ranks alike when their calls, or those before, differ.
         """
         barrier, regions, differ = self.barrier, self.regions, ""
-        noted, notes = (which[(barrier.turn + 1) & 1] for which in (self._noted, self._notes))
         if self._given_back:
-            if barrier.completed < barrier.turn:
-                barrier.await_all(barrier.turn)
+            barrier.await_all(barrier.turn)
             self._write_note(barrier.turn + 1)
         turn = barrier.arrive(call, region)
         barrier.await_all(turn)
@@ -120,12 +115,18 @@ class SharedMemory:
         if not agreed:
             differ = barrier.describe_difference(self._all)
         agreed = agreed and region != NO_ROOM
-        regions.settle(agreed)
-        regions.idle.note_in_use(regions.in_use)
+        # Most meetings have little to keep or drop, and each call of a method would be felt.
+        if regions.trial:
+            regions.settle(agreed)
+        idle = regions.idle
+        idle.note_in_use(regions.in_use)
+        noted = self._noted[turn & 1]
         for rank in self._all:
             if noted[rank] == turn:
-                self._read_note(notes[rank])
-        self._release_surplus()
+                note = self._notes[turn & 1][rank]
+                regions.drop(note[1:1 + note[0]])
+        if idle.bytes > idle.bound or regions.emptied:
+            self._release_surplus()
         self._taken = barrier.earlier_calls = 0
         if differ:
             raise ValueError(differ)
@@ -147,11 +148,6 @@ class SharedMemory:
             note[count] = given_back.popleft()
         note[0] = count
         self._noted[turn & 1][self.rank] = turn
-
-    def _read_note(self, note: memoryview) -> None:
-        """Drop the regions that a rank has given back."""
-        for place in range(1, 1 + note[0]):
-            self.regions.drop(note[place])
 
     def all_gather(self, a: np.ndarray, call: Call = _BARRIER) -> list[np.ndarray] | None:
         """Gather the small arrays `a` of all ranks, each flat, to be read before the next barrier.
@@ -211,13 +207,14 @@ class SharedMemory:
         if self._taken == MAX_TAKEN:
             self.synchronize()
         self._taken += 1
-        self.barrier.note_call(length)
-        region = self.regions.take(length)
+        barrier, regions = self.barrier, self.regions
+        barrier.earlier_calls = hash((barrier.earlier_calls, length))
+        region = regions.take(length)
         if region is None:
             size = max(SEGMENT_BYTES, size_class(length))
-            self.regions.add(self._open_segment(size, self._gather_numbers))
-            region = self.regions.take(length)
-        return region, self.regions.place(region)
+            regions.add(self._open_segment(size, self._gather_numbers))
+            region = regions.take(length)
+        return region, regions.places[region]
 
     def try_take(self, length: int) -> tuple[int, Place | None]:
         """Take a region until the next `synchronize`, which keeps or undoes it.
@@ -225,7 +222,7 @@ class SharedMemory:
         The region is `NO_ROOM` if there is no room.  Ranks need not all call it.
         """
         region = self.regions.take(length, trial=True)
-        return (NO_ROOM, None) if region is None else (region, self.regions.place(region))
+        return (NO_ROOM, None) if region is None else (region, self.regions.places[region])
 
     def _open_segment(self, size: int, gather: Callable[[list[int]], list]) -> mmap.mmap:
         """Map a new segment that the first rank creates; OSError on every rank if one fails.

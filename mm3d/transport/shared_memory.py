@@ -11,22 +11,58 @@ the barrier, and if these differ all copy to a new region.  Calls that differ in
 shape or counts raise a ValueError on all ranks before any array is read.
 """
 
+import functools
 import math
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mm3d import launcher
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import block_indices, block_lengths, resized_shape
+from mm3d.arrays.blocks import block_bounds, block_indices, block_lengths, resized_shape
 from mm3d.arrays.pool import Lease
 from mm3d.transport import call_check, sums
-from mm3d.transport.barrier import SHARED_CORE_POLLS, OWN_CORE_POLLS, NO_ROOM
+from mm3d.transport.barrier import NO_ROOM
 from mm3d.transport.call_check import Call
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """Describe a collective on an array that is divided along one dimension.
+
+    Attributes
+    ----------
+    call : Call
+        The description that ranks compare.
+    along : tuple
+        The dimension, and the lengths of the blocks.
+    shape, own : tuple
+        Shape of the whole array, and index of this rank's block.
+    block_bytes, bytes : int
+        Bytes of the longest block, and of the whole.
+    """
+
+    call: Call
+    along: tuple[int, tuple[int, ...]]
+    shape: tuple[int, ...]
+    own: tuple
+    block_bytes: int
+    bytes: int
+
+
+@functools.lru_cache(call_check.KNOWN_CALLS)
+def _divided(kind: int, dtype: np.dtype, shape: tuple[int, ...], dim: int,
+             counts: tuple[int, ...], rank: int) -> _Divided:
+    """Describe a collective; the length of `shape` along `dim` does not matter."""
+    dim, start = dim % len(shape), sum(counts[:rank])
+    shape, longest = (resized_shape(shape, dim, length) for length in (sum(counts), max(counts)))
+    return _Divided(call_check.encode_call(kind, dtype, shape, dim, counts), (dim, counts), shape,
+                    (slice(None),) * dim + (slice(start, start + counts[rank]),),
+                    *(math.prod(one) * dtype.itemsize for one in (longest, shape)))
 
 
 class _SharedLease(Lease):
@@ -38,7 +74,7 @@ class _SharedLease(Lease):
         The memory that the region is in.
     handed_out : weakref to ndarray
         The array returned to the caller: this rank's part of the whole, or its term of a sum.
-    divided : tuple
+    along : tuple
         The dimension along which the whole is divided, and the lengths of the parts.
     partner : ndarray or None
         For a term that is not summed yet: on the first rank all other terms, elsewhere the first.
@@ -48,7 +84,7 @@ class _SharedLease(Lease):
 
     memory: SharedMemory
     handed_out: Any = staticmethod(lambda: None)
-    divided: tuple = ()
+    along: tuple = ()
     partner: np.ndarray | None = None
     number: int = NO_ROOM
 
@@ -73,15 +109,17 @@ class SharedTransport(MpiTransport):
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)
         self.size = comm.size
-        polls = SHARED_CORE_POLLS if launcher.oversubscribed() else OWN_CORE_POLLS
-        self.memory, self.pool = SharedMemory(comm, polls), backend.pool
+        # The largest array of each rank that is passed as a message: reading all of them is fast.
+        self._message_bytes = min(MESSAGE_BYTES, 4 * MESSAGE_BYTES // self.size)
+        self.memory, self.pool = SharedMemory(comm), backend.pool
 
     def barrier(self) -> None:
         self.memory.synchronize()
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
-        whole, lease = self._lend(*self._take(resized_shape(shape, dim, sum(counts)), dtype))
-        return _mark_placed(whole, lease, dim, counts, self._own_index(whole.ndim, dim, counts))
+        dtype = np.dtype(dtype)
+        divided = _divided(call_check.ALL_GATHER, dtype, shape, dim, tuple(counts), self.rank)
+        return _mark_placed(*self._lend(*self._take(divided.shape, dtype)), divided)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         first, lease = self._lend(*self._take(shape, dtype))
@@ -97,50 +135,46 @@ class SharedTransport(MpiTransport):
         return (self.backend.empty if small else self.term)(shape, dtype)
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
-        dim %= a.ndim
-        shape = resized_shape(a.shape, dim, sum(counts))
-        call = call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, counts)
+        divided = _divided(call_check.ALL_GATHER, a.dtype, a.shape, dim, tuple(counts), self.rank)
         lease = self._find_lease(a)
-        if lease is not None and lease.divided == (dim, counts):
-            if self.memory.synchronize(call, lease.item):
+        if lease is not None and lease.along == divided.along:
+            if self.memory.synchronize(divided.call, lease.item):
                 return _read_only_view(a.base)
-        elif self._fits_message(resized_shape(a.shape, dim, max(counts)), a.dtype):
-            parts = self.memory.all_gather(a, call)
+        elif divided.block_bytes <= self._message_bytes:
+            parts = self.memory.all_gather(a, divided.call)
             if parts is not None:
-                return self._join_blocks(parts, a, dim, counts)
+                return self._join_blocks(parts, a, divided)
         else:
-            whole, region = self._take(shape, a.dtype, trial=True)
+            whole, region = self._take(divided.shape, a.dtype, trial=True)
             if whole is not None:
-                self._copy(a, whole[self._own_index(a.ndim, dim, counts)])
-            if self.memory.synchronize(call, region):
+                self._copy(a, whole[divided.own])
+            if self.memory.synchronize(divided.call, region):
                 return _read_only_view(self._lend(whole, region)[0])
         # Some blocks were placed and some were not, or there was no room: copy all to new memory.
         return self.all_gather(self._copy(a, self.block(a.shape, a.dtype, dim, counts)), dim,
                                counts)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
-        dim %= a.ndim
-        call = call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts)
-        own = self._own_index(a.ndim, dim, counts)
-        if not self._is_term(a) and self._fits_message(a.shape, a.dtype):
-            parts = self.memory.all_gather(a, call)
+        divided = _divided(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, tuple(counts),
+                           self.rank)
+        lease = self._find_lease(a)
+        if divided.bytes <= self._message_bytes and (lease is None or lease.partner is None):
+            parts = self.memory.all_gather(a, divided.call)
             if parts is not None:
                 self._moved += a.size
-                return self._sum_messages(parts, a, own)
+                return self._sum_messages(parts, a, divided.own)
             a = self._copy(a, self.term(a.shape, a.dtype))
-        first, others = self._terms(a, call)
-        part = _mark_placed(first, self.pool.lease_of(first), dim, counts, own)
-        return self._add(part, [other[own] for other in others])
-
-    def _is_term(self, a: Array) -> bool:
-        """Return whether `a` was allocated as a term of a sum, and is not summed yet."""
-        lease = self._find_lease(a)
-        return lease is not None and lease.partner is not None
-
-    def _terms(self, a: Array, call: Call) -> tuple[Array, Array]:
-        """Return the first rank's term and the others' terms, in shared memory."""
-        if self._is_term(a):
             lease = self._find_lease(a)
+        first, others = self._terms(a, lease, divided.call)
+        part = _mark_placed(first, self.pool.lease_of(first), divided)
+        return self._add(part, [other[divided.own] for other in others])
+
+    def _terms(self, a: Array, lease: _SharedLease | None, call: Call) -> tuple[Array, Array]:
+        """Return the first rank's term and the others' terms, in shared memory.
+
+        `lease` is that of `a`, which may be a term already that is not summed yet.
+        """
+        if lease is not None and lease.partner is not None:
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
             if self.memory.synchronize(call, lease.number):
                 lease.partner = None
@@ -153,7 +187,8 @@ class SharedTransport(MpiTransport):
                 self._copy(a, others[self.rank - 1] if self.rank else first)
             if self.memory.synchronize(call, region if room else NO_ROOM):
                 return self._lend(first, region)[0], self._lend(others, elsewhere)[0]
-        return self._terms(self._copy(a, self.term(a.shape, a.dtype)), call)
+        term = self._copy(a, self.term(a.shape, a.dtype))
+        return self._terms(term, self._find_lease(term), call)
 
     def _add(self, part: Array, others: list[Array]) -> Array:
         """Add the `others` to `part`, in their order, in place."""
@@ -202,8 +237,9 @@ class SharedTransport(MpiTransport):
             self._moved += a.size
             terms = self.memory.gather(a, root, call)
             return None if terms is None else self._sum_messages(terms, a, ())
-        first, others = self._terms(a, call)
-        own = self._own_index(1, 0, block_lengths(a.size, self.size))
+        first, others = self._terms(a, self._find_lease(a), call)
+        start, length = block_bounds(a.size, self.size, self.rank)
+        own = slice(start, start + length)
         self._add(first.reshape(-1)[own], [other.reshape(-1)[own] for other in others])
         self.memory.synchronize(call)
         return first if self.rank == root else None
@@ -265,11 +301,6 @@ class SharedTransport(MpiTransport):
         lease.memory = self.memory
         return whole, lease
 
-    def _own_index(self, ndim: int, dim: int, counts: list[int]) -> tuple:
-        """Return the index of this rank's part of a whole array."""
-        start = sum(counts[:self.rank])
-        return (slice(None),) * (dim % ndim) + (slice(start, start + counts[self.rank]),)
-
     def _find_lease(self, a: Array) -> _SharedLease | None:
         """Return the lease of `a`; None for views, and for arrays not allocated here."""
         lease = self.pool.lease_of(a)
@@ -278,14 +309,13 @@ class SharedTransport(MpiTransport):
         return lease if known else None
 
     def _fits_message(self, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Return whether an array of each rank fits in a message, and reading all is fast."""
-        largest = min(MESSAGE_BYTES, 4 * MESSAGE_BYTES // self.size)
-        return math.prod(shape) * dtype.itemsize <= largest
+        """Return whether arrays of all ranks are passed as messages."""
+        return math.prod(shape) * dtype.itemsize <= self._message_bytes
 
-    def _join_blocks(self, parts: list[Array], a: Array, dim: int, counts: list[int]) -> Array:
+    def _join_blocks(self, parts: list[Array], a: Array, divided: _Divided) -> Array:
         """Join the flat blocks of all ranks in one array."""
-        out = self.backend.empty(resized_shape(a.shape, dim, sum(counts)), a.dtype)
-        for part, index in zip(parts, block_indices(a.ndim, dim, counts)):
+        out = self.backend.empty(divided.shape, a.dtype)
+        for part, index in zip(parts, block_indices(a.ndim, *divided.along)):
             place = out[index]
             place[...] = part[:place.size].reshape(place.shape)
         self._moved += a.size + out.size
@@ -303,11 +333,10 @@ class SharedTransport(MpiTransport):
         return out
 
 
-def _mark_placed(whole: Array, lease: _SharedLease, dim: int, counts: list[int],
-                 own: tuple) -> Array:
-    """Return this rank's part `own` of a shared array, which is gathered without a copy."""
-    part = whole[own]
-    lease.handed_out, lease.divided = weakref.ref(part), (dim % whole.ndim, counts)
+def _mark_placed(whole: Array, lease: _SharedLease, divided: _Divided) -> Array:
+    """Return this rank's part of a shared array, which is gathered without a copy."""
+    part = whole[divided.own]
+    lease.handed_out, lease.along = weakref.ref(part), divided.along
     return part
 
 

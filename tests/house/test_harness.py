@@ -11,14 +11,22 @@ from support import ROOT, clean_environment, kill_running, run_python, run_ranks
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Run a file of tests under pytest on four ranks, to its end."""
+def write(tmp_path):
+    """Write a file of tests beside what pytest needs to run it."""
     for file in ("setup.cfg", "tests/conftest.py", "tests/tools/support.py"):
         shutil.copy(ROOT / file, tmp_path)
 
-    def run(body: str, *options: str, limit: float = 60, ranks: int = 4):
+    def write(body: str) -> None:
         (tmp_path / "test_it.py").write_text("import sys, time\nimport pytest\n"
                                              "from mpi4py import MPI\n" + body)
+    return write
+
+
+@pytest.fixture
+def run(tmp_path, write):
+    """Run a file of tests under pytest on four ranks, to its end."""
+    def run(body: str, *options: str, limit: float = 60, ranks: int = 4):
+        write(body)
         argv = "-m", "pytest", "-rs", "--color=no", *options, "test_it.py"
         done = run_ranks(ranks, *argv, cwd=tmp_path, MM3D_TEST_TIMEOUT=str(limit))
         done.text = done.stdout + done.stderr
@@ -32,20 +40,24 @@ def on_four(*lines: str) -> str:
     return "\n    ".join(["@pytest.mark.ranks(4)\ndef test_it(comm):", *lines]) + "\n"
 
 
-def test_a_pass_is_reported_once_and_temporary_folders_are_shared(run):
+def test_one_failure_fails_all_and_passes_are_reported_once(run):
+    """The run goes on after it, and temporary folders are shared."""
     done = run("def test_alone(tmp_path): assert MPI.COMM_WORLD.rank == 0\n"
-               "@pytest.mark.ranks(1, 2, 4)\n"
-               "def test_counts(comm, shared_tmp_path):\n"
-               "    (shared_tmp_path / str(comm.rank)).touch()\n"
-               "    comm.barrier()\n"
-               "    assert len(list(shared_tmp_path.iterdir())) == comm.size\n")
-    assert done.returncode == 0, done.text
+               + on_four("print('said by', comm.rank)", "assert comm.rank != 2", "comm.rank")
+               + "@pytest.mark.ranks(1, 2, 4)\n"
+                 "def test_counts(comm, shared_tmp_path):\n"
+                 "    (shared_tmp_path / str(comm.rank)).touch()\n"
+                 "    comm.barrier()\n"
+                 "    assert len(list(shared_tmp_path.iterdir())) == comm.size\n")
+    assert done.returncode == 1, done.text
     assert done.stdout.count("test session starts") == 1
-    assert "4 passed" in done.stdout
+    assert "1 failed, 4 passed" in done.stdout
+    assert "failed on rank 2 of 4: assert 2 != 2" in done.stdout
+    assert "said by 2" in done.stdout and "said by 1" not in done.stdout
 
 
-def test_one_process_runs_what_one_rank_can(tmp_path, run):
-    run("@pytest.mark.ranks(1, 4)\ndef test_it(comm): assert comm.size == 1\n", ranks=1)
+def test_one_process_runs_what_one_rank_can(tmp_path, write):
+    write("@pytest.mark.ranks(1, 4)\ndef test_it(comm): assert comm.size == 1\n")
     done = run_python("-m", "pytest", "-rs", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "1 passed, 1 skipped" in done.stdout
@@ -101,16 +113,6 @@ def test_too_few_ranks_skip_and_say_so(run):
     assert done.returncode == 0, done.text
     assert "1 passed, 1 skipped" in done.stdout
     assert "needs mpirun -n 5" in done.stdout
-
-
-def test_one_failure_fails_all_and_the_run_goes_on(run):
-    done = run("def test_before(): pass\n"
-               + on_four("print('said by', comm.rank)", "assert comm.rank != 2", "comm.rank")
-               + "@pytest.mark.ranks(4)\ndef test_after(comm): assert comm.allreduce(1) == 4\n")
-    assert done.returncode == 1
-    assert "1 failed, 2 passed" in done.stdout
-    assert "failed on rank 2 of 4: assert 2 != 2" in done.stdout
-    assert "said by 2" in done.stdout and "said by 1" not in done.stdout
 
 
 @pytest.mark.slow
@@ -195,8 +197,8 @@ def test_the_marker_needs_the_fixture(run):
     assert "the marker `ranks` is for tests that use the fixture `comm`" in done.text
 
 
-def test_a_launcher_of_another_mpi_is_refused(tmp_path, run):
-    run("def test_it(): pass\n", ranks=1)
+def test_a_launcher_of_another_mpi_is_refused(tmp_path, write):
+    write("def test_it(): pass\n")
     done = run_python("-m", "pytest", cwd=tmp_path, OMPI_COMM_WORLD_LOCAL_SIZE="4")
     assert done.returncode == 2
     assert "started 4 ranks, each alone in its world" in done.stdout + done.stderr

@@ -6,6 +6,7 @@ floors, and no other; a new file needs no entry here.
 
 import ast
 import functools
+import gc
 import re
 from pathlib import Path
 from typing import Iterator
@@ -59,16 +60,35 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
          for package in FLOORS for path in (ROOT / package).rglob("*.py")}
 
 
+# The nodes of a syntax tree that any test here asks for.
+ASKED = {ast.Import, ast.ImportFrom, ast.Compare, ast.match_case, ast.Subscript, ast.Attribute,
+         ast.Dict, ast.FunctionDef, ast.ClassDef}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_search_for_garbage():
+    """Syntax trees are many objects, of which none is garbage."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
+
+
+def asked(tree: ast.AST) -> list[ast.AST]:
+    return [node for node in ast.walk(tree) if type(node) in ASKED]
+
+
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(path: Path) -> list[ast.AST]:
+    """What is asked for of a file, searched once."""
+    return asked(ast.parse(path.read_text()))
 
 
 @functools.cache
 def imported(path: Path) -> set[str]:
     """Dotted names of everything a file imports, wherever in it."""
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -136,8 +156,8 @@ def test_every_room_has_a_floor(package):
 
 def test_files_have_no_circles():
     """The files can be put in an order in which each imports only those before it."""
-    left = {file: {max((f for f in FILES if f"{name}.".startswith(f"{f}.")), key=len, default="")
-                   for name in imported(path)} & FILES.keys() - {file}
+    left = {file: {prefix for name in imported(path) if (prefix := next(
+        (f for f in (name, name.rpartition(".")[0]) if f in FILES), ""))} - {file}
             for file, path in FILES.items()}
     while left:
         ready = [file for file, needs in left.items() if not needs & left.keys()]
@@ -172,11 +192,11 @@ def test_folders_stay_small():
 
 # --- A scheme is known by what it states ------------------------------------------------------
 
-def comparisons(tree: ast.AST, names: set[str]) -> list[int]:
+def comparisons(nodes: list[ast.AST], names: set[str]) -> list[int]:
     """Lines on which something is compared with one of `names`, in a comparison or a case of a
     match, or looked up by it in a dictionary that is written there."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         compared = []
         if isinstance(node, ast.Compare):
             compared = [node.left, *node.comparators]
@@ -206,14 +226,14 @@ def literals(node: ast.AST | None) -> Iterator[object]:
     'x = {"2d": f}.get(name)',
     'match name:\n    case "1d" | "2d": pass', 'x = [n for n in every if n != "serial"]'])
 def test_a_comparison_with_a_scheme_s_name_is_seen(line):
-    assert comparisons(ast.parse(line), set(mm3d.SCHEMES))
+    assert comparisons(asked(ast.parse(line)), set(mm3d.SCHEMES))
 
 
 @pytest.mark.parametrize("line", [
     'x = mm3d.scheme("serial")', 'PAPER = ("1d", "2d", "3d")', 'x = grids["3d"] == (2, 2)',
     'x = size in ("2dx", 3)', 'f(name, like="3d")', 'x = scheme("3d").grid == grid'])
 def test_a_name_as_data_is_not_a_comparison(line):
-    assert not comparisons(ast.parse(line), set(mm3d.SCHEMES))
+    assert not comparisons(asked(ast.parse(line)), set(mm3d.SCHEMES))
 
 
 def test_no_module_asks_for_the_name_of_a_scheme():
@@ -259,7 +279,7 @@ REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
 def handed_on(package: str) -> dict[str, str]:
     """The names that a package hands on, by an import or by a table of names and modules."""
     found = {}
-    for node in ast.walk(parsed(FILES[package])):
+    for node in parsed(FILES[package]):
         if isinstance(node, ast.ImportFrom):
             found |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Dict):
@@ -285,7 +305,7 @@ def origin(name: str) -> str | None:
 @functools.cache
 def needed(file: str) -> set[str]:
     """The files that define what a file imports, or takes from the package `mm3d`."""
-    taken = {f"mm3d.{node.attr}" for node in ast.walk(parsed(FILES[file]))
+    taken = {f"mm3d.{node.attr}" for node in parsed(FILES[file])
              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
              and node.value.id == "mm3d"}
     return {origin(name) for name in (imported(FILES[file]) - FLOORS.keys()) | taken} - {None}
@@ -335,11 +355,11 @@ MANY_FIELDS = {"Settings": 14, "Stack": 13}
 LEAST_PARAMETERS, LEAST_FIELDS = 7, 12    # that are enough anywhere
 
 
-def long_definitions(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+def long_definitions(nodes: list[ast.AST]) -> Iterator[tuple[str, int, bool]]:
     """Each function and dataclass with many parameters or fields, and whether it is a class."""
-    owners = {id(one): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    owners = {id(one): node for node in nodes if isinstance(node, ast.ClassDef)
               for one in node.body}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             given = [one.arg for one in (*node.args.posonlyargs, *node.args.args,
                                          *node.args.kwonlyargs)]

@@ -59,6 +59,12 @@ def test_an_option_means_the_same_wherever_it_is():
     assert len(options()) > 100 and several == PARTICULAR.keys(), several ^ PARTICULAR.keys()
 
 
+def test_verbs_that_print_tables_have_a_format():
+    without = {name.partition(" ")[2] for name, one in leaves(bench(), "bench")
+               if "--format" not in one._option_string_actions}
+    assert without == {"cluster", "merge", "validate"}
+
+
 def test_files_that_are_written_and_sizes_of_the_job_have_one_name():
     found = options()
     assert {kind[1] for kind in found["--out"]} == {"DIR", "FILE"}

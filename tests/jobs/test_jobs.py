@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main as bench
 from bench.cases import combined
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
@@ -468,13 +469,15 @@ def test_the_signal_near_the_limit_stops_the_row_cleanly(tmp_path):
     assert not list((tmp_path / "out").rglob("stop-*"))
 
 
-def test_what_was_seen_by_somebody_else(tmp_path):
+def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
     """The pre-flight of a job: the doctor reads what the ranks have said."""
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
+
     def doctor(**said):
         for name, text in said.items():
             (tmp_path / f"census.{name}").write_text(text)
-        done = run_python("-m", "bench", "doctor", "--ranks", "2", "--seen", str(tmp_path))
-        return done.returncode, done.stdout
+        status = bench(["doctor", "--ranks", "2", "--seen", str(tmp_path)])
+        return status, capsys.readouterr().out
 
     status, out = doctor()
     assert status == 1 and "launcher    launcher: was not started: " in out
@@ -651,19 +654,19 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("words", [
-    ["render", "--site", "gpu4", "--table", "weak", "--scheme", "3d"],    # with a dry run
-    ["train", "--site", "cpu", "--ranks", "8", "--", "--steps", "5"],
-    pytest.param(["collect", "--site", "cpu", "--table", "weak", "--scheme", "3d"],
+@pytest.mark.parametrize("statuses, commands", [
+    ([0, 0], ["render --site gpu4 --table weak --scheme 3d --out",    # with a dry run
+              "train --site cpu --ranks 8 --out"]),
+    pytest.param([1], ["collect --site cpu --table weak --scheme 3d --out"],
                  marks=pytest.mark.slow)])
-def test_no_command_starts_mpi(tmp_path, words):
+def test_no_command_starts_mpi(tmp_path, statuses, commands):
     """An MPI that only starts under its launcher would end it on a login node."""
     out = tmp_path / "results"
     out.mkdir()
     run_file.write_run(made_up(ROW.row), out, ROW.name)
     done = run_python("-c", "import sys; from jobs.__main__ import main\n"
-                            "main(sys.argv[1:])\n"
-                            "from mpi4py import MPI; print(MPI.Is_initialized())",
-                      *words[:1], "--out", str(out), *words[1:])
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
-    assert words[0] != "collect" or list(out.glob("*.html")), done.stderr
+                            "done = [main([*one.split(), sys.argv[1]]) for one in sys.argv[2:]]\n"
+                            "from mpi4py import MPI; print(done, MPI.Is_initialized())",
+                      str(out), *commands)
+    assert done.stdout.splitlines()[-1] == f"{statuses} False", done.stderr
+    assert 0 in statuses or list(out.glob("*.html")), done.stderr

@@ -1,6 +1,6 @@
 """Transformers of other architectures, and their definition in plain NumPy."""
 import mm3d
-from bench.experiments.training.plain_gpt import Part
+from bench.experiments.training.plain_gpt import PlainPart
 
 # Sizes of which nothing divides: 3 heads of keys, each of 2 heads of queries, of 6 features.
 SIZES = dict(layers=2, hidden=10, heads=6, batch=3, seq=7)
@@ -21,11 +21,11 @@ def architecture(name: str) -> mm3d.Architecture:
 
 
 def norm(x, state, name, how):
-    return Part(state, "", how).norm(name, x)
+    return PlainPart(state, "", how).norm(name, x)
 
 
 def plain_layers(x, state, layers, heads, how, causal=True):
     """The definition of a stack of layers, for any architecture without experts."""
     for n in range(layers):
-        x = Part(state, f"layers.{n}.", how).layer(x, heads, causal)
+        x = PlainPart(state, f"layers.{n}.", how).layer(x, heads, causal)
     return x

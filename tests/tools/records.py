@@ -1,5 +1,6 @@
-"""Made-up runs for the tests of files, tables and figures."""
+"""Made-up runs for the tests of files, tables and figures, and their tables as text."""
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -12,13 +13,27 @@ from bench.instruments import spans
 from bench.prediction.waited_step import PARTS as STEP_PARTS
 from bench.records import model_run, run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
+from bench.records.folder import read_folder
 from bench.records.model_run import Run
 from bench.reports.figures import roofline_and_memory
+from bench.reports.formats import render
+from bench.reports.micro_tables import make_parts
+from bench.reports.paper_tables import make_document
 from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
 PARTS = spans.part_names("xyz")
+
+
+def format_record(record: Measurements) -> str:
+    """The tables and notes of a record as text."""
+    return render(make_parts([record]))
+
+
+def format_tables(folder: Path, form: str = "text") -> str:
+    """What ``report`` prints of a folder."""
+    return render(make_document(read_folder(folder)), form)
 
 
 def wait_for_work(run: Run, machine: str, scale: float, shrink: float) -> None:

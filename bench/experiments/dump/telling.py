@@ -3,6 +3,7 @@
 import numpy as np
 from mpi4py import MPI
 
+from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.envelopes import ALARMS, SAMPLES, Distance
@@ -47,6 +48,21 @@ def summary(dump: Dump, verdict: Verdict) -> str:
         return f"{what}: {len(verdict.judged)} tensors inside, at most {ratio:.2g}{left}"
     cause = explain(dump, verdict, MPI.COMM_SELF)
     return f"{what}: {one.place}, {one.ratio:.2g} envelopes: {cause}"
+
+
+def verdict_parts(found: list[tuple[Dump, Verdict]], both: bool) -> list[Part]:
+    """Make a table with a line for each verdict, for a program that reads it."""
+    columns = [Column(name) for name in ("dump", "type", "judged", "first outside", "envelopes",
+                                         "cause", "not judged")]
+    rows: Rows = []
+    for dump, verdict in found:
+        one = verdict.first
+        rows.append([str(dump.folder), type_of(dump), len(verdict.judged),
+                     str(one.place) if one else "", number_cell(one.ratio if one else np.nan),
+                     explain(dump, verdict, MPI.COMM_SELF) if one else "",
+                     ", ".join(map(str, verdict.left))])
+    table = Table("Verdicts", columns, rows)
+    return [table, Notes("Both", tell_both(*found))] if both else [table]
 
 
 def tell_both(one: tuple[Dump, Verdict], other: tuple[Dump, Verdict]) -> list[str]:

@@ -15,32 +15,34 @@ import numpy as np
 from bench.checks import against_serial
 from bench.errors import reject
 from bench.experiments.experts.parts import PARTS, PartClock
-from bench.experiments.experts.problem import ROUTINGS, Subject, routing_settings
-from bench.experiments.experts.verification import Verified, verify_step
+from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
+from bench.experiments.experts.verification import Verified, verify_experts
 from bench.experiments.products import operands
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
 from bench.experiments.torch.serve import Product
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
+from mm3d.launcher import wait_patiently
 from mm3d.tracing.events import PHASES
 
 KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
          "PyTorch grouped")
 
 
-def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Measurements | None:
+def measure_experts(subject: ExpertsSubject, torch: str | None,
+                    limits: Limits) -> Measurements | None:
     """Measure a layer of experts with every routing.
 
     Results, and the words moved, are verified before the first repetition.
 
     Parameters
     ----------
-    subject : Subject
+    subject : ExpertsSubject
         The layer; every rank of its mesh calls this.
     torch : str, optional
         An interpreter that has PyTorch, which is verified and measured too.
@@ -68,10 +70,10 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
             subject.set_routing(routing)
             theirs = {way: reference.ask("check", way, routing) for way in ways}
             wait_patiently(comm)
-            verified.append(verify_step(subject, routing, theirs))
+            verified.append(verify_experts(subject, routing, theirs))
         checks = [check for one in verified for check in one.checks]
         reject(against_serial.failure_message(checks, "a plain computation in float64"))
-        sampler = Sampler(subject)
+        sampler = ExpertsSampler(subject)
         if reference:
             kernels = compare_kernels(sampler.first_products(), case.dtype, subject.grid.backend,
                                       reference, case.seed)
@@ -97,7 +99,7 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
                        kernels, 3 * case.flops)
 
 
-def start_torch(subject: Subject, python: str) -> TorchProcesses:
+def start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
     """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
     case, comm = subject.case, subject.mesh.comm
     arrays = None if comm.rank else {
@@ -110,7 +112,7 @@ def start_torch(subject: Subject, python: str) -> TorchProcesses:
 
 
 @dataclass(frozen=True)
-class Products:
+class FirstProducts:
     """Rows and weights of a rank's first products.
 
     Attributes
@@ -135,22 +137,16 @@ class Products:
         return library.gemm(self.rows, self.weights[0, :, :], out)
 
 
-class Sampler:
-    """Take samples of a layer, its products, and PyTorch.
+class ExpertsSampler:
+    """Take samples of a layer, its products, and PyTorch."""
 
-    Parameters
-    ----------
-    subject : Subject
-        The layer.
-    """
-
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ExpertsSubject) -> None:
         self.subject, self.comm, self.library = subject, subject.mesh.comm, subject.grid.backend
         self.parts = PartClock(subject.layer, self.library.synchronize)
         self.clock = Clock(self.comm)
         self.products = {routing: self._products(routing) for routing in ROUTINGS}
 
-    def _products(self, routing: str) -> Products:
+    def _products(self, routing: str) -> FirstProducts:
         """Make operands of the sizes of the first product with this routing."""
         subject = self.subject
         subject.set_routing(routing)
@@ -161,7 +157,7 @@ class Sampler:
         count = max((one.stop for one in segments), default=0)
         rows = self.library.empty((count, weights.shape[1]), weights.dtype)
         rows[...] = 0.5
-        return Products(rows, weights, segments)
+        return FirstProducts(rows, weights, segments)
 
     def first_products(self) -> list[Product]:
         """Return the products of this rank's experts in the first product, with equal shares."""

@@ -18,8 +18,6 @@ class PlainExperts:
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     parameters : mapping of str to ndarray
         "router.weight" and so on, as in `mm3d`; with "router.bias" where the gate has one.
     x : ndarray

@@ -39,8 +39,6 @@ class ExpertsCase:
         Global number of sequences, and tokens in each.
     dtype : str
         Type of parameters and activations.
-    seed : int
-        Seed of all numbers.
     """
 
     experts: ExpertOptions
@@ -112,12 +110,8 @@ def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> di
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     tokens : int
         Number of tokens that are routed together.
-    layers : int
-        Layers of the model.
     """
     if given := experts.design.given():
         raise UsageError(f"PyTorch's layer beside experts knows none with "
@@ -133,22 +127,18 @@ def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> di
             "share divisor": 1 if first else divisor}
 
 
-class Subject:
+class ExpertsSubject:
     """Hold a layer of experts on a mesh, and this rank's part of its input.
 
     Parameters
     ----------
     mesh : Mesh
         Replicas of one stage.
-    case : ExpertsCase
-        The layer.
     expert_parallel : int, optional
         Number of neighbouring replicas that divide the experts; by default all of them.
 
     Attributes
     ----------
-    layer : ExpertsLayer
-        The layer.
     place : tuple of slice
         This rank's part of the global activations.
     x, dy : Array

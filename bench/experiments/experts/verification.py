@@ -8,11 +8,11 @@ from threadpoolctl import threadpool_limits
 
 from bench.checks import against_serial
 from bench.experiments.experts.plain import PlainExperts
-from bench.experiments.experts.problem import NAME, Subject
-from bench.instruments.clock import wait_patiently
+from bench.experiments.experts.problem import NAME, ExpertsSubject
 from bench.records.measurements import Check
 from mm3d import launcher
 from mm3d.arrays.blocks import block_lengths
+from mm3d.launcher import wait_patiently
 
 # Relative to the largest logit.
 CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}
@@ -49,13 +49,13 @@ class Verified:
     gathered: bool = False
 
 
-def verify_step(subject: Subject, routing: str,
-                torch: dict[str, dict[str, np.ndarray]]) -> Verified:
+def verify_experts(subject: ExpertsSubject, routing: str,
+                   torch: dict[str, dict[str, np.ndarray]]) -> Verified:
     """Run a step from cleared gradients, and compare it with the plain computation.
 
     Parameters
     ----------
-    subject : Subject
+    subject : ExpertsSubject
         The layer, with the router's weight of this routing.
     routing : str
         One of `ROUTINGS`.
@@ -89,7 +89,7 @@ def verify_step(subject: Subject, routing: str,
     return found or Verified(checks)
 
 
-def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, np.ndarray],
+def _compare(subject: ExpertsSubject, routing: str, blocks: list, gradients: dict[str, np.ndarray],
              dropped: np.ndarray, words: np.ndarray,
              torch: dict[str, dict[str, np.ndarray]]) -> Verified:
     """Compare what all ranks have computed with the plain computation, on rank 0."""
@@ -126,7 +126,7 @@ def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, 
                     closed, words[:, 1], bool(gathered))
 
 
-def _plain_results(subject: Subject, routing: str,
+def _plain_results(subject: ExpertsSubject, routing: str,
                    chosen: np.ndarray) -> tuple[PlainExperts, dict[str, np.ndarray]]:
     """Compute the layer for the experts `chosen`; return it, and a step's results by quantity."""
     case = subject.case
@@ -146,7 +146,7 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def _closed_forms(subject: Subject, plain: PlainExperts,
+def _closed_forms(subject: ExpertsSubject, plain: PlainExperts,
                   blocks: list[Any]) -> dict[str, np.ndarray]:
     """Count the words that each rank sends to other replicas in a step, by way.
 
@@ -175,7 +175,7 @@ def _closed_forms(subject: Subject, plain: PlainExperts,
     return {"exchange": 2 * (sent + returned).reshape(-1), "gather": gather}
 
 
-def _counts_words(subject: Subject, blocks: list[Any]) -> np.ndarray:
+def _counts_words(subject: ExpertsSubject, blocks: list[Any]) -> np.ndarray:
     """Count the integers that each rank gets from other replicas: k E for each run of tokens.
 
     A run is a part of the batch whose tokens are consecutive on one rank.

@@ -39,8 +39,6 @@ class Rate:
 
     Attributes
     ----------
-    name, units : str
-        Name and units of the variable.
     work : list of float
         The work of each point, in the units times seconds.
     """
@@ -63,8 +61,6 @@ class GpuBenchmark:
         Whether to measure the layer also as a CUDA graph.
     limits : Limits
         When to stop repeating.
-    seed : int
-        The seed of all numbers.
 
     Raises
     ------

@@ -20,7 +20,7 @@ from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
 from bench.errors import UsageError, reject
 from bench.experiments.products import operands
-from bench.experiments.products.problem import Replay
+from bench.experiments.products.problem import LocalProducts
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, observe_products
 from bench.instruments import hidden_time
@@ -52,8 +52,6 @@ class Beside:
 
     Attributes
     ----------
-    name : {"PyTorch", "ColossalAI"}
-        The library.
     python : str
         An interpreter that has it.
     """
@@ -116,7 +114,7 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
-class Times:
+class LayerTimes:
     """Times of a layer, its local products, and PyTorch.
 
     Attributes
@@ -266,10 +264,10 @@ def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndar
 
 
 def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
-               reference: TorchProcesses | None) -> Times:
+               reference: TorchProcesses | None) -> LayerTimes:
     """Measure `KINDS` until the limits are reached, and check the last results."""
     grid, last = subject.scheme.grid, []
-    clock, replay = Clock(grid.comm), Replay(subject.step, grid, subject.dtype)
+    clock, replay = Clock(grid.comm), LocalProducts(subject.step, grid, subject.dtype)
     replay.result = None
 
     def products() -> Sample:
@@ -294,10 +292,10 @@ def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
     times = np.full((len(found[0]), len(KINDS), grid.comm.size, 2), np.nan)
     for kind, samples in found.items():
         times[:, kind] = [one.times for one in samples]
-    return Times(times, hidden, ended_by, checks)
+    return LayerTimes(times, hidden, ended_by, checks)
 
 
-def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
+def layer_record(subject: MeasuredLayer, found: LayerTimes, memory: np.ndarray, settings: dict,
                  environs: dict, checks: list[Check]) -> Measurements:
     """Make the record of the repetitions."""
     times = found.times

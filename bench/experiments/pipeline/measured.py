@@ -10,20 +10,21 @@ import numpy as np
 import mm3d
 from bench.checks import against_serial
 from bench.errors import reject
-from bench.experiments.pipeline.reference import STEPS, Spent, TorchPipeline, gather_actions
+from bench.experiments.pipeline.reference import STEPS, ActionSpent, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
 from bench.experiments.pipeline.waiting import WaitingSubject
 from bench.experiments.products import operands
 from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
                                                    observe_products, step_flops)
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
+from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.words import Words
@@ -45,8 +46,6 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     ----------
     mesh : Mesh
         The ranks; each calls this.
-    case : PipelineCase
-        The pipeline to measure.
     limits : Limits
         When to stop repeating.
     torch : str, optional
@@ -109,7 +108,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
 
 
 def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
-    """Execute a step; return the times of the actions of all ranks, and their `Spent`."""
+    """Execute a step; return the times of the actions of all ranks, and their `ActionSpent`."""
     mesh, processor = subject.mesh, 0.0
 
     def step() -> None:
@@ -122,7 +121,7 @@ def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
     time_side(step, mesh.comm, mesh.scheme.grid.backend.synchronize, clock)
     slept = np.full(len(STEPS), np.nan) if subject.slept is None else subject.slept
     return gather_actions(mesh.comm, subject.case, np.array(actions.times),
-                          Spent(processor, slept))
+                          ActionSpent(processor, slept))
 
 
 def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
@@ -205,8 +204,8 @@ def pipeline_record(case: PipelineCase, found: dict[str, list[Sample]], hops: np
         "memory": Variable(counts["memory"], "byte", ("account", "rank")),
         "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
         "words": Variable(counts["words"], "1", ("rank",)),
-        "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ()),
-        **beside_variables(every, found)}
+        "expected_words": Variable(np.array(hop_words(schedule, settings)), "1", ()),
+        **side_variables(every, found)}
     scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
               "action": range(times.shape[2]), "edge": ("begin", "end"),
               "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
@@ -214,7 +213,7 @@ def pipeline_record(case: PipelineCase, found: dict[str, list[Sample]], hops: np
     return Measurements("pipeline", settings, environs, scales, variables, checks)
 
 
-def beside_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[str, Variable]:
+def side_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[str, Variable]:
     """Return the variables of both sides; none without a reference."""
     if len(found) == 1:
         return {}
@@ -229,7 +228,7 @@ def beside_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[
     return variables
 
 
-def expected_words(schedule: Any, settings: dict) -> int:
+def hop_words(schedule: Any, settings: dict) -> int:
     """Return the words that all ranks send to other stages, by the closed form."""
     kind = find_scheme(settings["scheme"])
     grids = [kind.grid_shape(tuple(map(int, text.split("x"))))

@@ -19,7 +19,7 @@ STEPS = ("F", "B", "W")
 
 
 @dataclass(frozen=True)
-class Spent:
+class ActionSpent:
     """The processor time and the sleep of a rank in a step.
 
     Attributes
@@ -34,8 +34,8 @@ class Spent:
     slept: np.ndarray
 
 
-def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: Spent) -> Sample:
-    """Gather the times and `Spent` of all ranks into the sample of a step.
+def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: ActionSpent) -> Sample:
+    """Gather the times and `ActionSpent` of all ranks into the sample of a step.
 
     Times, (ranks, actions, begin and end), count from the begin of the first action; NaN beyond
     the actions of a rank.
@@ -47,7 +47,7 @@ def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: Spen
     return Sample(every - np.nanmin(every), comm.allgather(spent))
 
 
-def refuse_case(mesh: Mesh, case: PipelineCase) -> None:
+def refuse_pipeline(mesh: Mesh, case: PipelineCase) -> None:
     """Raise UsageError, on all ranks alike, for cases that PyTorch's schedules cannot execute."""
     kind = case.name.partition(":")[0]
     problem = None
@@ -99,7 +99,7 @@ class TorchPipeline:
 
     def __init__(self, python: str, mesh: Mesh, case: PipelineCase, subject: Any) -> None:
         self.mesh, self.case, self.subject, self.order = mesh, case, subject, ""
-        refuse_case(mesh, case)
+        refuse_pipeline(mesh, case)
         sizes, waits, schedule = case.sizes, case.chunk_seconds, case.schedule
         self.processes = TorchProcesses(python, "Stages", {
             "schedule": case.name, "stages": schedule.stages,
@@ -111,12 +111,11 @@ class TorchPipeline:
         self.about = self.processes.about
 
     def sample(self) -> Sample:
-        """Execute another step; return the times of the actions of all ranks, and their `Spent`.
-        """
+        """Execute another step; return when all ranks acted, and their `ActionSpent`."""
         found = self.processes.take_turn("step")
         slept = np.array([found["slept"].get(step, np.nan) for step in STEPS])
         return gather_actions(self.mesh.comm, self.case, np.array(
-            [action[3:] for action in found["actions"]]), Spent(found["processor"], slept))
+            [action[3:] for action in found["actions"]]), ActionSpent(found["processor"], slept))
 
     def check(self) -> list[Check]:
         """Execute a step, and check its results and that its actions are the schedule's.

@@ -32,8 +32,6 @@ class PipelineCase:
     ----------
     name : str
         The schedule's name, such as "1f1b" or "interleaved:2".
-    schedule : Schedule
-        The schedule.
     stack : Stack
         The layers of the whole model; the batch is that of all micro-batches.
     waits : tuple of Fraction or None
@@ -68,8 +66,8 @@ class PipelineCase:
         return self.waits and tuple(float(wait * share) for wait in self.waits)
 
 
-def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
-              waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
+def make_pipeline_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
+                       waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
     """Build the schedule of a name, and make sure that the model can be divided.
 
     `sizes` has the sequences of one micro-batch, `more` are further fields of the stack.  A
@@ -117,8 +115,6 @@ class LayersSubject:
         The ranks; each makes it.
     case : PipelineCase
         The pipeline to measure.
-    actions : ActionTimes
-        Records the actions.
     asleep : bool
         Whether ranks that wait for a message sleep.
     """

@@ -20,8 +20,6 @@ class WaitingChunk:
 
     Parameters
     ----------
-    stage : int
-        The stage of the schedule.
     seconds : tuple of float
         Times of F, B and W.
     empty : callable

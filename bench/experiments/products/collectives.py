@@ -117,8 +117,6 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
         The ranks; every one of them calls this.
     sizes : sequence of int
         Bytes of the global array; see `array_bytes`.
-    dtype : str
-        The dtype of the array.
     limits : Limits
         When to stop repeating a collective.
     seed : int
@@ -180,8 +178,6 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
         The direction, and one of `mm3d.grid.axis.COLLECTIVES`.
     shape : tuple of int
         The global array, whose last dimension is divided.
-    dtype : str
-        The dtype of the array.
     repeat : callable
         Takes the samples of steps; returns those of each and the limit that ended them.
     beside : sequence of callable, optional

@@ -17,7 +17,7 @@ class OtherBlas(OSError):
     """ScaLAPACK calls another function than the one that was found."""
 
 
-class Gemm:
+class FortranGemm:
     """Compute C = A B with the function that ScaLAPACK calls.
 
     Parameters

@@ -17,13 +17,12 @@ from threadpoolctl import threadpool_limits
 from bench.checks import freivalds
 from bench.errors import reject
 from bench.experiments.products import operands
-from bench.experiments.products.problem import Problem, Replay, WholeProduct
+from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct
 from bench.instruments.clock import Clock
 from bench.instruments.host import granted_threads
 from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
                                         repeat_calls, time_alone, time_side)
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
@@ -88,7 +87,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
 
 
 def verify_product(problem: Problem, phases: Sequence[str],
-                   seed: int) -> tuple[dict[str, Replay], list[int], list[Check]]:
+                   seed: int) -> tuple[dict[str, LocalProducts], list[int], list[Check]]:
     """Verify each phase once, and observe its local products.
 
     Returns
@@ -104,7 +103,7 @@ def verify_product(problem: Problem, phases: Sequence[str],
     replays, words, checks = {}, [], []
     for phase in phases:
         problem.grid.reset_traffic()
-        replays[phase] = Replay(problem.steps[phase], problem.grid, problem.dtype)
+        replays[phase] = LocalProducts(problem.steps[phase], problem.grid, problem.dtype)
         words.append(sum(traffic.words for traffic in problem.grid.traffic().values()))
         checks += check_results(problem, replays[phase].result, seed)
         replays[phase].result = None
@@ -137,15 +136,13 @@ def check_results(problem: Problem, results: dict[str, Array], seed: int) -> lis
 
 
 @dataclass(frozen=True)
-class Times:
+class ProductTimes:
     """Times of a product, its local products and the one process.
 
     Attributes
     ----------
     times : ndarray
         Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
-    calls : int
-        Calls of a sample.
     ended_by : str
         The limit that was reached.
     last : dict
@@ -158,14 +155,12 @@ class Times:
     last: dict[str, dict[str, Array]]
 
 
-class Sampler:
+class ProductSampler:
     """Take samples of a product, its local products and the one process.
 
     Parameters
     ----------
-    problem : Problem
-        The product.
-    replays : dict of str to Replay
+    replays : dict of str to LocalProducts
         Its local products, by phase.
     seed : int
         The seed of the matrices of the one process.
@@ -176,7 +171,7 @@ class Sampler:
         This rank's results of the last call of the product, by phase.
     """
 
-    def __init__(self, problem: Problem, replays: dict[str, Replay], seed: int) -> None:
+    def __init__(self, problem: Problem, replays: dict[str, LocalProducts], seed: int) -> None:
         self.problem, self.replays, self.comm = problem, replays, problem.grid.comm
         self.whole = WholeProduct(problem, seed) if self.comm.rank == 0 else None
         self.clock = Clock(self.comm)
@@ -195,10 +190,10 @@ class Sampler:
         return Sample(found.times / calls)
 
 
-def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
-                 seed: int) -> Times:
+def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int | None,
+                 limits: Limits, seed: int) -> ProductTimes:
     """Measure the product, its local products and the one process until limits are reached."""
-    comm, sampler = problem.grid.comm, Sampler(problem, replays, seed)
+    comm, sampler = problem.grid.comm, ProductSampler(problem, replays, seed)
     # All three once, to warm up.
     trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in KINDS][2].seconds
     calls = comm.bcast(calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
@@ -210,7 +205,7 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
         ratios=[((phase, above), (phase, below)) for phase in replays])
     times = np.array([[[one.times for one in found[phase, kind]] for kind in KINDS]
                       for phase in replays])
-    return Times(times.swapaxes(1, 2), calls, ended_by, sampler.last)
+    return ProductTimes(times.swapaxes(1, 2), calls, ended_by, sampler.last)
 
 
 def time_one_process(step: Callable[[], object], calls: int,

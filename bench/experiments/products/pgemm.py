@@ -48,8 +48,6 @@ class Pgemm:
 
     Parameters
     ----------
-    lib : ctypes.CDLL
-        ScaLAPACK.
     comm : mpi4py.MPI.Intracomm
         All ranks of the job.
     shape : tuple of int
@@ -58,8 +56,6 @@ class Pgemm:
         "float32" or "float64".
     block : int
         Rows and columns of a block.
-    seed : int
-        The seed of the numbers.
     """
 
     def __init__(self, lib: ctypes.CDLL, comm, shape: tuple[int, int, int], dtype: str,

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from bench.checks.freivalds import DistributedMatrix
 from bench.experiments.products import operands
+from bench.records.kinds.products import copied_along
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -36,8 +37,6 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
     ----------
     scheme : str
         The name of the scheme, such as "3d".
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     sizes : sequence of int or GridShape, optional
         Sizes of the grid's directions; the scheme's own choice unless given.
     backend : str or Backend, optional
@@ -73,8 +72,6 @@ class Problem:
         The ranks; see `product_grid`.
     shape : tuple of int
         M, N, K: C is M x K, the sum has N terms.
-    dtype : str
-        The dtype of all matrices.
     seed : int
         The seed of the numbers in A, B and dC.
     """
@@ -91,7 +88,7 @@ class Problem:
 
     def copied_along(self, name: str) -> str:
         """Return the directions along which all ranks store the same block of A, B or C."""
-        return self.product.copied_along(self.grid.shape, self.form, name)
+        return copied_along(self.layouts[name], self.grid.shape)
 
     def _first_copy(self, name: str) -> dict[str, int]:
         """Return the coordinates of the first rank that stores this rank's block of a matrix."""
@@ -150,8 +147,6 @@ class WholeProduct:
     ----------
     problem : Problem
         The distributed product.
-    seed : int
-        The seed of the numbers.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -191,7 +186,7 @@ class OperandShapes(ArrayObserver):
             self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
 
 
-class Replay:
+class LocalProducts:
     """The local matrix products of a step on `grid` alone, which bound its speed.
 
     They are observed while `step` runs; operands of equal shape and order share memory.

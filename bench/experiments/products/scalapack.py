@@ -22,7 +22,7 @@ from bench.errors import WrongResult, as_usage_error
 from bench.experiments.products import fortran_blas, operands
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.pgemm import Pgemm, load_scalapack
-from bench.experiments.products.problem import Problem, Replay, product_grid
+from bench.experiments.products.problem import Problem, LocalProducts, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, time_side
 from bench.instruments.timing import Limits
@@ -32,15 +32,11 @@ LIMITS = Limits(7, 30, 30.0)    # by default
 
 
 @dataclass(frozen=True)
-class Subject:
+class Side:
     """A step that takes turns with others.
 
     Attributes
     ----------
-    name : str
-        The name in tables.
-    step : callable
-        One call.
     gemm : callable or None
         The function that computes its matrix products; None for its own.
     """
@@ -51,19 +47,15 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ProductComparison:
     """The 3-D product beside ScaLAPACK's, at one size.
 
     Attributes
     ----------
     shape : tuple of int
         M, N, K.
-    dtype : str
-        The dtype of all matrices.
     ranks, cores : int
         Ranks of the job and cores of the machine.
-    calls : int
-        Calls of a sample.
     subjects : list of str
         Names of the steps that took turns: the 3-D product by each of `transports`, ScaLAPACK's
         in blocks of each of `blocks`, and local products alone.
@@ -92,11 +84,11 @@ class Comparison:
     loaded: dict[str, str]
 
     def speed_ups(self) -> list[np.ndarray]:
-        """Return `speed_ups` for each transport of the 3-D product."""
-        return speed_ups(self.seconds, len(self.transports), len(self.blocks))
+        """Return `over_scalapack` for each transport of the 3-D product."""
+        return over_scalapack(self.seconds, len(self.transports), len(self.blocks))
 
 
-class Products:
+class ScalapackProducts:
     """The products of both sides at one size, on the same ranks.
 
     Parameters
@@ -122,7 +114,7 @@ class Products:
         When the ranks do not fit the grid.
     """
 
-    def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.Gemm, comm,
+    def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.FortranGemm, comm,
                  shape: tuple[int, int, int],
                  grid: tuple[int, ...] | None = None, blocks: Sequence[int] = (64, 128, 256),
                  seed: int = 0) -> None:
@@ -159,22 +151,22 @@ class Products:
                 return f"ScaLAPACK in blocks of {pgemm.block} is off by {worst:.2g} |A||B|"
         return None
 
-    def subjects(self) -> list[Subject]:
+    def subjects(self) -> list[Side]:
         """List all subjects: 3-D by transport, ScaLAPACK by block size, local products by BLAS."""
         first = next(iter(self.ours.values()))
-        local = Replay(first.forward, first.grid, first.dtype)
+        local = LocalProducts(first.forward, first.grid, first.dtype)
         grid = first.grid.shape
-        return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, self.gemm)
+        return [*(Side(f"3d on {grid}, transport {name}", problem.forward, self.gemm)
                   for name, problem in self.ours.items()),
-                *(Subject(f"ScaLAPACK on {pgemm.grid[0]} x {pgemm.grid[1]}, blocks of "
-                          f"{pgemm.block}", pgemm) for pgemm in self.theirs),
-                Subject(f"local products of 3d alone, by {self.gemm.file}",
-                        lambda: [self.gemm(*call) for call in local.calls]),
-                Subject("the same, by NumPy's own BLAS", local)]
+                *(Side(f"ScaLAPACK on {pgemm.grid[0]} x {pgemm.grid[1]}, blocks of "
+                       f"{pgemm.block}", pgemm) for pgemm in self.theirs),
+                Side(f"local products of 3d alone, by {self.gemm.file}",
+                     lambda: [self.gemm(*call) for call in local.calls]),
+                Side("the same, by NumPy's own BLAS", local)]
 
 
 def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scalapack
-                   ) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
+                   ) -> tuple[ctypes.CDLL, fortran_blas.FortranGemm]:
     """Load ScaLAPACK by `load`, and the function of its BLAS for `dtype`, on every rank.
 
     Raises
@@ -183,7 +175,7 @@ def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scal
         On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
     lib = make_on_each_rank(load, comm)
-    return lib, make_on_each_rank(lambda: fortran_blas.Gemm(lib, dtype), comm)
+    return lib, make_on_each_rank(lambda: fortran_blas.FortranGemm(lib, dtype), comm)
 
 
 @contextlib.contextmanager
@@ -200,22 +192,20 @@ def use_transport(transport: str) -> Iterator[None]:
             os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
 
 
-def compare_products(products: Products, calls: int = 5,
-                     limits: Limits = LIMITS) -> Comparison | None:
+def compare_products(products: ScalapackProducts, calls: int = 5,
+                     limits: Limits = LIMITS) -> ProductComparison | None:
     """Verify and measure all products in turns, until the limits are reached.
 
     Parameters
     ----------
-    products : Products
+    products : ScalapackProducts
         The products of both sides; every rank of the job calls this.
-    calls : int
-        Calls of a sample.
     limits : Limits
         When to stop repeating.
 
     Returns
     -------
-    Comparison or None
+    ProductComparison or None
         The record on rank 0, None on the others.
 
     Raises
@@ -230,20 +220,20 @@ def compare_products(products: Products, calls: int = 5,
     seconds = _measure_seconds(products, subjects, calls, limits)
     if comm.rank > 0:
         return None
-    return Comparison(
+    return ProductComparison(
         products.shape, products.dtype, comm.size, launcher.cores(), calls,
         [subject.name for subject in subjects], list(products.ours),
         [pgemm.block for pgemm in products.theirs], seconds, products.gemm.file,
         fortran_blas.describe_loaded())
 
 
-def _measure_seconds(products: Products, subjects: list[Subject], calls: int,
+def _measure_seconds(products: ScalapackProducts, subjects: list[Side], calls: int,
                      limits: Limits) -> np.ndarray:
     """Measure makespans of a call, (repetitions, subjects)."""
     comm, backend = products.comm, next(iter(products.ours.values())).grid.backend
     clock, names = Clock(comm), [subject.name for subject in subjects]
 
-    def sample(subject: Subject) -> Sample:
+    def sample(subject: Side) -> Sample:
         own = subject.gemm
         with fortran_blas.use_gemm(backend, own) if own else contextlib.nullcontext():
             found = time_side(repeat_calls(subject.step, calls), comm, lambda: None, clock)
@@ -256,7 +246,7 @@ def _measure_seconds(products: Products, subjects: list[Subject], calls: int,
     return np.array([[one.seconds for one in found[name]] for name in names]).T
 
 
-def speed_ups(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
+def over_scalapack(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
     """Divide ScaLAPACK's seconds by those of the 3-D product with each of its transports.
 
     The subjects in `seconds`, (repetitions, subjects), are `ours` transports, then `theirs` block

@@ -17,8 +17,7 @@ from bench.experiments.products.problem import (Problem, find_product, product_g
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.dry_arrays import DryBackend
@@ -31,7 +30,7 @@ COUNTS = ("words", "messages", "rounds", "stored", "operations")
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedProduct:
     """What one rank counts in one product.
 
     Attributes
@@ -69,7 +68,7 @@ def usable_products(ranks: int, names: Sequence[str] | None = None
     return grids, missing
 
 
-def count_product(problem: Problem, phase: str = "forward") -> Counted:
+def count_product(problem: Problem, phase: str = "forward") -> CountedProduct:
     """Count the traffic, the memory and the work of one product on this rank."""
     grid, trace = problem.grid, Trace()
     trace.kinds = (Gemm,)    # its own traffic is what the grid counts
@@ -82,12 +81,13 @@ def count_product(problem: Problem, phase: str = "forward") -> Counted:
     found = list(grid.traffic().values())
     stored = sum(math.prod(layout.local_shape(grid, problem.shapes[name]))
                  for name, layout in problem.layouts.items())
-    return Counted(sum(one.words for one in found), sum(one.messages for one in found),
-                   sum(one.calls for one in found), stored, trace.flops(trace.phase), memory)
+    return CountedProduct(sum(one.words for one in found), sum(one.messages for one in found),
+                          sum(one.calls for one in found), stored, trace.flops(trace.phase),
+                          memory)
 
 
 def count_dry(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int], dtype: str,
-              phase: str = "forward") -> list[Counted]:
+              phase: str = "forward") -> list[CountedProduct]:
     """Count what each rank of a grid does, without data.
 
     Memory is that of a rank which receives all that it reads; ranks that share memory take less.
@@ -109,12 +109,8 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
     Parameters
     ----------
-    form : {"ab", "abt", "atb"}
-        The product.
     shape : tuple of int
         M, N, K.
-    dtype : str
-        The dtype of all matrices.
     comm : mpi4py.MPI.Intracomm
         The ranks; every one of them calls this.
     backend : str, optional
@@ -148,7 +144,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
         return Problem(name, form, product_grid(name, comm, grids[name], backend), shape, dtype,
                        seed)
 
-    def count_alone(name: str) -> tuple[list[Check], Counted]:
+    def count_alone(name: str) -> tuple[list[Check], CountedProduct]:
         problem = make(name)
         with watched(problem.grid):
             found = _check(problem, seed)

@@ -58,8 +58,6 @@ def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
         Directions of two ranks or more.
     size : int
         Bytes of the array that the ranks of a line gather or sum.
-    dtype : str
-        The dtype of the array.
 
     Returns
     -------

@@ -15,10 +15,11 @@ import numpy as np
 
 from bench.cases.case import Case
 from bench.errors import Failed
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
 from bench.records.measurements import Group, Variable
+from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
@@ -88,8 +89,6 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
 
     Parameters
     ----------
-    one : Case
-        The case.
     model : Transformer
         Its model, on the backend of `bench.instruments.waited_work.waited_work`, which the factor
         slows.
@@ -122,10 +121,6 @@ def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    waits : WorkClock
-        The waits of this rank.
     dilation : Dilation
         How rows are dilated.
     sample : callable

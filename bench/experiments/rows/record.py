@@ -28,12 +28,8 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = 
 
     Parameters
     ----------
-    scheme : str
-        The name of the scheme.
     grid : GridShape
         The sizes of its directions.
-    sizes : ModelSizes
-        The sizes of the model.
     keep, recompute : str
         See `mm3d.scheme` and `mm3d.Transformer`.
     directions : tuple of str, optional
@@ -85,8 +81,6 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
     ----------
     one : Case
         The case that was measured.
-    scheme : Scheme
-        The scheme on its grid.
     configuration : dict
         See `row_configuration`; the transport is added.
     times : Measured

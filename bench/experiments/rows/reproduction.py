@@ -30,7 +30,7 @@ class Stopped(Exception):
         self.status = 128 + number
 
 
-class Progress(Protocol):
+class ShownProgress(Protocol):
     """Show a user the progress of a reproduction."""
 
     def say(self, line: str) -> None:
@@ -40,7 +40,7 @@ class Progress(Protocol):
         """Show a line that ends a row; it begins with one of `OUTCOMES`."""
 
 
-def measure_cases(cases: list[Row], options: list[str], progress: Progress) -> None:
+def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress) -> None:
     """Measure `cases`, a job for each rank count.
 
     Parameters
@@ -49,7 +49,7 @@ def measure_cases(cases: list[Row], options: list[str], progress: Progress) -> N
         The cases, in the order in which they are measured.
     options : list of str
         Options of ``bench run``.
-    progress : Progress
+    progress : ShownProgress
         Is shown every line of the jobs.
 
     Raises
@@ -84,7 +84,7 @@ def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
             job[0].ranks, sys.executable, "-m", "bench", *job[0].verb, names, *options)
 
 
-def measure_in_jobs(cases: list[Row], options: list[str], progress: Progress,
+def measure_in_jobs(cases: list[Row], options: list[str], progress: ShownProgress,
                     make_command: Callable[..., list[str]] = job_command) -> None:
     """Measure `cases`, all of one rank count, in one job if it survives.
 
@@ -103,7 +103,7 @@ def measure_in_jobs(cases: list[Row], options: list[str], progress: Progress,
             jobs = [[one] for one in left[1:]] + jobs
 
 
-def run_job(job: list[Row], command: list[str], progress: Progress,
+def run_job(job: list[Row], command: list[str], progress: ShownProgress,
             pending: list[Row]) -> str:
     """Measure the cases of `job` by `command`; return how it ended.
 
@@ -167,8 +167,6 @@ class JobErrors:
         The job, whose standard error is a pipe.
     abort_seconds : float
         Seconds that the job has to end after its watchdog has spoken.
-    end : callable
-        Ends a job.
     """
 
     def __init__(self, child: subprocess.Popen, abort_seconds: float = ABORT_SECONDS,

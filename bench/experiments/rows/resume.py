@@ -21,15 +21,10 @@ WAITED = ("waited_machine", "waited_scale")    # settings of rows whose ranks wa
 ROUND = "round"    # the setting that numbers the reproductions of one command
 
 
-def describe_machine(library: str) -> dict[str, Any]:
+def machine_settings(library: str) -> dict[str, Any]:
     """Describe the source, the machine, its libraries and the variables that tune them.
 
     Rows belong to one reproduction only where all of these are the same.
-
-    Parameters
-    ----------
-    library : str
-        The name of the array library.
     """
     found = host.describe_host(library, 1, MPI.Get_library_version(), "")
     return {"source": host.source_digest()} | {
@@ -87,12 +82,8 @@ def next_round(entries: list[dict], wanted: dict[str, Any], rounds: int) -> int:
 
     Parameters
     ----------
-    entries : list of dict
-        The entries of the journal.
     wanted : dict
         All settings that rows must have in common, but for `ROUND`.
-    rounds : int
-        The number of rounds.
 
     Returns
     -------
@@ -159,7 +150,7 @@ def _belongs_to(reproduction: Reproduction, run: Measurements) -> bool:
             and recorded.get("recompute", "none") == wanted.get("recompute", "none"))
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_parts_of_files(folder: Path) -> None:
     """Delete the files that killed writers have left in a folder that this process has claimed."""
     for pattern in ("*.h5.part", ".probe-*"):
         for path in folder.glob(pattern):

@@ -27,7 +27,7 @@ from mm3d.tracing.events import PHASES
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRow:
     """A row that was measured.
 
     Attributes
@@ -44,7 +44,7 @@ class Measured:
 
 
 def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
-                 trace: bool = False) -> Measured:
+                 trace: bool = False) -> MeasuredRow:
     """Verify and measure one case.
 
     Parameters
@@ -108,7 +108,7 @@ def free_at_end(free: Callable[[], None]) -> Iterator[None]:
 
 
 def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Group | None,
-                    trace: bool) -> Measured:
+                    trace: bool) -> MeasuredRow:
     """Verify, time and trace one case on the grid of `scheme`; see `measure_case`."""
     resident, comm = peak_memory.Resident(), scheme.grid.comm
     model = fail_on_value_error(lambda: mm3d.Transformer(
@@ -118,7 +118,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     with settings.watched(scheme.grid, model):
         y, dx, traffic = run_counted_step(model, x, dy, memory.note_saved)
     groups = {"machine": peaks, "memory": memory.group(comm)}
-    checks = verify_step(one, scheme, model, y, dx, settings)
+    checks = verify_row(one, scheme, model, y, dx, settings)
     del y, dx
     if one.verified != one.sizes:
         checks += check_residuals(model, x, dy, settings)
@@ -135,7 +135,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
                 if trace else None)
     if times is None:
-        return Measured(None)
+        return MeasuredRow(None)
     waits = settings.waits(one).settings if settings.waits else {}
     if timed.dilated:
         groups |= timed.dilated.groups
@@ -147,7 +147,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     if cluster and settings.dilation:    # whose rate may be another than the cluster's own
         record.environment.update(host.describe_cluster(
             replace(cluster, link=settings.dilation.link)))
-    return Measured(record, document)
+    return MeasuredRow(record, document)
 
 
 def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
@@ -158,7 +158,7 @@ def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
     -------
     Step
         The step.
-    Measured or None
+    MeasuredRow or None
         Its times, on rank 0; None on the others.
     list of Span, Group or None
         See `bench.instruments.step_tracing.trace_steps`.
@@ -199,7 +199,7 @@ def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured |
     return times
 
 
-def verify_step(one: Case, scheme, model, y, dx, settings: Settings) -> list[Check]:
+def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Check]:
     """Compare a step of `model`, which gave `y` and `dx`, with the serial scheme's.
 
     Where the preset has no serial model of the measured size, a smaller model is compared; the
@@ -249,8 +249,6 @@ def run_counted_step(model, x, dy,
 
     Parameters
     ----------
-    model : Transformer
-        The model.
     x, dy : Array
         This rank's blocks of the input and of the output's gradient.
     between : callable

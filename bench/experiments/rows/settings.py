@@ -12,7 +12,6 @@ from bench.cases.variants import Variant
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation
 from bench.instruments import placement, timing
-from bench.instruments.stall import unwatched
 from bench.records.measurements import Setting
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
@@ -27,8 +26,6 @@ class ModelledWork:
 
     Attributes
     ----------
-    machine : str
-        Name of the machine model.
     seconds : callable
         Returns the seconds of a `Gemm` or a `Pass`, with `scale`.
     block : int
@@ -102,7 +99,7 @@ class Settings:
     recompute: str = "none"
     grid: Callable[[Case], tuple[int, ...]] | None = None
     inside: str = "auto"
-    watched: Callable[..., ContextManager] = unwatched
+    watched: Callable[..., ContextManager] = timing.unwatched
     stop: Callable[[], bool] = lambda: False
     fits: Callable[[Case, tuple[int, ...], Any], None] = lambda one, grid, comm: None
     waits: Callable[[Case], ModelledWork] | None = None

@@ -22,14 +22,14 @@ from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.waited import check_with_dry_run
 from bench.experiments.training.timed_step import OPTIMIZER, draw_batch
 from bench.instruments import host
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
-from bench.instruments.stall import unwatched
-from bench.instruments.timing import Limits
+from bench.instruments.timing import Limits, unwatched
 from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import launcher
 from mm3d.config import OF_MESH, Config, Division
+from mm3d.launcher import wait_patiently
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 
@@ -73,13 +73,7 @@ class TrainingSettings:
 
 
 class Training:
-    """A model and its optimizer, on ranks that compute or wait.
-
-    Parameters
-    ----------
-    model : GPT
-        The model.
-    """
+    """A model and its optimizer, on ranks that compute or wait."""
 
     def __init__(self, model: mm3d.GPT) -> None:
         self.model, self.optimizer = model, mm3d.AdamW(model, **OPTIMIZER)

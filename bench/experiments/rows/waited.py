@@ -27,8 +27,6 @@ class TimedModel:
 
     Attributes
     ----------
-    model : Transformer
-        The model.
     x, dy : Array
         This rank's blocks of the input and of the output's gradient.
     waits : Group or None
@@ -53,10 +51,6 @@ def waiting_model(one: Case, scheme, settings: Settings,
 
     Parameters
     ----------
-    one : Case
-        The case.
-    scheme : Scheme
-        The scheme on its grid.
     settings : Settings
         How it is measured, with `Settings.waits`.
     order : str

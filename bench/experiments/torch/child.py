@@ -13,11 +13,11 @@ import numpy as np
 from bench.agreement import agree
 from bench.errors import UsageError
 from bench.experiments.torch import serve
-from bench.instruments.clock import wait_patiently
 from bench.instruments.host import mask_variables
 from bench.instruments.sampling import SETTLE, Sample
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT
+from mm3d.launcher import wait_patiently
 
 # Variables that mm3d or its launcher sets for ranks; the child is no rank.
 OF_RANKS = ("MPI", "OPENBLAS_")

@@ -16,11 +16,12 @@ from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, 
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
 from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining
-from bench.instruments.clock import Clock, wait_patiently
+from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.config import Model
+from mm3d.launcher import wait_patiently
 
 KIND = "training-step"
 OWN = "mm3d"
@@ -30,7 +31,7 @@ LOSS, LAST_LOSS, NORM = 1e-4, 1e-2, 1e-4
 LIMITS = Limits(5, 30, 120.0)    # by default
 
 
-def refuse_case(case: Model, kinds: Sequence[str], ranks: int) -> None:
+def refuse_division(case: Model, kinds: Sequence[str], ranks: int) -> None:
     """Raise UsageError for what PyTorch's parallelism cannot divide evenly."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UsageError(f"--torch-parallel {','.join(unknown)}: {', '.join(KINDS)} would do")
@@ -98,7 +99,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         found, ended_by = compare_in_turns(
             {OWN: own, **{kind: one.sample for kind, one in references.items()}}, limits,
             case.seed, comm)
-        losses = np.array([[one.result if side == OWN else mean_loss(one.result)
+        losses = np.array([[one.result if side == OWN else mean_of_processes(one.result)
                             for one in samples] for side, samples in found.items()]).T
         checks += compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
         reject(verification.difference_message(checks))
@@ -109,7 +110,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
     if parts is None:
         return None
     times = np.array([[one.times for one in samples] for samples in found.values()])
-    settings = {**settings_of(subject), "ended_by": ended_by, **asdict(limits),
+    settings = {**step_settings(subject), "ended_by": ended_by, **asdict(limits),
                 "torch": "; ".join(about) or "none"}
     record = step_record(list(found), times.swapaxes(0, 1), losses, np.array(parts),
                          settings, environs, checks)
@@ -117,7 +118,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
 
 
-def settings_of(subject: MeasuredTraining) -> dict:
+def step_settings(subject: MeasuredTraining) -> dict:
     """Return the settings of a record: model, mesh and machine."""
     mesh, division = subject.mesh, subject.division
     return {**subject.case.settings(), "optimizer": "adamw",
@@ -142,7 +143,7 @@ def compare_first_steps(subject: MeasuredTraining,
         wait_patiently(subject.comm)
         for one in references.values():
             found = one.sample("step" if number else "check").result
-            losses.append(mean_loss(found))
+            losses.append(mean_of_processes(found))
             if not number:
                 norms.append(found[0]["norm"])
         checks += compare_losses(losses, sides, f"loss of step {number + 1}", LOSS)
@@ -158,7 +159,7 @@ def gradient_norm(model: mm3d.GPT) -> float:
                          for a in model.gradients().values()))
 
 
-def mean_loss(found: list[dict[str, float]]) -> float:
+def mean_of_processes(found: list[dict[str, float]]) -> float:
     """Return the mean loss of a side, whose processes report the means of equal parts."""
     return sum(one["loss"] for one in found) / len(found)
 

@@ -6,17 +6,17 @@ from typing import Any, Callable, ContextManager
 import numpy as np
 
 from bench.errors import UsageError
-from bench.experiments.training.meshes import Case, list_cases, one_rank_of, reference_of
+from bench.experiments.training.meshes import MeshCase, list_mesh_cases, one_rank_of, reference_of
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
-from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
-from bench.instruments.stall import unwatched
+from bench.instruments.timing import unwatched
 from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.config import Config
+from mm3d.launcher import wait_patiently
 from mm3d.training.gpt import GPT
 
 KIND = "training-meshes"
@@ -24,7 +24,7 @@ COMPARED = ("loss", "gradients", "weights")    # loss of all steps; the others a
 
 
 @dataclass(frozen=True)
-class Trained:
+class MeshTraining:
     """The results of training on a mesh.
 
     Attributes
@@ -45,18 +45,18 @@ class Trained:
     chosen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def differences(self, other: "Trained") -> dict[str, float]:
+    def differences(self, other: "MeshTraining") -> dict[str, float]:
         """Return the largest relative differences to `other`, by the names of `COMPARED`."""
         return {"loss": float(np.max(np.abs(self.losses - other.losses) / other.losses)),
                 "gradients": largest_difference(self.gradients, other.gradients),
                 "weights": largest_difference(self.weights, other.weights)}
 
-    def routing_differences(self, other: "Trained") -> dict[str, int]:
+    def routing_differences(self, other: "MeshTraining") -> dict[str, int]:
         """Count the differences from `other` in tokens per expert, chosen and dropped."""
         return {name: int(np.abs(getattr(self, name) - getattr(other, name)).sum())
                 for name in ROUTED}
 
-    def equals(self, other: "Trained") -> bool:
+    def equals(self, other: "MeshTraining") -> bool:
         """Return whether everything is equal to the bit."""
         return np.array_equal(self.losses, other.losses) and all(
             np.array_equal(mine[name], theirs[name])
@@ -76,7 +76,7 @@ def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndar
 def compare_meshes(comm: Any, plan: Plan, text: Text,
                    report: Callable[[str], None] = lambda name: None,
                    watched: Callable[..., ContextManager] = unwatched,
-                   cases: list[Case] | None = None) -> Measurements | None:
+                   cases: list[MeshCase] | None = None) -> Measurements | None:
     """Train the steps of a plan on every mesh that has enough ranks here.
 
     Parameters
@@ -85,13 +85,11 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         The ranks; each calls this; a mesh of fewer takes the first of them.
     plan : Plan
         The plan: few steps of SGD in float64 or float32.
-    text : Text
-        The text.
     report : callable
         Called on rank 0 with the name of each mesh before it is trained.
     watched : callable
         See `mm3d.tracing.watchdog`.
-    cases : list of Case, optional
+    cases : list of MeshCase, optional
         Meshes that divide the model, one rank first; by default all, which are checked first.
 
     Returns
@@ -117,7 +115,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
                          "tokens together, so no two of its trainings are the same; 2 ranks or "
                          "more would do")
     if cases is None:
-        cases = list_cases(comm.size, plan.experts)
+        cases = list_mesh_cases(comm.size, plan.experts)
         check_cases(comm, cases, plan)
     found = {}
     for case in cases:
@@ -134,7 +132,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     return comparison_record(plan, text, cases, found, environs, exact)
 
 
-def check_cases(comm: Any, cases: list[Case], plan: Plan) -> None:
+def check_cases(comm: Any, cases: list[MeshCase], plan: Plan) -> None:
     """Raise UsageError, on all ranks, unless the model can be divided on every mesh."""
     problem = None
     for case in cases:
@@ -152,9 +150,9 @@ def check_cases(comm: Any, cases: list[Case], plan: Plan) -> None:
         raise UsageError(problem)
 
 
-def train_case(comm: Any, case: Case, plan: Plan, text: Text,
+def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
                watched: Callable[..., ContextManager] = unwatched,
-               begin: str | None = None) -> Trained | None:
+               begin: str | None = None) -> MeshTraining | None:
     """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
     part = comm.Split(comm.rank >= case.ranks, comm.rank)
     result = problem = None
@@ -171,9 +169,9 @@ def train_case(comm: Any, case: Case, plan: Plan, text: Text,
     return result if comm.rank == 0 else None
 
 
-def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
+def train_steps(comm: Any, case: MeshCase, plan: Plan, text: Text,
                 watched: Callable[..., ContextManager] = unwatched,
-                begin: str | None = None) -> Trained:
+                begin: str | None = None) -> MeshTraining:
     """Train the steps of a plan on all ranks of `comm`.
 
     With `begin` the first parameters are rounded to this type.
@@ -193,14 +191,15 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
             if step == plan.steps - 1:
                 gradients = model.gradients()
             optimizer.step()
-    result = Trained(np.array(losses), gradients, model.state(), np.array(chosen, np.int64),
-                     np.array(dropped, np.int64))
+    result = MeshTraining(np.array(losses), gradients, model.state(), np.array(chosen, np.int64),
+                          np.array(dropped, np.int64))
     model.free()
     return result
 
 
-def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Case, Trained],
-                      environs: dict, exact: Trained | None = None) -> Measurements:
+def comparison_record(plan: Plan, text: Text, cases: list[MeshCase],
+                      found: dict[MeshCase, MeshTraining], environs: dict,
+                      exact: MeshTraining | None = None) -> Measurements:
     """Make the record: differences to one rank, and equality to the bit within each family.
 
     `exact` is the first case in float64, where the others are not.

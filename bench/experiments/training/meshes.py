@@ -13,16 +13,8 @@ RANKS = (1, 2, 4, 6, 8)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A mesh to train on.
-
-    Attributes
-    ----------
-    ranks : int
-        Its number of ranks.
-    division : Division
-        The mesh.
-    """
+class MeshCase:
+    """A mesh to train on."""
 
     ranks: int
     division: Division
@@ -46,17 +38,17 @@ class Case:
                 one.zero > 1 and one.data > 1 and one.microbatches > 1)
 
 
-def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
+def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[MeshCase]:
     """List the cases that need at most `ranks` ranks, serial first.
 
     With experts there are also meshes that divide them, and a rank alone with two micro-batches,
     since only the tokens of one micro-batch are routed together.
     """
     three = replace(SERIAL, scheme="3d")
-    found = [Case(1, SERIAL)]
+    found = [MeshCase(1, SERIAL)]
 
     def add(needed: int, start: Division, **changes: Any) -> None:
-        found.append(Case(needed, replace(start, **changes)))
+        found.append(MeshCase(needed, replace(start, **changes)))
     for scheme, grid, needed in (("1d", (4,), 4), ("1d-sp", (4,), 4), ("2d", (2, 2), 4),
                                  ("2d-pipelined", (2, 2), 4), ("2.5d", (2, 2, 2), 8),
                                  ("2.5d", (1, 1, 2), 2), ("faces", (2, 2, 2), 8),
@@ -95,12 +87,12 @@ def list_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Case]:
     return [case for case in found if case.ranks <= ranks]
 
 
-def cases_of_experts() -> list[Case]:
+def cases_of_experts() -> list[MeshCase]:
     """List the cases in which replicas divide experts, evenly and unevenly."""
     three, found = replace(SERIAL, scheme="3d"), []
 
     def add(needed: int, start: Division, parts: int, **changes: Any) -> None:
-        found.append(Case(needed, replace(start, expert_parallel=parts, **changes)))
+        found.append(MeshCase(needed, replace(start, expert_parallel=parts, **changes)))
     for zero in range(4):
         add(2, SERIAL, 2, data=2, zero=zero)
     add(2, SERIAL, 2, data=2, recompute="full")
@@ -119,15 +111,16 @@ def cases_of_experts() -> list[Case]:
     return found
 
 
-def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
+def reference_of(cases: list[MeshCase]) -> Callable[[MeshCase], MeshCase]:
     """Return a function from a case to the first case of its family."""
-    first: dict[tuple[Any, ...], Case] = {}
+    first: dict[tuple[Any, ...], MeshCase] = {}
     for case in cases:
         first.setdefault(case.family, case)
     return lambda case: first[case.family]
 
 
-def one_rank_of(cases: list[Case], experts: ExpertOptions | None) -> Callable[[Case], Case]:
+def one_rank_of(cases: list[MeshCase],
+                experts: ExpertOptions | None) -> Callable[[MeshCase], MeshCase]:
     """Return a function from a case to the case on one rank that has the same losses.
 
     With experts it has as many micro-batches as the case, otherwise one.

@@ -16,13 +16,11 @@ from mm3d.model.experts.options import ExpertOptions
 State = Mapping[str, np.ndarray]
 
 
-class Routing:
+class PlainRouting:
     """Routing of micro-batches' tokens to experts, the same in each computation of a batch.
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     microbatches : int
         Number of parts of the batch whose tokens are routed together.
 
@@ -37,7 +35,7 @@ class Routing:
         self._chosen: dict[str, np.ndarray] = {}
         self.part = 0
 
-    def compute(self, part: "Part", x: np.ndarray) -> np.ndarray:
+    def compute(self, part: "PlainPart", x: np.ndarray) -> np.ndarray:
         """Compute a layer of experts, and add the losses of its router."""
         key = f"{self.part} {part.prefix}"
         begins = f"{part.prefix}experts."
@@ -52,7 +50,7 @@ class Routing:
 
 
 def logits(state: State, tokens: np.ndarray, model: Model,
-           routing: Routing | None = None) -> np.ndarray:
+           routing: PlainRouting | None = None) -> np.ndarray:
     """Compute the logits of every position, (batch, seq, vocab), in the type of the parameters.
 
     A model with experts needs a `routing`, and computes them in float64.
@@ -61,19 +59,19 @@ def logits(state: State, tokens: np.ndarray, model: Model,
     if how.positions == "learned":
         x = x + state["positions.weight"][:tokens.shape[1]]
     for number in range(model.layers):
-        x = Part(state, f"layers.{number}.", how).layer(x, model.heads, routing=routing)
-    x = Part(state, "", how).norm("norm", x)
+        x = PlainPart(state, f"layers.{number}.", how).layer(x, model.heads, routing=routing)
+    x = PlainPart(state, "", how).norm("norm", x)
     return x @ (state["head.weight"] if "head.weight" in state else state["embedding.weight"].T)
 
 
-class Part:
+class PlainPart:
     """The linear layers and norms whose names begin with `prefix`, of an architecture."""
 
     def __init__(self, state: State, prefix: str, how: Architecture = PLAIN) -> None:
         self.state, self.prefix, self.how = state, prefix, how
 
     def layer(self, x: np.ndarray, heads: int, causal: bool = True,
-              routing: Routing | None = None) -> np.ndarray:
+              routing: PlainRouting | None = None) -> np.ndarray:
         """Compute a layer."""
         head = self.how.head or x.shape[-1] // heads
         x = x + self.linear("attention.proj", attention(
@@ -166,7 +164,7 @@ def swiglu(x: np.ndarray) -> np.ndarray:
 
 
 def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, model: Model,
-              routing: Routing | None = None) -> float:
+              routing: PlainRouting | None = None) -> float:
     """Compute the mean cross entropy of all targets, sequence by sequence.
 
     With experts it is micro-batch by micro-batch, and the mean losses of the routers are added.
@@ -195,8 +193,6 @@ def write_sample(state: State, model: Model, length: int, seed: int = 0,
         Global parameters by name.
     model : Model
         What it is of; its experts are never full.
-    length : int
-        Number of bytes.
     seed : int
         Seed of the draws.
     start : bytes
@@ -209,7 +205,7 @@ def write_sample(state: State, model: Model, length: int, seed: int = 0,
     written = list(start)
     for _ in range(length):
         seen = np.array([written[-seq:]])
-        routing = Routing(replace(model.experts, capacity=None)) if model.experts else None
+        routing = PlainRouting(replace(model.experts, capacity=None)) if model.experts else None
         last = logits(state, seen, model, routing)[0, -1].astype(np.float64) / temperature
         weights = np.exp(last - last.max())
         written.append(int(draw.choice(len(weights), p=weights / weights.sum())))

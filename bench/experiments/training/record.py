@@ -9,7 +9,7 @@ from bench.experiments.torch.equal_kernels import add_kernels
 from bench.experiments.training.history import History
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.torch_training import TorchTraining, products_flops
-from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.instruments.sampling import measured_environment
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d.arrays.backend import Backend
@@ -21,13 +21,13 @@ KIND = "training"
 BESIDE = 0.02    # the largest difference of validation losses, a training beside another
 
 
-def training_record(training: Training, course: Course, outcome: Outcome,
+def training_record(training: Training, course: Course, outcome: TrainingEnd,
                     beside: TorchTraining | None = None) -> Measurements | None:
     """Make the record of a training; on rank 0, None on the others.
 
     Parameters
     ----------
-    training, course, outcome : Training, Course, Outcome
+    training, course, outcome : Training, Course, TrainingEnd
         The training, its course and its outcome; every rank calls this.
     beside : TorchTraining, optional
         The same training by PyTorch.
@@ -55,7 +55,7 @@ def training_record(training: Training, course: Course, outcome: Outcome,
                       for name, found in (("entropy", history.entropy),
                                           ("dropped_share", history.dropped))}
     checks = list(outcome.checks)
-    settings = settings_of(training, course, outcome)
+    settings = training_settings(training, course, outcome)
     if beside is not None:
         variables |= beside_variables(beside.history, steps, validated)
         checks.append(beside_check(history, beside.history))
@@ -65,7 +65,8 @@ def training_record(training: Training, course: Course, outcome: Outcome,
                        beside and beside.kernels, products_flops(plan))
 
 
-def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[str, Setting]:
+def training_settings(training: Training, course: Course,
+                      outcome: TrainingEnd) -> dict[str, Setting]:
     """Return the settings of a record: what was trained, where, and how it ended."""
     mesh, division = training.mesh, training.division
     scaling = training.optimizer.loss_scaling

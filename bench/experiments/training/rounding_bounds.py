@@ -48,8 +48,6 @@ def rounding_bounds(plan: Plan, rounding: Mapping[str, float] | None = None) -> 
 
     Parameters
     ----------
-    plan : Plan
-        The plan of the trainings.
     rounding : mapping, optional
         In float32, the same differences between one rank and float64.
     """

@@ -38,8 +38,6 @@ class Stop:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     seconds : float, optional
         The time after which to stop; without it there is no limit.
     file : path, optional

@@ -21,8 +21,6 @@ class Text:
 
     Attributes
     ----------
-    name : str
-        Its name in records.
     train, held_out : ndarray of uint8
         The bytes to learn from, and those to validate with.
     """

@@ -60,16 +60,12 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     ----------
     python : str
         An interpreter that has PyTorch.
-    plan, text : Plan, Text
-        The plan and the text of the training.
     state : mapping
         The initial parameters by name.
     steps : int
         How many steps to train.
     validated : iterable of int
         After how many steps to validate.
-    validation_batches : int
-        Batches of a validation.
     report : callable
         Called after each step and each validation with the number of steps done.
     microbatches : int

@@ -51,7 +51,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingEnd:
     """The outcome of a training; the same on every rank but for the history.
 
     Attributes
@@ -62,8 +62,6 @@ class Outcome:
         The step that this run began with, and the number of steps that are done.
     ended_by : str
         "steps", "signal", "max_seconds" or "stop_file".
-    checks : list of Check
-        The verification.
     """
 
     history: History
@@ -80,8 +78,6 @@ class Training:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; each creates it.
-    plan, division : Plan, Division
-        The plan of the training, and its mesh.
     text : Text
         The same on every rank.
 
@@ -163,7 +159,7 @@ class Training:
 
 
 def train(training: Training, course: Course,
-          report: Callable[[int, History], None] = lambda step, history: None) -> Outcome:
+          report: Callable[[int, History], None] = lambda step, history: None) -> TrainingEnd:
     """Train from the newest checkpoint, or from the start, until all steps are done or it stops.
 
     Parameters
@@ -193,10 +189,10 @@ def train(training: Training, course: Course,
 
 
 def train_with_history(training: Training, course: Course, file: HistoryFile | None,
-                       report: Callable[[int, History], None], stop: Stop) -> Outcome:
+                       report: Callable[[int, History], None], stop: Stop) -> TrainingEnd:
     """Train as `train`, with the file of the history, if there is one, on rank 0."""
     comm = training.comm
-    done = began = restore(training, course)
+    done = began = restore_newest(training, course)
     history = file.history.before(done) if file else History()
     checks = training.verify()
     reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
@@ -223,10 +219,10 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
         reason = reason if done < training.plan.steps else ""
         keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
         if reason or is_due(done, training.plan.steps, course.save_every):
-            save(training, course, done)
+            save_checkpoint(training, course, done)
     if not reason:
         write({"complete": True})
-    return Outcome(history, began, done, ENDINGS[reason], checks)
+    return TrainingEnd(history, began, done, ENDINGS[reason], checks)
 
 
 def clipping_remedy(plan: Plan) -> str:
@@ -252,7 +248,7 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
     return made
 
 
-def restore(training: Training, course: Course) -> int:
+def restore_newest(training: Training, course: Course) -> int:
     """Restore the newest checkpoint, if there is one; return the number of steps done.
 
     Raises
@@ -270,7 +266,7 @@ def restore(training: Training, course: Course) -> int:
         raise StoreError(str(error)) from error
 
 
-def save(training: Training, course: Course, done: int) -> None:
+def save_checkpoint(training: Training, course: Course, done: int) -> None:
     """Save a checkpoint after `done` steps.
 
     Raises

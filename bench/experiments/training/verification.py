@@ -8,9 +8,9 @@ import numpy as np
 from bench.errors import reject
 from bench.experiments.training import plain_gpt
 from bench.experiments.training.text import Batch
-from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
 from mm3d.config import Model
+from mm3d.launcher import wait_patiently
 
 STEP = 1e-5    # of the central difference; its own error is below 1e-6
 # Relative, of the loss and of the gradient.
@@ -42,8 +42,8 @@ def verify(model: Any, batch: Batch, plan: Model, comm: Any) -> list[Check]:
     model.zero_gradients()
     checks = None
     if comm.rank == 0:
-        routing = plain_gpt.Routing(plan.experts, model.schedule.microbatches
-                                    ) if plan.experts else None
+        routing = plain_gpt.PlainRouting(
+            plan.experts, model.schedule.microbatches) if plan.experts else None
         checks = compare_with_plain(loss, state, gradients, batch, plan, routing)
     wait_patiently(comm)
     checks = comm.bcast(checks)
@@ -59,7 +59,7 @@ def difference_message(checks: Sequence[Check]) -> str:
 
 def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,
                        batch: Batch, plan: Model,
-                       routing: plain_gpt.Routing | None = None) -> list[Check]:
+                       routing: plain_gpt.PlainRouting | None = None) -> list[Check]:
     """Compare a loss and gradients with those of the model in NumPy.
 
     All computations send tokens to the same experts, as the choice has no derivative.

@@ -12,7 +12,7 @@ from typing import Callable, Iterator, Sequence
 from bench.prediction.kernels import ATTENTION, priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
-from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.seconds import achieved_seconds, trace_terms
 from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_moves
@@ -113,7 +113,7 @@ def _model(asked: Asked, grid: GridShape, seq: int, ranks: int,
 def count_way(asked: Asked, model: PipelineModel) -> Way:
     """Run the layer dry, and price it."""
     machine = asked.machine
-    trace = model.trace(1, block=machine.elementwise_block, sums=False)
+    trace = model.trace(1, block=machine.elementwise_block, parts=PASSES)
     words = sum(one.words for moved in trace.traffic.values()
                 for (direction, _), one in moved.items() if direction == "c")
     found = priced(trace, machine, model.stack, model.masked)

@@ -16,7 +16,7 @@ from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork,
                                                collectives_of, elementwise_coefficients,
                                                grid_work, line_elements)
 from bench.prediction.kernels import priced, with_kernels
-from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
@@ -278,7 +278,8 @@ def _logits(training: Training, layer: Layer) -> float:
 def trace_alone(training: Training, layer: Layer) -> tuple[Trace, ...]:
     """Run a group of layers dry; where W is apart, two groups as well."""
     alone, group = replace(_of_one_group(training, layer), vocab=0), training.group
-    return tuple(alone.trace(group * groups, block=training.machine.elementwise_block, sums=False)
+    return tuple(alone.trace(group * groups, block=training.machine.elementwise_block,
+                             parts=PASSES)
                  for groups in range(1, 2 + layer.halves))
 
 
@@ -286,7 +287,7 @@ def trace_layer(training: Training, layer: Layer,
                 alone: tuple[Trace, ...] = ()) -> tuple[Trace, ...]:
     """Run a GPT of one group dry; return also the result of `trace_alone`, before it."""
     return (*(alone or trace_alone(training, layer)), _of_one_group(training, layer).trace(
-        training.group, block=training.machine.elementwise_block, sums=False))
+        training.group, block=training.machine.elementwise_block, parts=PASSES))
 
 
 def _of_one_group(training: Training, layer: Layer) -> PipelineModel:

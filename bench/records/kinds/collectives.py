@@ -93,8 +93,6 @@ def least_words(shape: GridShape, axis: str, kind: str, words: int,
 
     Parameters
     ----------
-    shape : GridShape
-        The grid.
     axis, kind : str
         The direction, and one of `mm3d.grid.axis.COLLECTIVES`, with rank 0 of a line as its root.
     words : int

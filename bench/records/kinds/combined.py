@@ -56,8 +56,6 @@ class Row:
 
     Attributes
     ----------
-    record : Measurements
-        The row.
     group : tuple of Measurements
         All rows of the group, by their numbers.
     """

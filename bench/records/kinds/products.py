@@ -10,6 +10,7 @@ from bench.records.kinds import BOUND, each, medians, named, require_as_many
 from bench.records.measurements import Measurements, Place, Variable, list_places
 from bench.records.notes import describe_cluster, largest_error
 from bench.statistics import median_interval
+from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
@@ -86,8 +87,15 @@ def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forwar
     cls = algorithms_with_products().get(name)
     if not cls or form not in FORMS:
         return []
+    layouts = dict(zip("ABC", map(Layout, cls.matrix_product.LAYOUTS[form])))
     return [matrix for matrix in ("AB" if phase == "forward" else "ABC")
-            if cls.matrix_product.copied_along(sizes, form, matrix)]
+            if copied_along(layouts[matrix], sizes)]
+
+
+def copied_along(layout: Layout, sizes: GridShape) -> str:
+    """Return the directions along which all ranks store the same block."""
+    return "".join(direction for direction, size in sizes.items()
+                   if size > 1 and direction not in layout.letters)
 
 
 REFERENCE = "3d"    # others' seconds are compared with its; else with those of the first product

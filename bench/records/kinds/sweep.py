@@ -38,7 +38,7 @@ SCHEMAS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweptPlan:
     """A scheme on a grid, its directions from the slowest over the nodes to the fastest, and a
     batch; written as ``3d 4x4x4 xyz 384``, or ``3d 4x4x4 xyz 384 overlap=4``."""
 
@@ -49,7 +49,7 @@ class Plan:
     overlap: int = 0
 
     @classmethod
-    def parse(cls, label: str) -> "Plan":
+    def parse(cls, label: str) -> "SweptPlan":
         """Read the label of a plan; ValueError for any other text."""
         found = LABEL.fullmatch(label)
         scheme, grid, order, batch, overlap = found.groups() if found else [""] * 5
@@ -81,20 +81,18 @@ class Plan:
 def check_texts(run: Measurements) -> None:
     """Check that plans can be read, and links are rates."""
     for label in run.scales["plan"]:
-        named("measurements/plan", Plan.parse, str(label))
+        named("measurements/plan", SweptPlan.parse, str(label))
     for link in run.scales["link"]:
         if not (named("measurements/link", float, link) > 0):
             raise ValueError(f"measurements/link: {link!r:.60} is no rate")
 
 
 @dataclass(frozen=True)
-class Curve:
+class SweptCurve:
     """A plan at all rates of the links.
 
     Attributes
     ----------
-    plan : Plan
-        The plan.
     seconds : ndarray
         Seconds a sequence of whole steps, (links, repetitions); NaN beyond those of a link.
     predicted, software : ndarray
@@ -103,7 +101,7 @@ class Curve:
         Seconds a sequence that ranks wait for their work.
     """
 
-    plan: Plan
+    plan: SweptPlan
     seconds: np.ndarray
     predicted: np.ndarray
     software: np.ndarray
@@ -120,7 +118,7 @@ def read_links(record: Measurements) -> list[float]:
     return [float(link) for link in record.scales["link"]]
 
 
-def read_curves(record: Measurements) -> list[Curve]:
+def read_curves(record: Measurements) -> list[SweptCurve]:
     """Read the plans of a record, with what was predicted of them before."""
     samples = record.values("samples").sum(axis=2)    # forward and backward
     work = record.values("work").sum(axis=1)
@@ -130,8 +128,9 @@ def read_curves(record: Measurements) -> list[Curve]:
     if "software" in record.variables:    # in a file of this kind the same at all rates
         alone = np.median(record.values("software").sum(axis=-2), axis=-1)
         software = np.broadcast_to(alone.reshape(len(alone), -1), missing.shape)
-    return [Curve(plan, *(each[at] / plan.batch for each in (samples, predicted, software, work)))
-            for at, plan in enumerate(map(Plan.parse, record.scales["plan"]))]
+    return [SweptCurve(plan, *(each[at] / plan.batch
+                               for each in (samples, predicted, software, work)))
+            for at, plan in enumerate(map(SweptPlan.parse, record.scales["plan"]))]
 
 
 def crossing_rates(links: Sequence[float], one: np.ndarray, other: np.ndarray) -> list[float]:
@@ -149,8 +148,8 @@ def crossing_rates(links: Sequence[float], one: np.ndarray, other: np.ndarray) -
     return found
 
 
-def list_crossovers(record: Measurements,
-                    curves: Sequence[Curve]) -> Iterator[tuple[float, Curve, Curve]]:
+def list_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> Iterator[
+        tuple[float, SweptCurve, SweptCurve]]:
     """List the rates at which two plans of one batch cross.
 
     Yields
@@ -174,7 +173,7 @@ def rate_name(link: float) -> str:
     return "unlimited" if math.isinf(link) else f"{format_unit(link, RATES, ' ')}/s"
 
 
-def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[str]:
+def describe_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> list[str]:
     """Say where two plans of one batch cross, and which of them is the fastest at each rate."""
     said = []
     for rate, slow, fast in sorted(list_crossovers(record, curves), key=lambda found: found[0]):
@@ -204,13 +203,13 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
     parts: list[Part] = []
     for record in records:
         curves, links = read_curves(record), range(len(record.scales["link"]))
-        hidden = [Moment(record, one, at, whole) for whole, one in with_overlap(curves)
+        hidden = [SweptMoment(record, one, at, whole) for whole, one in with_overlap(curves)
                   for at in links]
         parts += [
             make_table(heading(record), _seconds(record), curves),
             *[make_table(f"{heading(record)}: what overlap hides", HIDDEN, hidden)] * bool(hidden),
             make_table(f"{heading(record)}: predictions", PREDICTIONS, [
-                Moment(record, one, at) for one in curves for at in links]),
+                SweptMoment(record, one, at) for one in curves for at in links]),
             Notes("Where each is the fastest:", describe_crossovers(record, curves))]
     return [*parts, Notes("About these rates of links:", _notes(records))]
 
@@ -224,7 +223,7 @@ def heading(record: Measurements) -> str:
             f"ranks, links of several rates; {MODELLED}")
 
 
-def with_overlap(curves: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
+def with_overlap(curves: Sequence[SweptCurve]) -> Iterator[tuple[SweptCurve, SweptCurve]]:
     """List plans with overlap, each after the same plan without."""
     plain = {one.plan: one for one in curves}
     for one in curves:
@@ -234,13 +233,13 @@ def with_overlap(curves: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
 
 
 @dataclass(frozen=True)
-class Moment:
+class SweptMoment:
     """A plan at one rate of the links; with the same plan without overlap, if it has any."""
 
     record: Measurements
-    curve: Curve
+    curve: SweptCurve
     at: int
-    whole: Curve | None = None
+    whole: SweptCurve | None = None
 
     @property
     def seconds(self) -> float:
@@ -298,7 +297,8 @@ def _waits(record: Measurements) -> str:
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
     env, count = records[-1].environment, len(records[-1].scales["repetition"])
-    overlap = any(Plan.parse(label).overlap for one in records for label in one.scales["plan"])
+    overlap = any(SweptPlan.parse(label).overlap for one in records
+                  for label in one.scales["plan"])
     how = (f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
            f"order; forward and backward by their makespans.")
     if rows := records[-1].configuration.get("rows"):

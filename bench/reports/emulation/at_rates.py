@@ -6,7 +6,7 @@ from typing import Callable, Iterable
 import numpy as np
 
 from bench.cluster.spec import Cluster
-from bench.records.kinds.sweep import Plan
+from bench.records.kinds.sweep import SweptPlan
 from bench.records.measurements import Measurements, Variable
 from bench.records.model_run import Run
 from mm3d.tracing.events import PHASES
@@ -38,8 +38,8 @@ def join_rates(rows: Iterable[Run]) -> list[Measurements]:
                    if name not in PLAN]
         alike = (replace(cluster, link=None), *map(chosen.get, ALIKE), *by_hand)
         rate = np.inf if cluster.link is None else cluster.link
-        plan = Plan(chosen["scheme"], run.grid, chosen["placement"], chosen["batch"],
-                    int(chosen.get("overlap", 0)))
+        plan = SweptPlan(chosen["scheme"], run.grid, chosen["placement"], chosen["batch"],
+                         int(chosen.get("overlap", 0)))
         found.setdefault((alike, plan.label), {})[rate] = run
     joined: dict[tuple, dict[str, list[Run]]] = {}
     for (alike, plan), at in sorted(found.items(), key=lambda one: one[0][1]):

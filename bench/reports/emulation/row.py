@@ -28,22 +28,10 @@ class Emulated:
 
     Attributes
     ----------
-    row : Row
-        The row.
-    sizes : ModelSizes
-        Its sizes.
-    variant : Variant
-        Its variant.
-    grid : GridShape
-        Its grid.
     machine : Machine
         The machine whose work ranks wait for.
     shrink, scale : float
         The factors by which it is shrunk, and its seconds are multiplied.
-    cluster : Cluster or None
-        The emulated cluster.
-    run : Run or None
-        The measurement.
     recompute : str
         Its policy of recomputation.
     order : str

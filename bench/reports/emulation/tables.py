@@ -15,7 +15,7 @@ from bench.reports.emulation.row import Emulated, of_run
 MARK = "*"    # of software that takes more than its allowed share of a step
 
 
-def row_parts(results: Results) -> list[Part]:
+def emulated_parts(results: Results) -> list[Part]:
     """Make the tables of the rows of a preset that were measured on an emulated cluster.
 
     There are none if ranks computed, or had no links between them.
@@ -111,8 +111,18 @@ def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table
 
 def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> Table:
     """Make the table of speed-ups of 3-D over the other schemes."""
+    lines = [speed_up_cells(*pair, measured) for pair in compared(found)]
+    columns = [Column("speed-up of 3-D"), Column("ranks"), Column("published"),
+               Column("machine's", "model"), Column("predicted", "here")]
+    if measured:
+        columns += [Column("emulated"), Column("low"), Column("high"), Column("runs"),
+                    Column("error of", "prediction")]
+    return Table(f"{heading}: speed-ups", columns, lines)
+
+
+def compared(found: Sequence[Emulated]) -> Iterable[tuple[str, Emulated, Emulated]]:
+    """Return the pairs of rows whose ratio is a speed-up of 3-D, the slower first, with names."""
     known = {(one.row.key, one.row.like): one for one in found}
-    lines: Rows = []
     for cube in (one for one in found if one.row.scheme == PROPOSED and not one.row.like):
         for other in BASELINES:
             key = cube.row.table, other, cube.row.gpus
@@ -120,14 +130,16 @@ def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> 
                                            ("", other, f", batch of {title(other)}")):
                 slow, fast = known.get((key, like)), known.get((cube.row.key, cube_like))
                 if slow and fast:
-                    lines.append(speed_up_cells(f"over {title(other)}{words}", slow, fast,
-                                                measured))
-    columns = [Column("speed-up of 3-D"), Column("ranks"), Column("published"),
-               Column("machine's", "model"), Column("predicted", "here")]
-    if measured:
-        columns += [Column("emulated"), Column("low"), Column("high"), Column("runs"),
-                    Column("error of", "prediction")]
-    return Table(f"{heading}: speed-ups", columns, lines)
+                    yield f"over {title(other)}{words}", slow, fast
+
+
+def marked_shares(found: Sequence[Emulated]) -> list[str]:
+    """Name the rows of ratios with a `MARK`, each with the share that software took of a step."""
+    rows = {(one.row.key, one.row.like): one for _, *pair in compared(found) for one in pair
+            if not one.quotable}
+    return [(f"{one.software:.0%} of" if one.software > 0 else "an unknown share of")
+            + f" {title(one.row.scheme)} on {one.row.gpus} ranks, {one.row.table}"
+            + f", batch of {title(one.row.like)}" * bool(one.row.like) for one in rows.values()]
 
 
 def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) -> list[Cell]:

@@ -6,17 +6,13 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.tracing.trace import Trace
 
 
-def notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
+def expert_notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
     """State the assumed routing, and which words are counted between replicas.
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     trace : Trace
         The dry run.
-    data, tokens : int
-        Number of replicas, and tokens of each.
     """
     every, capacity = data * tokens, capacity_of(experts, data * tokens)
     share = every * experts.top / experts.count

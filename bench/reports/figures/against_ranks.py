@@ -32,7 +32,7 @@ def draw_step_times(results: Results):
             rows = results.rows(table, scheme)
             draw_line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
             found = measured_runs(results, rows)
-            averages = [(p, average_step_time(run)) for p, run in found]
+            averages = [(p, step_time_interval(run)) for p, run in found]
             draw_line(measured, scheme, [(p, one.median) for p, one in averages])
             draw_intervals(measured, scheme, [(p, one.low, one.high) for p, one in averages])
         for wrong in (r for r in select_rows(table) if not r.consistent):
@@ -70,7 +70,7 @@ def draw_scaling(results: Results):
             points = [(r.gpus, paper_rate(r)) for r in rows]
             draw_line(published, scheme, relative_rates(points, whole))
             found = sorted(measured_runs(results, results.rows(table, scheme)))
-            averages = [average_step_time(run) for _, run in found]
+            averages = [step_time_interval(run) for _, run in found]
             rates = relative_rates([(p, rate_of_time(run, one.median))
                                     for (p, run), one in zip(found, averages)], whole)
             draw_line(measured, scheme, rates)
@@ -111,7 +111,7 @@ def draw_words(results: Results):
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
             runs = [run for _, run in measured_runs(results, results.rows(table, scheme))]
-            draw_closed_form(panel, scheme, closed_form_words(runs, table))
+            draw_closed_form(panel, scheme, closed_form_points(runs, table))
             points = [(run.ranks, counted_words(run)) for run in runs]
             draw_line(panel, scheme, points, linestyle="", markersize=7)
         if any(results.get(row) for row in results.rows(table)):
@@ -131,7 +131,7 @@ def measured_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
     return [(row.gpus, run) for row in rows if (run := results.get(row))]
 
 
-def average_step_time(run: Run) -> Interval:
+def step_time_interval(run: Run) -> Interval:
     """Compute the median average step time of whole steps, and its 95 % confidence interval."""
     return median_interval(step_seconds.step_times(run.times, run.configuration["batch"]))
 
@@ -167,7 +167,7 @@ def counted_words(run: Run) -> float:
     return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
 
 
-def closed_form_words(runs: list[Run], table: str) -> list[Point]:
+def closed_form_points(runs: list[Run], table: str) -> list[Point]:
     """Compute the closed form at the runs' ranks, and between them where sizes stay the same.
 
     Points between are for the paper's schemes only, whose grids are all of one kind.

@@ -20,8 +20,6 @@ def draw_story(path: str | Path, frames: Frames) -> Path:
     ----------
     path : path
         The picture to write; a .png, .svg, .pdf or .gif.
-    frames : Frames
-        Draws them.
 
     Raises
     ------

@@ -38,8 +38,6 @@ class Frames(Protocol):
 
     Attributes
     ----------
-    first : int
-        Number of the first moment.
     moving : list of bool
         Whether blocks travel, by number.
     """

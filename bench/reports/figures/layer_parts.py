@@ -5,7 +5,7 @@ from typing import Any
 from bench.reports.block_tables import OPERANDS, joined_moves
 from bench.reports.figures.frames import (FAINT, HEIGHT, INK, PANEL, WIDTH, Moment, Pen,
                                           colour_of)
-from mm3d.tracing.layer_moves import LayerStory, Part, Rectangle
+from mm3d.tracing.layer_moves import LayerStory, LayerPart, Rectangle
 
 LIST, SQUARE, MOVES = 0.4, 5.5, 10.8    # left ends of the parts, of the blocks, of what travels
 TOP, BOTTOM = 7.0, 0.9
@@ -22,8 +22,6 @@ class LayerParts:
 
     Attributes
     ----------
-    first : int
-        Number of the first moment.
     moving : list of bool
         Whether blocks travel, by part: they are listed instead.
     """
@@ -61,7 +59,7 @@ class LayerParts:
             pen.text(LIST + 4.25, bottom + high / 2, f"{words} words", 12.5, INK, "right",
                      weight=bold)
 
-    def _blocks(self, pen: Pen, part: Part) -> None:
+    def _blocks(self, pen: Pen, part: LayerPart) -> None:
         """Draw the blocks of the activation: rows are positions, sequence after sequence."""
         rows = self.story.sizes["batch"] * self.story.sizes["seq"]
         columns, side = self.story.sizes["hidden"], 4.7
@@ -83,7 +81,7 @@ class LayerParts:
         pen.text(SQUARE, top - side - 0.3, f"{batch} sequence{'s' * (batch > 1)} of "
                  f"{self.story.sizes['seq']} positions", 11, FAINT, "left")
 
-    def _moves(self, pen: Pen, part: Part) -> None:
+    def _moves(self, pen: Pen, part: LayerPart) -> None:
         """List what travels in the part."""
         if not part.moved:
             pen.text(MOVES, TOP - 0.3, "nothing travels", 12.5, INK, "left")

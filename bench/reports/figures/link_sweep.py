@@ -100,5 +100,5 @@ def _panel(panel, record: Measurements) -> None:
     panel.legend()
 
 
-def _short(curve: sweep.Curve) -> str:
+def _short(curve: sweep.SweptCurve) -> str:
     return re.sub(r"(?<=\d) x (?=\d)", "x", curve.plan.name)

@@ -11,12 +11,14 @@ from bench.reports.figures.frames import (FAINT, HEIGHT, INCHES, INK, OUTLINE, P
                                           Moment, Pen, colour_of)
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS
 from mm3d.tracing.block_moves import Story
-from mm3d.tracing.block_replay import (GATHERS, KEEP, MULTIPLY, REDUCTIONS, Block, Held, Step,
-                                       Travel)
+from mm3d.tracing.block_replay import (GATHERS, Held, KEEP, MatrixBlock, MULTIPLY, REDUCTIONS,
+                                       ReplayStep, Travel)
 
 LEFT, RIGHT, TOP, BOTTOM = 0.9, 15.7, 6.75, 0.95    # the ranks' part of it
 FEW = 8    # ranks, each with its place in letters
 GAP, GROUP_GAP = 0.3, 0.75    # between panels, and between those of neighbouring z
+INDICES = ("i, j, l: a rank's places along x, y, z, as in the paper; an index that is missing: "
+           "the blocks of all of them")
 LEGEND = ("number and colour of a block: the rank that it comes from      "
           "Σ, dashed: terms of a sum, still to be added")
 SIGNS = {"ab": ("A", "B"), "abt": ("A", "Bᵀ"), "atb": ("Aᵀ", "B")}
@@ -40,8 +42,6 @@ class RankPanels:
 
     Attributes
     ----------
-    first : int
-        Number of the first moment.
     moving : list of bool
         Whether blocks travel, by step.
     """
@@ -83,7 +83,8 @@ class RankPanels:
         return (self.origin[0] + at["z"] * self.group + column * self.panel[0],
                 self.origin[1] - row * self.panel[1])
 
-    def place(self, rank: int, matrix: str, block: Block) -> tuple[float, float, float, float]:
+    def place(self, rank: int, matrix: str,
+              block: MatrixBlock) -> tuple[float, float, float, float]:
         """Return left, bottom, width and height of a block in a rank's panel."""
         rows, columns = block.rows, block.columns
         name = matrix[-1]
@@ -118,9 +119,11 @@ class RankPanels:
             for travel in step.travels:
                 self._arrow(pen, step, travel)
         first, second = SIGNS.get(self.story.form, "AB")
-        pen.text(WIDTH / 2, 0.55, f"in each rank's panel: {first} lower left, {second} upper "
+        if any("_" in step_words(self.story, one) for one in steps):
+            pen.text(WIDTH / 2, 0.8, INDICES, 11, FAINT)
+        pen.text(WIDTH / 2, 0.5, f"in each rank's panel: {first} lower left, {second} upper "
                  f"right, C lower right, or their gradients", 11, FAINT)
-        pen.text(WIDTH / 2, 0.22, LEGEND, 11, FAINT)
+        pen.text(WIDTH / 2, 0.2, LEGEND, 11, FAINT)
         axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT), aspect="equal")
         axes.axis("off")
 
@@ -154,13 +157,14 @@ class RankPanels:
             end = left + (sizes["z"] - 1) * self.group + self.columns * self.panel[0] - GAP
             pen.direction("z", (left, top + 0.5), (end, top + 0.5), active)
 
-    def _panel(self, pen: Pen, rank: int, held: Held, step: Step | None) -> None:
+    def _panel(self, pen: Pen, rank: int, held: Held, step: ReplayStep | None) -> None:
         """Draw what a rank holds."""
         left, top = self.corner(rank)
         pen.box((left - 0.07, top - self.panel[1] + GAP - 0.07, self.panel[0] - GAP + 0.14,
                  self.panel[1] - GAP + 0.14), PANEL, "none")
         for name, (rows, columns) in self.story.shapes.items():
-            pen.box(self.place(rank, name, Block(None, (0, rows), (0, columns))), "white", OUTLINE)
+            whole = MatrixBlock(None, (0, rows), (0, columns))
+            pen.box(self.place(rank, name, whole), "white", OUTLINE)
         half = self._extents[1] * self.terms / 2
         coords = ",".join(map(str, self.story.grid.coordinates(rank).values()))
         pen.text(left + half, top - half, f"rank {rank}\n({coords})" if self.few else str(rank),
@@ -171,7 +175,7 @@ class RankPanels:
                     self._block(pen, self.place(rank, matrix, block), block)
 
     @staticmethod
-    def _shown(held: Held, step: Step | None) -> Iterator[str]:
+    def _shown(held: Held, step: ReplayStep | None) -> Iterator[str]:
         """Iterate over the matrices to draw: a gradient hides its matrix while it is computed."""
         hidden = {one[-1] for one in held if one[0] == "d"} if step and step.kind == KEEP else (
             {step.result[-1]} if step and step.result[0] == "d" and held is not None
@@ -181,7 +185,7 @@ class RankPanels:
             if gradient == (matrix[-1] in hidden):
                 yield matrix
 
-    def _block(self, pen: Pen, place: tuple[float, float, float, float], block: Block,
+    def _block(self, pen: Pen, place: tuple[float, float, float, float], block: MatrixBlock,
                edge: str = INK) -> None:
         colour, pattern = colour_of(block.owner)
         pen.box(place, colour, edge, pattern, block.owner is None)
@@ -191,14 +195,14 @@ class RankPanels:
         if size >= 6:
             pen.text(place[0] + place[2] / 2, place[1] + place[3] / 2, text, size, INK)
 
-    def _flying(self, pen: Pen, step: Step, travel: Travel, progress: float) -> None:
+    def _flying(self, pen: Pen, step: ReplayStep, travel: Travel, progress: float) -> None:
         """Draw a block on its way."""
         start, end = (self.place(rank, step.matrix, travel.block)
                       for rank in (travel.source, travel.target))
         place = (*(a + (b - a) * progress for a, b in zip(start[:2], end[:2])), *end[2:])
         self._block(pen, place, travel.block)
 
-    def _arrow(self, pen: Pen, step: Step, travel: Travel) -> None:
+    def _arrow(self, pen: Pen, step: ReplayStep, travel: Travel) -> None:
         """Draw an arrow from where a block was to where it is.
 
         Where all ranks of a line send to all, only those between neighbours are drawn.
@@ -223,14 +227,14 @@ def product_formula(story: Story, result: str) -> str:
     return f"{result} = {first} {second}"
 
 
-def step_title(story: Story, step: Step) -> str:
+def step_title(story: Story, step: ReplayStep) -> str:
     """Return what happens in a step, in a line."""
     results = " and ".join(dict.fromkeys(one.result for one in story.steps))
     return TITLES[step.kind].format(matrix=step.matrix, direction=step.direction, results=results,
                                     formula=product_formula(story, step.result))
 
 
-def step_words(story: Story, step: Step) -> str:
+def step_words(story: Story, step: ReplayStep) -> str:
     """Return what a step moves, as the layouts call it, and the words of a rank and of all."""
     if step.kind == MULTIPLY:
         return "each rank multiplies the blocks that it holds: no words"

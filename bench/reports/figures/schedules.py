@@ -1,8 +1,8 @@
-"""Draw pipeline schedules: a row a rank, a colour a kind, and what they cost by micro-batches."""
+"""Draw pipeline schedules: a row a rank, a colour a kind."""
 
 import os
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import Mapping
 
 from bench.reports.figures import style
 from mm3d.training.schedules.clock import Timeline
@@ -26,12 +26,8 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
     ----------
     path : path
         The picture to write; a .png, .svg or .pdf.
-    timelines : mapping from str to Timeline
-        The timelines by title.
     unit : str, optional
         The unit of the times, such as "s".
-    row : str
-        The name of a row.
 
     Raises
     ------
@@ -92,41 +88,3 @@ def _legend(figure, timelines) -> None:
                       label="paler: further chunks")] * chunked
     figure.legend(handles=[*patches, Patch(facecolor=BUBBLE, label="bubble")], ncols=6,
                   loc="outside lower right")
-
-
-CURVES = {"bubble / cost": "bubble as a share of the cost",
-          "in flight": "most micro-batches in flight on a rank, to the end of W",
-          "messages": "messages of all ranks"}
-
-
-def curves(path: str | os.PathLike, heading: str,
-           found: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> Path:
-    """Draw what schedules cost against the number of micro-batches; errors are as in `picture`.
-
-    Parameters
-    ----------
-    path : path
-        The picture to write; a .png, .svg or .pdf.
-    heading : str
-        The heading of the figure.
-    found : mapping
-        By schedule: micro-batches, and the numbers by the keys of `CURVES`.
-    """
-    style.check_name(path)
-
-    def make():
-        figure, panels = style.make_figure(1, len(CURVES), (WIDTH, 4.2), heading)
-        for panel, (key, label) in zip(panels.flat, CURVES.items()):
-            for place, (name, points) in enumerate(found.items()):
-                colour, marker = style.CYCLE[place % len(style.CYCLE)]
-                # Where curves coincide, the earlier is seen at the edges of the later and narrower
-                # one, and their markers are at different places.
-                panel.plot([m for m, _ in points], [numbers[key] for _, numbers in points],
-                           color=colour, label=name, marker=marker, markersize=4,
-                           markevery=(place, max(1, len(found), len(points) // 8)),
-                           linewidth=1.2 + min(1.3, 6 / len(found)) * (len(found) - 1 - place))
-            panel.set(xlabel="micro-batches", title=label)
-            style.start_at_zero(panel)
-        panels.flat[0].legend()
-        return figure
-    return style.save_picture(path, make, dpi=110)

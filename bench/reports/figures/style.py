@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records import atomic
-from mm3d.console import complain, say
+from mm3d.console import say
 
 # Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
 # for print.
@@ -118,8 +118,6 @@ def save_animation(path: str | os.PathLike, frames: Iterable[tuple[Callable[[], 
 
     Parameters
     ----------
-    path : path
-        The file.
     frames : iterable of (callable, int)
         Functions that make the figure of each frame, and the milliseconds that it is shown.
     colours : int
@@ -210,16 +208,13 @@ def label_powers(axis, base: int = 10) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def draw_pictures(draws: Iterable[Callable[[], Path]], form: str = "text") -> int:
+def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
     """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
 
     Parameters
     ----------
     draws : iterable of callables
         Each draws a picture and returns its path, or raises `LeftOut`.
-    form : str
-        The format of the document that was printed; lines stand apart from one that another
-        program may read.
     """
     status = 0
     for draw in draws:
@@ -227,7 +222,7 @@ def draw_pictures(draws: Iterable[Callable[[], Path]], form: str = "text") -> in
             line = str(draw())
         except LeftOut as why:
             line, status = f"not drawn: {why}", 1
-        (say if form == "text" else complain)(line)
+        say(line)
     return status
 
 

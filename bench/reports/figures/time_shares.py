@@ -84,7 +84,7 @@ def part_styles(grids: Iterable[Sequence[str]]) -> dict[str, tuple[str, str | No
     further = dict(zip((name for name in directions if name not in COLOURS),
                        itertools.cycle(FURTHER)))
     return {name: further.get(name) or (COLOURS[name], HATCHES.get(name))
-            for name in time_parts.part_names(directions)}
+            for name in time_parts.stacked_parts(directions)}
 
 
 def _stacked(panel, place: int, shares: dict[str, dict[str, float]],

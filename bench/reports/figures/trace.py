@@ -17,7 +17,7 @@ LETTER = 0.007    # of the axis: width of a letter in a span
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracePiece:
     """A span of a lane: its part, its times in milliseconds, and those outside of inner spans."""
 
     name: str
@@ -71,14 +71,14 @@ def draw_trace(document: dict[str, Any]):
     return figure
 
 
-def lanes_of(events: list[dict[str, Any]]) -> dict[str, list[Piece]]:
+def lanes_of(events: list[dict[str, Any]]) -> dict[str, list[TracePiece]]:
     """Return the spans of each track by its name, in the order of the file."""
     names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
     return {names[track]: list(_pieces(spans)) for (_, track), spans in group_tracks(
         events).items()}
 
 
-def _pieces(spans: list[dict[str, Any]]) -> Iterator[Piece]:
+def _pieces(spans: list[dict[str, Any]]) -> Iterator[TracePiece]:
     """Iterate over the spans of a track, whose own time is what no inner span takes."""
     inside: list[int] = [0] * len(spans)
     around: list[tuple[int, int]] = []    # ends of the spans around, and their numbers
@@ -93,8 +93,8 @@ def _pieces(spans: list[dict[str, Any]]) -> Iterator[Piece]:
         around.append((end, number))
     for one, taken, depth in zip(spans, inside, depths):
         start, end = nanoseconds(one)
-        yield Piece(one["name"], _part(one), start / 1e6, end / 1e6, (end - start - taken) / 1e6,
-                    depth)
+        yield TracePiece(one["name"], _part(one), start / 1e6, end / 1e6,
+                         (end - start - taken) / 1e6, depth)
 
 
 def _part(span: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _part(span: dict[str, Any]) -> str:
         given["axis"] if span["cat"] == "collective" else str(given.get("part", "other")))
 
 
-def _looks(pieces: list[Piece]) -> dict[str, tuple[str, str | None]]:
+def _looks(pieces: list[TracePiece]) -> dict[str, tuple[str, str | None]]:
     """Return colour and hatching of the parts that are there."""
     used = dict.fromkeys(piece.part for piece in pieces)
     known = {kind: (colour, None) for kind, (_, colour) in KINDS.items()}
@@ -115,7 +115,7 @@ def _looks(pieces: list[Piece]) -> dict[str, tuple[str, str | None]]:
     return {part: look for part, look in known.items() if part in used}
 
 
-def _name_spans(panel, lanes: dict[str, list[Piece]], end: float) -> None:
+def _name_spans(panel, lanes: dict[str, list[TracePiece]], end: float) -> None:
     """Name the spans of the first lane that take longest themselves, and its phases."""
     lane, chosen = next(iter(lanes.values())), []
     for piece in sorted(lane, key=lambda piece: -piece.own):
@@ -135,7 +135,7 @@ def _name_spans(panel, lanes: dict[str, list[Piece]], end: float) -> None:
                        fontsize=9, fontstyle="italic")
 
 
-def _name_actions(panel, lanes: dict[str, list[Piece]], end: float) -> None:
+def _name_actions(panel, lanes: dict[str, list[TracePiece]], end: float) -> None:
     """Write the names of a pipeline's actions into their spans, where there is room."""
     for place, lane in enumerate(lanes.values()):
         for piece in lane:
@@ -144,7 +144,7 @@ def _name_actions(panel, lanes: dict[str, list[Piece]], end: float) -> None:
                            va="center", fontsize=6.5, zorder=3, clip_on=True)
 
 
-def _legend(figure, pieces: list[Piece], lanes: int,
+def _legend(figure, pieces: list[TracePiece], lanes: int,
             looks: dict[str, tuple[str, str | None]]) -> None:
     """Name the colours, with the mean milliseconds of a track in each part."""
     from matplotlib.patches import Patch

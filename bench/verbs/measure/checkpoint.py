@@ -7,7 +7,6 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.experiments.checkpoint import measure_checkpoint
 from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 from mm3d import ModelSizes
 
 ON_ALL_RANKS = True
@@ -30,4 +29,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
     return measure(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
         comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,
-        arguments.backend), out, comm, format_record)
+        arguments.backend), out, comm, arguments.show_record)

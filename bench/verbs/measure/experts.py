@@ -6,9 +6,8 @@ from bench.command_line import expert_options, measuring, options
 from bench.command_line.publish import measure
 from bench.command_line.scheme_options import add_scheme
 from bench.experiments.experts.measured import measure_experts
-from bench.experiments.experts.problem import ExpertsCase, Subject, make_mesh
+from bench.experiments.experts.problem import ExpertsCase, ExpertsSubject, make_mesh
 from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 
 ON_ALL_RANKS = True
 
@@ -45,8 +44,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     measuring.check_memory(words, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
-    subject = Subject(mesh, case, arguments.expert_parallel)
+    subject = ExpertsSubject(mesh, case, arguments.expert_parallel)
     divided = f"-e{subject.expert_parallel}" * (subject.expert_parallel != arguments.data)
     name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}{divided}-p{comm.size:03d}"
     return measure(name, lambda: measure_experts(subject, arguments.torch, limits), out, comm,
-                   format_record)
+                   arguments.show_record)

@@ -7,7 +7,6 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 
 ON_ALL_RANKS = True
 
@@ -32,4 +31,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
     out = claim_folder(arguments.out, comm)
     return max([measure(f"gpu-{part}", partial(measure_part, benchmark, part), out, comm,
-                        format_record) for part in arguments.part])
+                        arguments.show_record) for part in arguments.part])

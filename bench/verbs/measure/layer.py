@@ -12,7 +12,6 @@ from bench.errors import UsageError, as_usage_error
 from bench.experiments.layer.layer import (Beside, COLOSSAL, MeasuredLayer, PYTORCH,
                                            check_overlap, measure_layer)
 from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 from mm3d import ModelSizes
 
 ON_ALL_RANKS = True
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
                       f"h{hidden}", arguments.dtype]),
             partial(measure_layer, layer, beside, arguments.overlap, limits), out, comm,
-            format_record))
+            arguments.show_record))
         scheme.grid.free()
         del layer
     return status

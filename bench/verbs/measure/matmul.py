@@ -16,7 +16,6 @@ from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 from bench.statistics import median_interval
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
@@ -118,7 +117,7 @@ def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Na
                                  arguments.seed, arguments.watched)
         done.append(True)
         return record
-    status = measure(name, work, out, comm, format_record)
+    status = measure(name, work, out, comm, arguments.show_record)
     if arguments.trace and done:
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
@@ -138,7 +137,7 @@ def measure_several(form: str, shape: tuple[int, int, int], arguments: argparse.
                      f"p{comm.size:03d}"])
     return measure(name, lambda: measure_side_by_side(
         form, shape, arguments.dtype, comm, arguments.backend, limits, arguments.seed,
-        names or None, arguments.watched), out, comm, format_record)
+        names or None, arguments.watched), out, comm, arguments.show_record)
 
 
 def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int:
@@ -147,23 +146,23 @@ def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int
     library, gemm = scalapack.load_libraries(comm, arguments.dtype)
     status = 0
     for shape in arguments.shape:
-        products = scalapack.Products(library, gemm, comm, shape, arguments.grid,
-                                      arguments.block or BLOCKS, arguments.seed)
+        products = scalapack.ScalapackProducts(library, gemm, comm, shape, arguments.grid,
+                                               arguments.block or BLOCKS, arguments.seed)
         try:
             found = scalapack.compare_products(products, arguments.calls or CALLS, limits)
         except WrongResult as wrong:
             status = report_failure(f"{shape} {arguments.dtype}", wrong, comm)
         else:
             if found is not None:
-                say(scalapack_table(found) + "\n")
+                arguments.show(scalapack_table(found))
+                say()
         products.free()
     return status
 
 
-def scalapack_table(found) -> str:
-    """Format the table of a `bench.experiments.products.scalapack.Comparison`."""
+def scalapack_table(found) -> list:
+    """Make the table of a `bench.experiments.products.scalapack.ProductComparison`."""
     from bench.document import Column, Notes, Rows, Table
-    from bench.reports.formats import render
     ours, theirs = len(found.transports), len(found.blocks)
     rows: Rows = []
     for k, (name, time) in enumerate(zip(found.subjects, np.median(found.seconds, axis=0))):
@@ -180,9 +179,9 @@ def scalapack_table(found) -> str:
                  for which in ("median", "95 %"))]
     title = (f"{' x '.join(map(str, found.shape))} {found.dtype}, {found.ranks} ranks on "
              f"{found.cores} cores")
-    return render([Table(title, columns, rows), Notes("About these figures:", [
+    return [Table(title, columns, rows), Notes("About these figures:", [
         f"{len(found.seconds)} repetitions of {found.calls} call{'s' * (found.calls > 1)} each, "
         f"in random order; times are makespans a call, rates of all ranks.",
         f"The 3-D product and ScaLAPACK multiply by one function, of {found.library}. ScaLAPACK "
         f"moves by MPI.", "Loaded: " + "; ".join(f"{file}: {about}" for file, about in
-                                                 found.loaded.items()) + "."])])
+                                                 found.loaded.items()) + "."])]

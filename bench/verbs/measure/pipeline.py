@@ -11,13 +11,14 @@ from bench.cases.variants import WORK
 from bench.errors import WrongResult, as_usage_error
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
-from bench.experiments.pipeline.subject import PipelineCase, make_case
-from bench.experiments.pipeline.reference import refuse_case
+from bench.experiments.pipeline.subject import PipelineCase, make_pipeline_case
+from bench.experiments.pipeline.reference import refuse_pipeline
 from bench.instruments import chrome_trace
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
-from bench.command_line import measuring, options
+from bench.reports.micro_tables import make_parts
+from bench.command_line import measuring, options, schedule_types
 from bench.command_line.number_types import fractions
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
                                         report_failure)
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
         "sizes of the grid's directions in a stage, such as 2x1x1; with commas between, one for "
         "each stage (default: as without a pipeline, for the ranks of a stage)"))
-    parser.add_argument("--schedule", type=options.schedules, default=["1f1b", "zb-h1"],
+    parser.add_argument("--schedule", type=schedule_types.schedules, default=["1f1b", "zb-h1"],
                         metavar="NAMES", help=(
         f"schedules, with commas between, of {', '.join(registry())}; interleaved:3 has 3 chunks "
         f"a rank, auto is searched for and has one (default 1f1b,zb-h1)"))
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         cases = list_cases(arguments)
         mesh = Mesh(comm, arguments.stages, arguments.scheme, arguments.grid, arguments.backend)
     for case in cases if arguments.torch else []:
-        refuse_case(mesh, case)
+        refuse_pipeline(mesh, case)
     check_trace_file(arguments.trace, comm)
     measuring.check_model_memory(arguments.layers, arguments.hidden,
                                  arguments.microbatch * arguments.seq, arguments.backend, comm)
@@ -104,7 +105,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
             if arguments.pictures:
                 draw(record, Path(arguments.pictures) / f"{name}.png")
     if records:
-        say(f"\n{table(records)}")
+        say()
+        arguments.show(make_parts(records))
     mesh.free()
     return status
 
@@ -114,8 +116,8 @@ def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
     waits = find_waits(arguments)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.microbatch,
                        arguments.seq)
-    return [make_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
-                      dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
+    return [make_pipeline_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
+                               dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
             for microbatches in arguments.microbatches for name in arguments.schedule]
 
 
@@ -147,13 +149,6 @@ def draw(record: Measurements, path: Path) -> None:
     from bench.reports.figures import measured_timelines, schedules
     style.draw_pictures([partial(schedules.picture, path, measured_timelines.timelines(record),
                                  "s", "group of ranks")])
-
-
-def table(records: list[Measurements]) -> str:
-    """Format the table of records."""
-    from bench.reports.formats import render
-    from bench.reports.micro_tables import make_parts
-    return render(make_parts(records))
 
 
 def duration(text: str) -> Fraction:

@@ -2,12 +2,12 @@
 
 import argparse
 
-from bench.experiments.startup import CALLS, FailedJob, PHASES, Start, check_cubes, measure_start
-from bench.document import Column, Notes, Rows, Table
-from bench.reports.formats import render
+from bench.experiments.startup import (CALLS, FailedJob, JobStart, PHASES, check_cubes,
+                                       measure_start)
+from bench.document import Column, Notes, Part, Rows, Table
 from bench.command_line import options
 from mm3d import launcher
-from mm3d.console import complain, say
+from mm3d.console import complain
 
 ON_ALL_RANKS = False
 
@@ -26,18 +26,17 @@ def run(arguments: argparse.Namespace) -> int:
     except FailedJob as error:
         complain(f"failed: {error}")
         return 1
-    say(table(found))
+    arguments.show(table(found))
     return 0
 
 
-def table(found: list[Start]) -> str:
-    """Format the table of all jobs."""
+def table(found: list[JobStart]) -> list[Part]:
+    """Make the table of all jobs."""
     rows: Rows = [[one.ranks, one.transport, *(f"{one.seconds[name]:#.3g}" for name in PHASES),
                    f"{1e6 * one.call:.0f}"] for one in found]
     columns = [Column("ranks"), Column("transport"), *(Column(name, "(s)") for name in PHASES),
                Column("a small gather", "(us of CPU)")]
-    return render([Table(f"Many ranks on {launcher.cores()} cores", columns, rows),
-                   Notes("About these figures:", [
-                       "once each; a step is forward and backward of one tiny layer; the gather "
-                       f"is the mean of {CALLS} along x, all that a rank's processor spends on "
-                       "it"])])
+    return [Table(f"Many ranks on {launcher.cores()} cores", columns, rows),
+            Notes("About these figures:", [
+                "once each; a step is forward and backward of one tiny layer; the gather is the "
+                f"mean of {CALLS} along x, all that a rank's processor spends on it"])]

@@ -9,7 +9,6 @@ from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import MeasuredTraining
 from bench.records.journal import claim_folder
-from bench.reports.micro_tables import format_record
 from mm3d.config import Division, Model
 
 ON_ALL_RANKS = True
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                          f"interpreter that has PyTorch would do")
     case = config_options.read(Model, arguments)
     if arguments.torch:
-        beside.refuse_case(case, kinds, comm.size)
+        beside.refuse_division(case, kinds, comm.size)
     measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
                                  arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
@@ -47,6 +46,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
         status = measure(
             f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
             lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
-            format_record)
+            arguments.show_record)
     subject.free()
     return status

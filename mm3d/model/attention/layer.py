@@ -1,10 +1,10 @@
 """Compute attention, with queries of this rank and keys of all positions."""
 
-import itertools
 import math
 from typing import Any, Iterator
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array
+from mm3d.arrays.elementwise import reshape
 from mm3d.grid.activations import Context, Space
 from mm3d.grid.split import Split
 from mm3d.model import functional
@@ -86,7 +86,7 @@ class Attention:
     def _split_heads(self, a: Array, *members: int) -> Array:
         """View the features of `a` as (..., heads, `members` of a group, features of a head)."""
         heads = a.shape[-1] // (self.head * math.prod(members))
-        return namespace(a).reshape(a, (*a.shape[:-1], heads, *members, self.head))
+        return reshape(a, (*a.shape[:-1], heads, *members, self.head))
 
     def _gather_qkv(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return Q of this rank's positions, with all members, and K and V of all positions."""
@@ -97,21 +97,21 @@ class Attention:
                 kv = split.all_gather(kv)
         return by_head, kv[:, :, 0, ...], kv[:, :, 1, ...]
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the output, (batch, seq, features); save Q, K, V and the log-sum-exps."""
         q, k, v = self._gather_qkv(x)
         y = self.empty(x.dtype)
         by_member = self._split_heads(y, self.group)
-        lse = [self.pair[0](q[:, own, n, ...], k[:, keys, ...], v[:, keys, ...], first, limit,
-                            out=by_member[:, own, :, n, :])[1]
-               for n, (own, keys, first, limit) in self._passes()]
+        lse, library = [], self.space.grid.backend
+        for n in library.alike(self.group):
+            if n == 1 and not library.has_contents:    # the last, in place of all before it
+                lse += [library.empty(a.shape, a.dtype) for a in lse * (self.group - 2)]
+            lse += [self.pair[0](q[:, own, n, ...], k[:, keys, ...], v[:, keys, ...], first,
+                                 limit, out=by_member[:, own, :, n, :])[1]
+                    for own, keys, first, limit in self.visits]
         return y, (x, lse)
 
-    def _passes(self) -> Iterator[tuple[int, Visit]]:
-        """Iterate over the members of a group, and what the queries of each visit."""
-        return itertools.product(range(self.group), self.visits)
-
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute the gradients of Q, K and V, (batch, seq, group + 2, features)."""
         x, lse = saved
         q, k, v = self._gather_qkv(x)
@@ -123,7 +123,9 @@ class Attention:
             dkv = splits[0].term((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
         if self.chunks is not None:    # visits add to a part of the positions each
             dkv[...], term = 0, self.space.grid.backend.empty(dkv.shape, x.dtype)
-        for number, (n, (own, keys, first, limit)) in enumerate(self._passes()):
+        alike = self.space.grid.backend.alike(self.group)
+        for number, (n, (own, keys, first, limit)) in enumerate(
+                (n, visit) for n in alike for visit in self.visits):
             if number == 1 and term is None:    # the members of a group add to the same gradients
                 term = self.space.grid.backend.empty(dkv.shape, x.dtype)
             into = (dkv if term is None else term)[:, keys, ...]

@@ -42,7 +42,7 @@ class RingAttention(Attention):
         kv = by_head[:, :, self.group:, ...]
         return by_head, kv if self.split is None else self.split.all_gather(kv)
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the output, (batch, seq, features); save it, Q, K, V and the log-sum-exps."""
         library, y = self.space.grid.backend, self.empty(x.dtype)
         q, own = self._own_keys(x)
@@ -70,7 +70,7 @@ class RingAttention(Attention):
         a[...] = 0
         return a
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute the gradients of Q, K and V, (batch, seq, group + 2, features)."""
         x, y, lse = saved
         library, dx = self.space.grid.backend, self.empty_qkv(x.dtype)

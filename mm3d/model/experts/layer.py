@@ -11,7 +11,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, as_rows, namespace
+from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.elementwise import as_rows
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
 from mm3d.model.architecture import PLAIN, Architecture
@@ -167,10 +168,10 @@ class ExpertsLayer:
                                        architecture)
             self.parameters += self.shared.parameters
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute this rank's block of y; save the routing, and inputs and outputs of experts.
 
-        Collectives of experts do not overlap with products: `overlap` is not used.
+        Collectives of experts do not overlap with products: `within` is not used.
         """
         library, xp = self.space.grid.backend, namespace(x)
         tokens = as_rows(x)
@@ -231,7 +232,7 @@ class ExpertsLayer:
                 dlogits = term[1] if dlogits is None else dlogits + term[1]
         return Routing(choice, plan, dlogits), losses
 
-    def backward(self, dy: Array, saved: Any, overlap: Pass | None = None) -> Array:
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add to the gradients of router and experts."""
         routing, x, weight, A, U, b, G, R, of_shared = saved
         library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
@@ -261,9 +262,9 @@ class ExpertsLayer:
             dlogits = dlogits + self.routings.scale * routing.dlogits
         return self.router.backward(dlogits, tokens, weight)
 
-    def recompute_saved(self, x: Array, overlap: Pass | None = None) -> Any:
+    def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves."""
-        return self.forward(x, overlap)[1]
+        return self.forward(x, within)[1]
 
 
 def _order_tokens(build: Builder, experts: ExpertOptions) -> TokenOrder:
@@ -317,17 +318,17 @@ class RecomputedExperts(Recomputed):
         super().__init__(*layers)
         self._routings = routings
 
-    def forward(self, x: Array, overlap: Pass | None = None) -> tuple[Array, Any]:
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the last layer's output; return it with x and the routings."""
         with self._routings.recording() as recorded:
-            y, x = super().forward(x, overlap)
+            y, x = super().forward(x, within)
         return y, (x, recorded)
 
-    def recompute(self, saved: Any, overlap: Pass | None = None) -> Any:
+    def recompute(self, saved: Any, within: Pass | None = None) -> Any:
         """Recompute the data that the layers save, from x and the routings."""
         x, recorded = saved
         with self._routings.replaying(recorded):
-            return super().recompute(x, overlap)
+            return super().recompute(x, within)
 
 
 class Experts(ExpertOptions):

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mm3d.arrays.backend import Array, as_rows, namespace
+from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.elementwise import as_rows
 from mm3d.model.architecture import Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain

@@ -4,7 +4,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import Callable
 
-from mm3d.training.schedules.messages import Progress
+from mm3d.training.schedules.messages import ScheduleProgress
 from mm3d.training.schedules.schedule import STEPS, Event, Schedule, ScheduleError
 
 
@@ -121,7 +121,7 @@ def check_progress(schedule: Schedule) -> None:
 
 
 def _check_messages(schedule: Schedule, rule: str, pending: int | None) -> None:
-    waiting = Progress(schedule, pending).waiting()
+    waiting = ScheduleProgress(schedule, pending).waiting()
     for rank, operation in waiting.items():
         others = [str(other) for other in waiting if other != rank]
         to = "from" if operation.kind == "receive" else "to"

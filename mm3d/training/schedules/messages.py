@@ -62,7 +62,7 @@ def message_count(schedule: Schedule) -> int:
                for operation in operations(schedule, rank))
 
 
-class Progress:
+class ScheduleProgress:
     """Run a schedule without times, as far as its messages allow.
 
     Parameters
@@ -145,6 +145,6 @@ def pending_needed(schedule: Schedule) -> int:
     `mm3d.training.schedules.check.check`.
     """
     pending = 0
-    while Progress(schedule, pending).waiting():
+    while ScheduleProgress(schedule, pending).waiting():
         pending += 1
     return pending

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 # The steps of a micro-batch in a stage that an action of each kind takes.
 STEPS = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}
@@ -138,3 +138,17 @@ def loop(ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
 def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
     """Place two stages on each rank, down and up again, so that rank 0 has the first and last."""
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+
+
+BUILDERS: dict[str, Callable[..., Schedule]] = {}
+LARGEST = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
+MOST: dict[str, int] = {}    # of each builder
+
+
+def builder(name: str, most: int = LARGEST) -> Callable[[Callable[..., Schedule]],
+                                                        Callable[..., Schedule]]:
+    """Decorate a builder of schedules called `name`, which have at most `most` forward steps."""
+    def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        BUILDERS[name], MOST[name] = function, most
+        return function
+    return named

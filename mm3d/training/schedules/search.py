@@ -2,7 +2,7 @@
 
 Ranks decide one after another in the order of time, as in list scheduling: forward and backward in
 turns as their inputs arrive and memory allows; W in the gaps, and where its memory is needed.
-A few rules (`Rules`) decide which gap is worth a W; all combinations of them are tried.
+A few rules (`SearchRules`) decide which gap is worth a W; all combinations of them are tried.
 """
 
 import heapq
@@ -30,7 +30,7 @@ class Limit(NamedTuple):
     kept: Fraction
 
 
-class Rules(NamedTuple):
+class SearchRules(NamedTuple):
     """Describe how ranks decide.
 
     Attributes
@@ -51,10 +51,10 @@ class Rules(NamedTuple):
     weights_first: bool
 
 
-def every_rule() -> Iterator[Rules]:
+def every_rule() -> Iterator[SearchRules]:
     """Return all combinations that are tried."""
     shares = [Fraction(n, 2) for n in range(3)]
-    return itertools.starmap(Rules, itertools.product(shares, shares, shares, (True, False)))
+    return itertools.starmap(SearchRules, itertools.product(shares, shares, shares, (True, False)))
 
 
 def search(ranks: int, microbatches: int, times: Times, limit: Limit) -> Schedule:
@@ -63,7 +63,7 @@ def search(ranks: int, microbatches: int, times: Times, limit: Limit) -> Schedul
     return min(every, key=_Ranks.cost).schedule()
 
 
-def lower_bound(ranks: int, microbatches: int, times: Times, memory: Fraction) -> Fraction:
+def least_cost(ranks: int, microbatches: int, times: Times, memory: Fraction) -> Fraction:
     """Return a lower bound of the cost of schedules with one stage a rank.
 
     All of a rank's work has to be done.  Until its first backward can begin, after a forward and a
@@ -89,7 +89,7 @@ class _Ranks:
     """Hold all ranks while a schedule is being made; times and memory in whole numbers."""
 
     def __init__(self, ranks: int, microbatches: int, times: Times, limit: Limit,
-                 rules: Rules) -> None:
+                 rules: SearchRules) -> None:
         scale, self.unit = times.denominator(), limit.kept.denominator
         self.microbatches, self.rules = microbatches, rules
         self.durations = {"F": [int(time * scale) for time in times.forward],

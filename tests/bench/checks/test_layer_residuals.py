@@ -9,10 +9,10 @@ from mpi4py import MPI
 import mm3d
 from bench.__main__ import main
 from bench.checks import layer_residuals
-from bench.checks.names import split_checks
 from bench.checks.rounding import rounding_backend
 from bench.records import run_file
 from bench.records.measurements import Check
+from bench.records.notes import split_checks
 from bench.validation import rules
 from bench.validation.files import check_file
 from mm3d.model.attention.layer import Attention
@@ -155,8 +155,8 @@ def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number,
     layer = one_of(model, kind, number)
     right, calls = layer.forward, []
 
-    def wrong(x, overlap):
-        y, kept = right(x, overlap)
+    def wrong(x, within):
+        y, kept = right(x, within)
         calls.append(x)
         if len(calls) == 1:
             y *= 1.5

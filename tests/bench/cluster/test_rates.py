@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bench.cluster import rates
+from bench.cluster import faults, rates
 from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.records.folder import read_folder
@@ -33,10 +33,9 @@ if comm.rank == 0:
 def test_rates_that_cannot_be(monkeypatch):
     monkeypatch.delenv("MM3D_CLUSTER", raising=False)
     assert [rates.rate_text(link) for link in (2e8, None)] == ["200Mbit", "unlimited"]
-    for words, message in (([], "one rate"), (["fast"], "link 'fast'"),
-                           (["1Gbit"], "inside an emulated cluster")):
+    for rate, message in (("fast", "link 'fast'"), ("1Gbit", "inside an emulated cluster")):
         with pytest.raises(UsageError, match=message):
-            rates.main(words)
+            faults.main(["slow", "all", rate])
 
 
 def test_rates_of_links():

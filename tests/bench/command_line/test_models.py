@@ -10,11 +10,13 @@ from bench.command_line import config_options
 from bench.experiments.training import trainer
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
+from bench.validation.files import check_file
 from bench.verbs import dry, train
 from jobs.own_options import list_verb_problems
 from mm3d.config import Division
 from published import LLAMA, MIXTRAL
-from support import run_ranks, status_of
+from refused import run_verb
+from support import status_of
 
 VERBS = {"dry": "dry --ranks 4 --scheme 1d", "plan": "plan --gpus 8 --batch 8", "train": "train"}
 BYTES = {"vocab_size": 256}    # the vocabulary of a text
@@ -129,13 +131,14 @@ def test_a_model_is_verified_before_it_trains(comm, kind, file):
     training.free()
 
 
-def test_the_command_trains_a_file_on_4_ranks(file, tmp_path):
+@pytest.mark.ranks(4)
+def test_the_command_trains_a_file(comm, file, shared_tmp_path):
     path = file("llama", rope_scaling={
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8})
-    done = run_ranks(4, "-m", "bench", "train", "--model", path, *SIZES.split(),
-                     *MESHES["llama"].split(), "--steps", "3", "--checkpoints", "none", "--sample",
-                     "5", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "what the model writes, 5 bytes" in done.stdout
-    assert main(["validate", str(tmp_path)]) == 0
+    status, said = run_verb(comm, "train", "--model", path, *SIZES.split(),
+                            *MESHES["llama"].split(), "--steps", "3", "--checkpoints", "none",
+                            "--sample", "5", "--out", str(shared_tmp_path))
+    assert status == 0 and said.count("what the model writes, 5 bytes") == 1, said
+    [path] = shared_tmp_path.glob("*.h5")
+    assert check_file(path)[0] == []

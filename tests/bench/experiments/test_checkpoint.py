@@ -10,7 +10,7 @@ from mpi4py import MPI
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments import checkpoint
-from bench.experiments.checkpoint import Subject
+from bench.experiments.checkpoint import SavedModel
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.validation.files import check_file
@@ -33,14 +33,14 @@ def test_checkpoints_are_measured_beside_the_disk(tmp_path, capsys):
     assert not list(tmp_path.glob("checkpoint-files*"))
 
 
-def measure(comm, folder, subject=Subject, repetitions=1):
+def measure(comm, folder, subject=SavedModel, repetitions=1):
     """Measure a small model."""
     model, optimizer = checkpoint.create_model(comm, ModelSizes(1, 8, 2, comm.size, 1), "float32")
     return checkpoint.measure_model(comm, folder, model, optimizer,
                                     Limits(repetitions, repetitions, 1.0), make_subject=subject)
 
 
-class Off(Subject):
+class Off(SavedModel):
     """Restores parameters that are off by one."""
 
     def restore(self):
@@ -49,7 +49,7 @@ class Off(Subject):
             trained.master += 1
 
 
-class Turned(Subject):
+class Turned(SavedModel):
     """Restores moments in the reverse order."""
 
     def restore(self):
@@ -71,7 +71,7 @@ def test_a_wrong_checkpoint_is_not_timed(tmp_path, subject, count):
 def test_a_save_has_nothing_to_remove_and_the_disk_nothing_to_compress(tmp_path):
     there = []
 
-    class Watched(Subject):
+    class Watched(SavedModel):
         def save(self):
             there.append(len(list(self.checkpoints.glob("step-*"))))
             super().save()
@@ -99,7 +99,7 @@ def test_files_of_others_are_neither_read_nor_removed(tmp_path):
 def test_a_disk_that_fails_on_one_rank_is_said_by_all(comm, shared_tmp_path, name):
     def fail(subject):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(subject.plain))
-    subject = type("Failing", (Subject,), {name: fail} if comm.rank == 1 else {})
+    subject = type("Failing", (SavedModel,), {name: fail} if comm.rank == 1 else {})
     with pytest.raises(UsageError, match="--disk .*Input/output error: .*plain-1"):
         measure(comm, shared_tmp_path, subject)
     comm.Barrier()

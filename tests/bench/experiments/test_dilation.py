@@ -65,28 +65,21 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
 
 
 @pytest.mark.ranks(8)
-def test_a_row_that_is_not_slowed_tells_its_software_too(comm, shared_tmp_path, cluster):
-    """And is not to be quoted, whatever its share."""
-    arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "none",
-                                            "--out", str(shared_tmp_path)])
-    assert verbs.load("run").run(arguments, comm) == 0
-    run = run_file.read_run(*shared_tmp_path.glob("*.h5"))
-    assert run.dilation == 1 and {"software", "predicted"} <= run.groups.keys()
-    row = next(row for row in select_rows("weak", "3d") if row.gpus == 8)
-    assert not of_run(row, run).quotable
-    if comm.rank == 0:
-        assert cluster == [None, None, 5e7, None, 5e7]
-
-
-@pytest.mark.ranks(8)
 def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, capsys):
-    """Each record names its rate, waits are the same, and all are joined."""
+    """Each record names its rate, waits are the same, and all are joined.
+
+    A row that is not slowed tells its software too, and is not to be quoted, whatever its share.
+    """
     arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "none", "--links",
                                             "unlimited,20Mbit", "--out", str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
     rows = read_folder(shared_tmp_path).rows
     assert {run.environment["emulated_cluster"] for run in rows} == {
         "2x4:20Mbit", "2x4:unlimited"}
+    row = next(row for row in select_rows("weak", "3d") if row.gpus == 8)
+    for run in rows:
+        assert run.dilation == 1 and {"software", "predicted"} <= run.groups.keys()
+        assert not of_run(row, run).quotable
     [record] = join_rates(rows)
     assert record.scales["link"] == (2e7, np.inf) and record.values("samples").shape[-1] == 2
     work, links = record.values("predicted")[0].sum(axis=1).T

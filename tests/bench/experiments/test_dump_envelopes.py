@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from bench.__main__ import parser
 from bench.experiments.dump import planted
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, Sample, exceeded,
@@ -91,16 +92,27 @@ def dumps(tmp_path_factory):
     return folder
 
 
+# The status of a command, and then the one of what is refused.
+BOTH = """
+import sys
+from bench.__main__ import main
+bad, *words = sys.argv[1:]
+assert main(words) == 1
+sys.exit(main([*words[:-1], bad]))
+"""
+
+
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_ranks_say_once_what_one_says(ranks, dumps):
+def test_several_ranks_say_once_what_one_says(ranks, dumps, capfd):
     """The same words, with the cause; and bad input is refused once."""
     (bad := dumps / f"bad{ranks}").mkdir()
     for name in ("config.json", "weights.safetensors"):
         shutil.copy(dumps / "right" / name, bad)
-    command = ["-m", "bench", "measure", "dump"]
-    one, many = (run_ranks(n, *command, str(dumps / "wrong")) for n in (1, ranks))
-    assert (one.stdout, one.stderr) == (many.stdout, many.stderr)
-    assert one.returncode and many.returncode and "FIRST OUTSIDE" in many.stdout
-    refused = run_ranks(ranks, *command, str(bad))
-    assert refused.returncode and refused.stderr.count("batch.safetensors is missing") == 1
+    command = ["judge", str(dumps / "wrong")]
+    arguments = parser(command[:1]).parse_args(command)
+    status = arguments.verb_file.run(arguments, ALONE)
+    found = run_ranks(ranks, "-c", BOTH, str(bad), *command)
+    assert (found.stdout, found.stderr.partition("error: ")[0]) == capfd.readouterr()
+    assert status and "FIRST OUTSIDE" in found.stdout
+    assert found.returncode and found.stderr.count("batch.safetensors is missing") == 1

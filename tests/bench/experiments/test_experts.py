@@ -9,25 +9,24 @@ from bench.errors import UsageError, WrongResult
 from bench.experiments.experts import measured, verification
 from bench.experiments.experts.parts import PARTS
 from bench.experiments.experts.plain import PlainExperts
-from bench.experiments.experts.problem import (ROUTINGS, ExpertsCase, Subject, make_mesh,
+from bench.experiments.experts.problem import (ROUTINGS, ExpertsCase, ExpertsSubject, make_mesh,
                                                routing_settings)
 from bench.experiments.torch import models
 from bench.instruments.timing import Limits
 from bench.records import folder, run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.figures import experts as figures, style
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from made_up_torch import make_up
 from mm3d.model.experts.layer import Experts
-from records import invented
+from records import format_record, invented
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
 
 
 def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None, parts=None,
-            torch=None, subject=Subject):
+            torch=None, subject=ExpertsSubject):
     mesh = make_mesh(comm, scheme, grid, data, "numpy")
     try:
         return measured.measure_experts(subject(mesh, case, parts), torch, LIMITS)
@@ -181,10 +180,10 @@ def test_every_gate_and_convention_is_verified(chosen):
     experts = Experts(4, **{"capacity": 0.7, "balance": 0.5, **chosen})
     case = ExpertsCase(experts, 6, 8, 2, 5, "float64")
     mesh = make_mesh(MPI.COMM_SELF, "serial", None, 1, "numpy")
-    subject = Subject(mesh, case)
+    subject = ExpertsSubject(mesh, case)
     for routing in ROUTINGS:
         subject.set_routing(routing)
-        found = verification.verify_step(subject, routing, {})
+        found = verification.verify_experts(subject, routing, {})
         assert [check for check in found.checks if not check.passed] == []
         assert found.dropped.sum() > 0
     mesh.free()
@@ -192,14 +191,14 @@ def test_every_gate_and_convention_is_verified(chosen):
 
 def test_what_is_wrong_is_not_timed():
     """A gradient, and the number of words."""
-    class WrongGradient(Subject):
+    class WrongGradient(ExpertsSubject):
         def step(self):
             found = super().step()
             for p in self.layer.parameters:
                 p.grad *= 1.001 if p.name.endswith("router.weight") else 1
             return found
 
-    class WrongWords(Subject):
+    class WrongWords(ExpertsSubject):
         def words(self):
             between, inside = super().words()
             return between + 1, inside
@@ -213,9 +212,9 @@ def test_what_is_wrong_is_not_timed():
 def test_what_cannot_be_divided_is_refused():
     mesh = make_mesh(MPI.COMM_SELF, "serial", None, 1, "numpy")
     with pytest.raises(UsageError, match="drops every"):
-        Subject(mesh, ExpertsCase(Experts(4, capacity=0.0), 6, 8, 2, 5))
+        ExpertsSubject(mesh, ExpertsCase(Experts(4, capacity=0.0), 6, 8, 2, 5))
     with pytest.raises(UsageError, match="expert_parallel=2 does not divide 1 replicas"):
-        Subject(mesh, CASE, 2)
+        ExpertsSubject(mesh, CASE, 2)
     mesh.free()
     with pytest.raises(UsageError, match="data=2 does not divide 1 ranks"):
         make_mesh(MPI.COMM_SELF, "serial", None, 2, "numpy")

@@ -9,18 +9,18 @@ from bench.__main__ import parser
 from bench.checks import freivalds, operation
 from bench.errors import WrongResult
 from bench.experiments.products import collectives, gemm
-from bench.experiments.products.problem import Problem, Replay, WholeProduct, product_grid
+from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct, product_grid
 from bench.instruments import sampling
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
-from bench.reports.micro_tables import format_record
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.transport import choice
+from records import format_record
 from refused import refused, run_verb
 from support import run_ranks
 
@@ -73,7 +73,7 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
     for form in FORMS:
         problem = Problem(scheme, form, product_grid(scheme, comm, sizes), (33, 26, 21), "float32")
         for phase in ("forward", "backward"):
-            replay = Replay(getattr(problem, phase), problem.grid, "float32")
+            replay = LocalProducts(getattr(problem, phase), problem.grid, "float32")
             assert len(replay.calls) >= (1 if phase == "forward" else 2)
             for name, block in replay.result.items():
                 result = problem.distributed(name[-1], block)

@@ -16,11 +16,11 @@ from bench.instruments.chrome_trace import find_problems
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.reports.figures import measured_timelines
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
 from mm3d.training.worker import Worker
+from records import format_record
 from refused import refused
 
 SIZES = ModelSizes(layers=4, hidden=8, heads=2, batch=2, seq=2)
@@ -60,7 +60,7 @@ def test_a_run_like_the_clock_s_has_the_clock_s_bubble(name):
 
 def make(comm, name="zb-h1", microbatches=3, **more):
     mesh = mm3d.Mesh(comm, comm.size, "serial")
-    return mesh, subject.make_case(name, comm.size, microbatches, SIZES, **more)
+    return mesh, subject.make_pipeline_case(name, comm.size, microbatches, SIZES, **more)
 
 
 @pytest.mark.ranks(2)
@@ -113,16 +113,16 @@ def assert_tolerances_and_clusters_are_named(record):
 @pytest.mark.ranks(slow=(4,))
 def test_stages_with_different_grids_are_equal_up_to_rounding(comm):
     mesh = mm3d.Mesh(comm, 2, "3d", [(2, 1, 1), (1, 1, 2)])
-    record = measure_pipeline(mesh, subject.make_case("1f1b", 2, 2, SIZES), LIMITS)
+    record = measure_pipeline(mesh, subject.make_pipeline_case("1f1b", 2, 2, SIZES), LIMITS)
     mesh.free()
     assert comm.rank or {check.tolerance for check in record.checks} == {5e-5}
 
 
 def test_auto_is_searched_for_with_the_times_of_the_waits():
     waits = (Fraction(1), Fraction(1), Fraction(0))
-    case = subject.make_case("auto", 3, 5, SIZES, waits=waits)
+    case = subject.make_pipeline_case("auto", 3, 5, SIZES, waits=waits)
     assert case.schedule == build("auto", 3, 5, times=Times.equal(3, *waits))
-    assert case.schedule != subject.make_case("auto", 3, 5, SIZES).schedule
+    assert case.schedule != subject.make_pipeline_case("auto", 3, 5, SIZES).schedule
 
 
 @pytest.mark.ranks(2)

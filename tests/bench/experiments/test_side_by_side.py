@@ -9,13 +9,13 @@ from bench.errors import UsageError, WrongResult
 from bench.records import run_file
 from bench.records.kinds.products import copied_operands, record_grids
 from bench.reports.figures import every_figure
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import cannon
 from mm3d.transport.communicators import DryCommunicator
 from support import run_ranks
+from records import format_record
 
 SHAPE = (9, 12, 10)
 LIMITS = Limits(2, 2, 1.0)

@@ -7,10 +7,10 @@ from bench.experiments.training import beside
 from bench.experiments.training.timed_step import PARTS, MeasuredTraining
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports.micro_tables import format_record
 from bench.statistics import elapsed
 from bench.validation.files import check_file
 from mm3d.config import Division, Model
+from records import format_record
 from made_up_torch import make_up
 from refused import refused
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_divided_is_refused(comm, shared_tmp_path):
                                ("tp", {"heads": 1}, "--heads 1"),
                                ("tp", {"vocab": 13}, "--vocab 13"), ("dp", {}, "ddp, fsdp2")):
         with pytest.raises(UsageError, match=named):
-            beside.refuse_case(Model(**{**vars(CASE), **sizes}), (kind,), comm.size)
+            beside.refuse_division(Model(**{**vars(CASE), **sizes}), (kind,), comm.size)
     assert "without --torch" in refused(comm, "measure", "step", "--torch-parallel", "ddp")
     assert "/nowhere" in refused(comm, "measure", "step", "--torch", "/nowhere",
                                  "--torch-parallel", "tp",

@@ -15,10 +15,10 @@ from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
+from records import format_record
 from made_up_torch import make_up
 from refused import refused
 
@@ -74,7 +74,7 @@ def gradients(case):
 def measured(comm, folder, change=lambda rows, arrays: None, waits=None):
     """Measure 1F1B on two ranks beside the made-up library."""
     mesh = mm3d.Mesh(comm, 2, "serial")
-    case = subject.make_case("1f1b", 2, 3, SIZES, waits=waits)
+    case = subject.make_pipeline_case("1f1b", 2, 3, SIZES, waits=waits)
     if comm.rank == 0:
         write_answers(folder, case, change)
     comm.Barrier()
@@ -118,7 +118,7 @@ def test_another_gradient_gets_no_times(comm, shared_tmp_path):
 
 
 def test_other_actions_are_refused_and_another_order_is_stated():
-    case = subject.make_case("1f1b", 1, 2, SIZES)
+    case = subject.make_pipeline_case("1f1b", 1, 2, SIZES)
     pipeline = object.__new__(TorchPipeline)
     pipeline.case, pipeline.mesh = case, SimpleNamespace(stage=0, comm=MPI.COMM_SELF)
     for found, said in (("F0 BW0 F1 BW1", "in the same order"),

@@ -15,22 +15,23 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
 from bench.experiments.training.record import expected_peak_bytes
-from bench.experiments.training.meshes import list_cases, reference_of
+from bench.experiments.training.meshes import list_mesh_cases, reference_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
-from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.records import run_file
 from bench.records.kinds.training_meshes import allowed_differences
 from bench.records.measurements import Check
 from bench.reports.figures import training as figures
-from bench.reports.micro_tables import format_record, make_parts
+from bench.reports.micro_tables import make_parts
 from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d import schemes
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
+from records import format_record
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
 COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
@@ -182,7 +183,8 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
     checks = [Check("loss", 0.0, 1e-5), Check("gradient", 0.0, 1e-3)]
     for began, speed, said in ((4, 24.0, "24 tokens a second from step 4, where this run began"),
                                (7, np.nan, "No step was trained in this run")):
-        found = record.training_record(training, COURSE, Outcome(past, began, 7, "steps", checks))
+        found = record.training_record(training, COURSE,
+                                       TrainingEnd(past, began, 7, "steps", checks))
         assert np.array_equal(found.variables["tokens_per_second"].values, speed, equal_nan=True)
         path = run_file.write_run(found, tmp_path, f"began-{began}")
         assert check_file(path)[0] == [] and said in " ".join(
@@ -305,7 +307,7 @@ def test_float64_agrees_with_the_plain_model_closely(comm):
 @pytest.mark.limit(300)
 def test_every_mesh_has_the_same_in_float32(comm, shared_tmp_path):
     """One of each family: equal bits are float64's, too."""
-    cases = list_cases(4)
+    cases = list_mesh_cases(4)
     of_family = reference_of(cases)
     cases = [case for case in cases if of_family(case) is case]
     assert len(cases) > 12
@@ -319,7 +321,7 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
 
     Two ranks have compared all meshes that they have.
     """
-    cases = list_cases(comm.size)
+    cases = list_mesh_cases(comm.size)
     if comm.size > 2:
         cases = [case for case in cases if case.ranks > 2 or case.division.given().keys() <= {
             "scheme", "microbatches"}]
@@ -365,7 +367,7 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
     arguments = parser(["train"]).parse_args([
         "train", "--compare", *small, "--out", str(tmp_path)])
     arguments.watched = watched
-    assert train.run(arguments, comm) == 0 and len(seen) == len(list_cases(1)) == 3
+    assert train.run(arguments, comm) == 0 and len(seen) == len(list_mesh_cases(1)) == 3
 
 
 @pytest.mark.parametrize("options", [
@@ -391,7 +393,7 @@ def test_what_would_have_no_effect_is_refused(words, said):
 
 
 def test_families_are_what_must_be_equal_to_the_bit():
-    cases = list_cases(8)
+    cases = list_mesh_cases(8)
     reference = reference_of(cases)
     assert len({case.name for case in cases}) == len(cases) > 40
     assert {case.division.scheme for case in cases} == set(schemes.registry())
@@ -410,9 +412,9 @@ def made_up_comparison(dtype: str, factor: float, rounding: float = 1e-6):
 
     In float32 one rank is by `rounding` from float64.
     """
-    plan, cases = replace(COMPARED, dtype=dtype), list_cases(2)[:2]
+    plan, cases = replace(COMPARED, dtype=dtype), list_mesh_cases(2)[:2]
     *trained, exact = [
-        comparison.Trained(np.ones(plan.steps), {"a": g * np.ones(3)}, {"a": np.ones(3)})
+        comparison.MeshTraining(np.ones(plan.steps), {"a": g * np.ones(3)}, {"a": np.ones(3)})
         for g in (1.0, factor, 1 + rounding)]
     return comparison.comparison_record(plan, TEXT, cases, dict(zip(cases, trained)), {},
                                         exact if dtype == "float32" else None)

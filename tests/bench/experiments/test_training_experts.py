@@ -9,18 +9,18 @@ from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, record, trainer
 from bench.experiments.training.history import History, progress_line
-from bench.experiments.training.meshes import list_cases
+from bench.experiments.training.meshes import list_mesh_cases
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
 from bench.records import run_file
 from bench.reports.figures.training import meshes_picture
-from bench.reports.micro_tables import format_record
 from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d.model.experts import layer
 from mm3d.model.experts.layer import Experts
+from records import format_record
 
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
 COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)
@@ -58,7 +58,7 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
 def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, shared_tmp_path):
     """A few of them; as many micro-batches are compared."""
     experts = Experts(3, capacity=1.0, gate="mixtral", balance=0.1)
-    chosen = [case for case in list_cases(2, experts) if case.name in (
+    chosen = [case for case in list_mesh_cases(2, experts) if case.name in (
         "serial", "serial, 4 micro-batches", "3d 2x1x1", "data 2, ZeRO 3, serial",
         "2 stages 1f1b, serial, 4 micro-batches", "data 2, experts on 2, serial",
         "data 2, ZeRO 2, experts on 2, serial")]
@@ -80,7 +80,7 @@ def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, experts, di
     """All that need more than 2 ranks, and no ZeRO 1 and 2 of experts that nothing divides; with a
     gate that drops nothing, where replicas that divide experts exchange another number of rows in
     each step, these alone."""
-    cases = [case for case in list_cases(8, experts)
+    cases = [case for case in list_mesh_cases(8, experts)
              if case.division.expert_parallel > 1 and (divided or case.ranks > 2)
              or case.division.zero in (0, 3) and case.ranks > 2 and not divided
              or case.division.given().keys() <= {"scheme", "microbatches"}]
@@ -105,15 +105,15 @@ def compare_meshes(comm, shared_tmp_path, experts, cases):
 
 def test_meshes_with_experts_have_equal_micro_batches():
     assert {COMPARED.batch % case.division.microbatches
-            for case in list_cases(8, Experts(4))} == {0}
+            for case in list_mesh_cases(8, Experts(4))} == {0}
 
 
 def test_a_mesh_that_routes_otherwise_fails():
     """One pair of all that were chosen, where losses are the same."""
-    plan, cases = replace(COMPARED, experts=Experts(3)), list_cases(2, Experts(3))[:2]
+    plan, cases = replace(COMPARED, experts=Experts(3)), list_mesh_cases(2, Experts(3))[:2]
     chosen = np.ones((plan.steps, 2, 2, 3), int)
-    trained = [comparison.Trained(np.ones(plan.steps), {"a": np.zeros(3)}, {"a": np.ones(3)},
-                                  chosen + moved, np.ones((plan.steps, 2, 3), int))
+    trained = [comparison.MeshTraining(np.ones(plan.steps), {"a": np.zeros(3)}, {"a": np.ones(3)},
+                                       chosen + moved, np.ones((plan.steps, 2, 3), int))
                for moved in (0, np.eye(3, dtype=int)[0] - np.eye(3, dtype=int)[1])]
     record = comparison.comparison_record(plan, TEXT, cases, dict(zip(cases, trained)), {})
     wrong = [check.quantity for check in record.checks if not check.passed]

@@ -22,12 +22,11 @@ from bench.prediction.waited_step import PARTS, find_machine, predict_waited
 from bench.records import run_file
 from bench.records.kinds import combined as kind
 from bench.reports.figures.every_figure import draw_figures
-from bench.reports.paper_tables import format_tables
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import Trace
-from records import computed_step, waited_step
+from records import computed_step, format_tables, waited_step
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}
 SCALE = 20.0

@@ -7,12 +7,13 @@ from bench.__main__ import main, parser
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import trace_terms
 from bench.records import run_file
-from bench.reports.paper_tables import format_tables, words_agree
+from bench.reports.paper_tables import words_agree
 from bench.validation.files import check_file
 from bench.validation.rules import check_waits
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.trace import Trace
+from records import format_tables
 from refused import refused
 
 WAIT = ("--work", "wait", "--machine", "longhorn", "--work-scale", "5")

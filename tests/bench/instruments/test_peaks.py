@@ -1,10 +1,10 @@
 """The peak rates of the machine, and the memory of a step."""
+import functools
 import gc
 import math
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mm3d
 from bench.experiments.rows.row import run_counted_step
@@ -18,7 +18,7 @@ from models import SOME
 
 @pytest.mark.ranks(1, 4)
 def test_peaks_of_the_machine(comm):
-    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm)
+    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm, quick=True)
     if comm.rank:
         assert group is None
         return
@@ -31,7 +31,7 @@ def test_peaks_of_the_machine(comm):
     assert group.variables["gemm_alone"].units == "s-1"
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
     """The arrays that are in use at one time are as large with 8 ranks as with one, and a node's
     rates are those of its cores, which the ranks share."""
@@ -45,7 +45,9 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
 
     asked: list[int] = []
     teams: list[int] = []
-    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm, 2.0 ** 26, made, rated)
+    find = functools.partial(peaks.measure_peaks, backend.get("numpy"), "float32", comm, 2.0 ** 26,
+                             made, rated)
+    group = find()
     everyone = comm.gather((asked, teams))
     if comm.rank:
         return
@@ -55,6 +57,10 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
     found = {name: float(v.values) for name, v in group.variables.items()}
     assert found["memory_arrays"] == 6 * 2 ** 26 and found["memory_alone"] == 1e9
     assert found["memory_together"] == found["gemm_together"] == 1e9 * busy / comm.size
+    if comm.size == 1:
+        asked.clear()
+        assert find(quick=True).variables["last_level_caches"].values == 2.0 ** 26
+        assert asked == [peaks.LEAST] * 2
 
 
 def test_caches_of_a_node_are_added_up_once(tmp_path):
@@ -125,7 +131,3 @@ def test_a_trimmed_pool_keeps_only_what_is_lent():
     library.release_idle_memory()
     assert before["reserved"] == 2 * before["in_use"] and kept.shape == (5000,)
     assert library.memory()["reserved"] == library.memory()["in_use"] == before["in_use"]
-
-
-def test_all_ranks_of_a_node_share_the_memory_that_is_measured():
-    assert peaks.measure_peaks(backend.get("numpy"), "float64", MPI.COMM_SELF) is not None

@@ -1,10 +1,13 @@
 """Replicas of pipelines, predicted."""
 
+from functools import partial
+
 import pytest
 
 import mm3d
 from bench.__main__ import main
 from bench.prediction import hop_seconds, machine_model, pipeline_seconds
+from bench.prediction.chunk_events import events_of_chunk
 from bench.prediction.pipeline_model import PipelineModel
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
@@ -37,6 +40,20 @@ def test_sums_follow_the_last_action_of_each_stage():
     assert {event.stride for event in trace.count(Collective, "sums")} == {8}
     moved = sum(one.bytes for one in trace.traffic["sums"].values())
     assert 2 * moved / LONGHORN.network.bytes_per_second < min(several.sums)
+
+
+@pytest.mark.parametrize("name, stage, vocab", [("gpipe", 1, 0), ("zb-h1", 0, 512),
+                                                ("gpipe", 3, 512)])
+def test_parts_of_a_chunk_count_what_a_whole_run_does(name, stage, vocab):
+    """In the same order too, so that the sums of seconds are equal to the bit."""
+    for how in (dict(data=1), dict(data=4, zero=0, shards=2), dict(data=4, zero=1)):
+        model = made(name, microbatches=1, vocab=vocab, **how)
+        parts, whole = (count(6, stage=stage, block=1 << 20)
+                        for count in (partial(events_of_chunk, model), model.trace))
+        assert parts.all_phases == whole.all_phases
+        counted, wanted = ([one for one in trace.events.items() if one[0][0] in whole.all_phases]
+                           for trace in (parts, whole))    # not what building takes
+        assert counted == wanted
 
 
 def test_zero_3_takes_its_time_in_the_actions():

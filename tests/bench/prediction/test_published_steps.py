@@ -108,11 +108,13 @@ def test_operations_are_those_of_narayanan():
 def test_rows_are_read_and_the_rest_named(tmp_path):
     path = written(tmp_path, GOOD[0], "1,9,16,2,256,4,4,64,2,4,1,5", "1,8,16,3,256,4,4,64,2,4,1,5",
                    "1,8,16,2,256,5,4,64,2,4,1,5", "1,8,16,2,256,4,4,64,2,4,1,", "", "1,8",
-                   "1,8,16.5,2,256,4,4,64,2,4,1,5", GOOD[1])
+                   "1,8,16.5,2,256,4,4,64,2,4,1,5", GOOD[1], GOOD[1] + ",5", GOOD[0] + ", ")
     rows, problems = read_rows(path)
-    assert [(row.line, row.gpus, row.seconds) for row in rows] == [(2, 8, .005), (10, 8, .006)]
+    assert [(row.line, row.gpus, row.seconds) for row in rows] == [(2, 8, .005), (10, 8, .006),
+                                                                   (12, 8, .005)]
     assert [line.partition(":")[0] for line in problems] == [
-        f"line {number}" for number in (3, 4, 5, 6, 8, 9)]
+        f"line {number}" for number in (3, 4, 5, 6, 8, 9, 11)]
+    assert "13 cells for 12 columns" in problems[6]
     assert "is 8, not 9 GPUs" in problems[0] and "do not divide" in problems[1]
     assert "heads" in problems[2] and "'16.5'" in problems[5]
     assert problems[3] == "line 6: no iteration time (ms)"
@@ -163,6 +165,8 @@ def test_a_file_without_a_column_is_refused(tmp_path):
         read_rows(written(tmp_path, GOOD[0], head=HEAD.replace("micro batch", "mini batch")))
     with pytest.raises(UsageError, match="no such file"):
         read_rows(str(tmp_path / "none.csv"))
+    with pytest.raises(UsageError, match="column 'micro batch' is there 2 times"):
+        read_rows(written(tmp_path, GOOD[0] + ",2", head=HEAD + ",micro batch"))
 
 
 def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):

@@ -13,7 +13,7 @@ from support import status_of
 
 H100 = load_machine("dgx-h100")
 TINY = '''name = "tiny"
-layers = 4
+layers = 2
 hidden = 64
 heads = 4
 vocab = 100
@@ -100,7 +100,7 @@ def test_a_rule_of_no_stage_is_refused(rules, tmp_path):
 
 
 TINY_GPT = ModelFile("tiny", 4, 64, 4, 100, 16, tied=False)
-ASKED = Asked(TINY_GPT, 8, 16, "float16", H100)
+ASKED = Asked(TINY_GPT, 2, 16, "float16", H100)
 RATES = [1e9, H100.network.bytes_per_second, 1e13]
 
 
@@ -121,7 +121,7 @@ def test_a_map_has_the_fastest_plan_of_each_kind():
 
 def test_a_map_at_the_rate_of_the_machine_is_its_search():
     (place,) = map_kinds(ASKED, [16], RATES[1:2])
-    families = Search(Training(TINY_GPT, 16, 8, 16, "float16", H100)).screen()
+    families = Search(Training(TINY_GPT, 16, 2, 16, "float16", H100)).screen()
     lines = [plan for family, plans in families.items() for plan in plans
              if plan[1].scheme in ("1d", "1d-sp")]
     assert place.best[LINE].seconds == min(lines, key=lambda one: one[0])[0]
@@ -129,7 +129,7 @@ def test_a_map_at_the_rate_of_the_machine_is_its_search():
 
 def test_a_map_is_printed_and_drawn(tmp_path, capsys):
     (tmp_path / "tiny.toml").write_text(TINY)
-    assert main(["plan", "--map", "2,16", "--model", str(tmp_path / "tiny.toml"), "--batch", "8",
+    assert main(["plan", "--map", "2,16", "--model", str(tmp_path / "tiny.toml"), "--batch", "2",
                  "--machine", "dgx-h100", "--pictures", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "none fits" in said and said.count("GB/s: X x Y x Z on") == 7

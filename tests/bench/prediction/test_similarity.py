@@ -19,13 +19,12 @@ from bench.records import run_file
 from bench.reports import certainty
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.formats import render
-from bench.reports.paper_tables import format_tables
 from bench.validation.files import list_warnings
 from bench.verbs import reproduce
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
-from records import emulated_run
+from records import emulated_run, format_tables
 
 LONGHORN = load_machine("longhorn")
 EMULATED = load_tables().presets["emulated"]

@@ -44,12 +44,15 @@ def training(gpus: int, batch: int, mib: float) -> Training:
 
 
 class Few(search.Search):
-    """A search among a part of all plans, so that each can be predicted exactly."""
+    """A search among a part of all plans, so that each can be predicted exactly; of the smallest
+    batch with fewer grids."""
 
     def works(self):
         for choice in super().works():
             if (choice.recompute in ("none", "full")
                     and choice.places in (1, 4) and choice.scheme in ("1d", "2d", "3d")
+                    and (self.training.batch > 2
+                         or [*choice.grid.sizes] == sorted(choice.grid.sizes))
                     and choice.micro in (1, self.training.batch // choice.data)):
                 yield choice
 

@@ -84,7 +84,7 @@ def test_a_killed_writer_leaves_the_old_file_and_its_part_is_tidied_away(tmp_pat
     killed.kill()
     killed.wait()
     assert (tmp_path / "a.txt").read_text() == "old" and len(names(tmp_path)) == 4
-    resume.remove_leftovers(tmp_path)
+    resume.remove_parts_of_files(tmp_path)
     assert [name.partition("-")[0] for name in names(tmp_path)] == ["a.txt", "b", "mine.part"]
     alive.communicate("")
     assert alive.returncode == 0 and (tmp_path / "b.txt").read_text() == "new"

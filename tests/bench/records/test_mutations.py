@@ -13,10 +13,9 @@ from bench.records import kinds, merged, run_file
 from bench.records.folder import read_runs
 from bench.records.measurements import Check
 from bench.reports.comparison import compare_sides
-from bench.reports.paper_tables import format_tables
 from bench.validation.files import check_file
 from mutations import mutate, mutations, places
-from records import limited, matmul_record
+from records import format_tables, limited, matmul_record
 
 RESULTS = Path(__file__).parents[3] / "results"
 ROW = select_rows("weak", "3d")[0]

@@ -13,8 +13,7 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import run_file
-from bench.reports import paper_tables
-from records import made_up
+from records import format_tables, made_up
 from support import ROOT
 
 ROW = select_rows("weak", "3d")[0]
@@ -69,7 +68,7 @@ def test_the_page_s_lines_open_results_with_xarray_and_pandas(tmp_path, monkeypa
     lines = re.search(r":name: open-results\n\n((?:   .*\n|\n)+)", page)[1]
     run = made_up(ROW)
     run_file.write_run(run, tmp_path, "a").rename(tmp_path / "run.h5")
-    (tmp_path / "tables.csv").write_text(paper_tables.format_tables(tmp_path, "csv"))
+    (tmp_path / "tables.csv").write_text(format_tables(tmp_path, "csv"))
     monkeypatch.chdir(tmp_path)
     found = {}
     exec(re.sub("^   ", "", lines, flags=re.MULTILINE), found)
@@ -116,9 +115,9 @@ def received(names) -> list[str]:
 
 
 def test_two_writers_in_one_folder_lose_nothing(tmp_path):
-    writers = [writer(tmp_path, 20) for _ in range(2)]
+    writers = [writer(tmp_path, 8) for _ in range(2)]
     names = [name for _, told in writers for name in received(told)]
-    assert len(names) == 40 == len(set(names))
+    assert len(names) == 16 == len(set(names))
     assert {p.name for p in tmp_path.iterdir()} == set(names)
     for name in names:
         run_file.read_run(tmp_path / name)
@@ -127,7 +126,7 @@ def test_two_writers_in_one_folder_lose_nothing(tmp_path):
 def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
     delays = random.Random(1)
     finished = []
-    for _ in range(20):
+    for _ in range(8):
         process, names = writer(tmp_path, 10 ** 6)
         finished.append(names.recv())
         time.sleep(delays.uniform(0.0, 0.05))

@@ -34,14 +34,24 @@ def results(folder):
     return read_folder(folder).results[0]
 
 
+@pytest.fixture(scope="module")
+def figure(results):
+    return emulation.draw_emulated(results)
+
+
+@pytest.fixture(scope="module")
+def panels(figure):
+    """A row of three for each table."""
+    return np.array(figure.axes).reshape(2, 3)
+
+
 def points_of(panel):
     return {line.get_label(): line.get_xydata().tolist() for line in panel.lines
             if not line.get_label().startswith("_")}
 
 
-def test_seconds_are_at_the_machines_scale_beside_published_ones_and_words(results):
-    figure = emulation.draw_emulated(results)
-    panels = np.array(figure.axes).reshape(2, 3)
+def test_seconds_are_at_the_machines_scale_beside_published_ones_and_words(
+        results, figure, panels):
     assert "real messages, modelled arithmetic" in figure.get_suptitle()
     for line, table in zip(panels, ("weak", "strong")):
         rows = select_rows(table, "2d")
@@ -55,8 +65,8 @@ def test_seconds_are_at_the_machines_scale_beside_published_ones_and_words(resul
             assert points == [[row.gpus, pytest.approx(value)] for row, value in zip(rows, values)]
 
 
-def test_axes_of_a_row_are_of_one_kind_and_span_one_ratio(results):
-    for line in np.array(emulation.draw_emulated(results).axes).reshape(2, 3):
+def test_axes_of_a_row_are_of_one_kind_and_span_one_ratio(panels):
+    for line in panels:
         limits = [panel.get_ylim() for panel in line]
         assert len({round(high / low, 6) for low, high in limits}) == 1
         assert {panel.get_yscale() for panel in line} == {"log"}
@@ -65,10 +75,9 @@ def test_axes_of_a_row_are_of_one_kind_and_span_one_ratio(results):
             assert low < min(drawn) and max(drawn) < high
 
 
-def test_labels_are_the_ratios_of_the_tables_and_are_marked_like_them(results):
+def test_labels_are_the_ratios_of_the_tables_and_are_marked_like_them(panels):
     """Batches of 30 or 12, and 384 or 24, sequences: 1-D takes 30 / 60 of the time a step."""
-    weak, strong = np.array(emulation.draw_emulated(results).axes).reshape(2, 3)[:, 1]
-    texts = [{text.get_text() for text in panel.texts} for panel in (weak, strong)]
+    texts = [{text.get_text() for text in panel.texts} for panel in panels[:, 1]]
     assert texts == [{"1-D 6.4x*", "2-D 2.0x*", "3-D"}, {"1-D 1.0x", "2-D 2.0x", "3-D"}]
 
 

@@ -119,10 +119,10 @@ def test_every_scheme_that_was_run_has_its_colour(tmp_path):
 
 def test_closed_form_covers_the_ranks_between():
     runs = [made_up(row) for row in select_rows("strong", "2d")]
-    assert [ranks for ranks, _ in against_ranks.closed_form_words(runs, "strong")] == [
+    assert [ranks for ranks, _ in against_ranks.closed_form_points(runs, "strong")] == [
         9, 16, 25, 36, 49, 64]
     weak = [made_up(row) for row in select_rows("weak", "2d")]
-    assert [ranks for ranks, _ in against_ranks.closed_form_words(weak, "weak")] == [16, 36, 64]
+    assert [ranks for ranks, _ in against_ranks.closed_form_points(weak, "weak")] == [16, 36, 64]
 
 
 def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
@@ -130,7 +130,7 @@ def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
     runs = [made_up(row) for row in select_rows("strong", "3d")]
     runs[-1].configuration.update(recompute="full")
     first = runs[0].expected_words.sum() / runs[0].ranks / runs[0].configuration["batch"]
-    assert dict(against_ranks.closed_form_words(runs, "strong"))[runs[0].ranks] == first
+    assert dict(against_ranks.closed_form_points(runs, "strong"))[runs[0].ranks] == first
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports import finish
 from bench.reports.figures import every_figure
-from records import made_up, wait_for_work, write_all
+from records import emulated_run, made_up, wait_for_work, write_all
 
 
 def ends(text):
@@ -50,7 +50,20 @@ def test_of_an_emulated_cluster_ratios_stand_beside_predictions(tmp_path, capsys
         assert column in text
     first, *others = (line.removeprefix("- ") for line in ends(text))
     assert first.startswith("EMULATED CLUSTER: 16 nodes x 4 ranks, 50 Mbit/s on 32 cores; ranks ")
-    assert len(others) == 4 and "6 of 6 rows, whose ratios have a *" in others[1]
+    assert len(others) == 4 and "an unknown share of 2-D on 64 ranks, weak" in others[1]
+    assert others[2].startswith("* Table 1, weak scaling, 3-D on 64 GPUs: the paper prints")
+
+
+def test_a_mark_is_explained_where_it_is_and_nowhere_else(tmp_path, capsys):
+    """With the share of each row; not the average that the paper prints for another row."""
+    for row in (one for one in select_rows("weak") if one.gpus == 8):
+        run_file.write_run(emulated_run(row, 1.0, software=0.3 if row.scheme == "1d" else 0.2),
+                           tmp_path, row.scheme)
+    finish.write_tables_and_figures(tmp_path, figures=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "of a step of rows whose ratios have a *" in text and (
+        "not to be quoted: 30% of 1-D on 8 ranks, weak. " in text)
+    assert "the paper prints" not in text
 
 
 def test_the_preset_that_was_measured_last_is_shown(tmp_path, capsys):

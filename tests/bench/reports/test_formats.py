@@ -17,7 +17,7 @@ from bench.reports import formats, micro_tables
 from bench.document import Column, Notes, Number, Table
 from bench.reports.formats import render
 from mm3d.tracing import dry_run
-from records import invented, made_up, matmul_record
+from records import format_tables, invented, made_up, matmul_record
 
 NASTY = r"50 % of_a & b <i> #1 ~^\ {x} `y` *z* | w"
 DOCUMENT = ["A heading", Table("Of " + NASTY, [
@@ -126,6 +126,19 @@ def test_plans_and_dry_runs_have_every_format(capsys, command, titles, form):
         assert all(None not in row for row in rows)
 
 
+@pytest.mark.parametrize("command, tables", [
+    (["measure", "layer", "--scheme", "serial", "--hidden", "8,16", "--head-size", "8", "--batch",
+      "1", "--seq", "4", "--repetitions", "2", "--max-repetitions", "2", "--out"], 2),
+    (["reproduce", "--paper", "zero"], 5)])
+def test_whatever_a_verb_prints_is_one_document(tmp_path, capsys, command, tables):
+    """Of several tables, printed one after the other; lines for people go elsewhere."""
+    assert main([*command, *[str(tmp_path)] * (command[-1] == "--out"), "--format", "json"]) == 0
+    said = capsys.readouterr()
+    found = [part for part in json.loads(said.out) if "table" in part]
+    assert len(found) == tables and all(part["rows"] for part in found)
+    assert said.err.count("written: ") == len(list(tmp_path.glob("*.h5")))
+
+
 def test_counts_of_a_dry_run_are_whole_numbers_in_csv(capsys):
     """With all digits, also beyond those of a float, and without commas."""
     sizes = dict(layers=3, hidden=2 ** 18, heads=64, batch=1024, seq=4096)
@@ -205,7 +218,6 @@ def test_a_kind_that_is_not_known_still_gets_a_table():
 
 
 def test_a_folder_of_microbenchmarks_alone_has_tables(tmp_path):
-    from bench.reports.paper_tables import format_tables
     run_file.write_run(matmul_record(), tmp_path, "matmul")
     later = replace(matmul_record(2.0), created="2999-01-01T00:00:00+00:00")
     later.configuration["seed"] = 5

@@ -14,9 +14,8 @@ from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
-from bench.reports.micro_tables import format_record
 from bench.reports.page import embed_figures
-from records import emulated_run
+from records import emulated_run, format_record
 
 LINKS = [5e7, 2e8, math.inf]
 PLANS = ["1d 4 x 24", "3d 2x2x1 zyx 24", "3d 2x2x1 zxy 12"]

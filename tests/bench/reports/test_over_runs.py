@@ -9,8 +9,7 @@ from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.over_runs import NOTE, SpeedUp, repeated_runs, speed_up
-from bench.reports.paper_tables import format_tables
-from records import made_up
+from records import format_tables, made_up
 
 T_OF_2 = 4.302652729749462    # Student's t of two degrees of freedom, 97.5 %
 CUBE, LINE = (next(row for row in select_rows("weak", scheme) if row.gpus == 8)

@@ -163,11 +163,9 @@ def test_pictures_of_schedules(tmp_path, texts):
         name: schedule_costs.timed(name, pipeline) for name in names})
     timeline = schedule_costs.timed("1f1b", pipeline)
     schedules.picture(tmp_path / "c.png", {"1f1b": timeline, 12 * "long title ": timeline}, "s")
-    schedules.curves(tmp_path / "b.png", "4 ranks",
-                     schedule_costs.costs_by_microbatches(names, pipeline))
     shown = {text for found in texts.found.values() for text, _ in found.values()}
     assert {"1f1b: cost 45 s, bubble 20.0% of it", "time (s)", "time"} <= shown
-    assert list(texts.problems()) == [] and texts.pictures == 3
+    assert list(texts.problems()) == [] and texts.pictures == 2
 
 
 def test_numbers_that_would_not_fit_into_their_boxes_are_left_out(tmp_path, texts):
@@ -180,19 +178,6 @@ def test_numbers_that_would_not_fit_into_their_boxes_are_left_out(tmp_path, text
     assert len(numbers) == 2 * 4    # of forward and backward on each rank, without chunks
     assert min(text.get_fontsize() for text in found) >= schedules.LEAST
     assert list(texts.problems()) == []
-
-
-def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
-    """Later ones are narrower, and have their markers elsewhere."""
-    kept = []
-    monkeypatch.setattr(schedules.style, "save_picture", lambda path, make, **how: kept.append(
-        make()))
-    points = [(m, {"bubble / cost": 0.5, "in flight": 2, "messages": 8}) for m in range(1, 9)]
-    schedules.curves(tmp_path / "a.png", "", dict.fromkeys(["1f1b", "zb-h1", "gpipe"], points))
-    for panel in kept[0].axes:
-        widths = [line.get_linewidth() for line in panel.lines]
-        assert widths == sorted(set(widths), reverse=True) and len(widths) == 3
-        assert len({line.get_markevery()[0] for line in panel.lines}) == 3
 
 
 def test_texts_that_are_wrong_are_found(tmp_path, texts):

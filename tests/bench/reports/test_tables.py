@@ -13,8 +13,8 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import Group, Variable
 from bench.reports import merit_rows
-from bench.reports.paper_tables import measured_notes, format_tables, words_agree
-from records import made_up, write_all
+from bench.reports.paper_tables import measured_notes, words_agree
+from records import format_tables, made_up, write_all
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_what_the_order_and_the_tests_are(tmp_path):
 def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = transport
-    words, = merit_rows.notes([run])
+    words, = merit_rows.merit_notes([run])
     assert "counted from shapes" in words and f"What it moves, {transport}: " in words
     run.groups["memory"] = Group({"rank": range(8)}, {
         "pool_peak": Variable(np.full(8, 3.0 * 2 ** 20), "byte", ("rank",)),
@@ -250,7 +250,7 @@ def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
     text = format_tables(tmp_path)
     line, = [line for line in text.splitlines() if "peak memory" in line or "dry run" in line][1:2]
     assert line.endswith("dry run")
-    _, note = merit_rows.notes([run])
+    _, note = merit_rows.merit_notes([run])
     assert note.count(". ") + 1 == said and "Peak memory: all arrays" in text
 
 

@@ -8,7 +8,17 @@ from bench.__main__ import main
 
 def tables(capsys, *words):
     assert main(["cube", "--format", "json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
+    return [part for part in json.loads(capsys.readouterr().out) if "table" in part]
+
+
+@pytest.mark.parametrize("words, shown", [
+    (["--scheme=3d"], 8), (["--scheme=faces"], "0 on 4, 16 on 4 ranks")])
+def test_words_of_a_rank_are_told_of_each(capsys, words, shown):
+    """And why ranks differ, where they do."""
+    assert main(["cube", "--format", "json", *words]) == 0
+    steps, *others = json.loads(capsys.readouterr().out)
+    assert steps["rows"][0][-2] == shown
+    assert [one.get("notes") for one in others[:-1]] == ["Why ranks differ:"] * (shown != 8)
 
 
 @pytest.mark.parametrize("words", [

@@ -21,8 +21,9 @@ from mm3d.training.schedules import build
 from support import ROOT, run_python, run_ranks
 
 FILES = sorted((ROOT / "bench" / "verbs").rglob("*.py"))
-KINDS = [f"measure {name}" for name in verbs.names("measure")]
-NAMES = [name for name in verbs.names() if name != "measure"] + KINDS
+FOLDERS = ("measure", "draw")
+KINDS = [f"{verb} {name}" for verb in FOLDERS for name in verbs.names(verb)]
+NAMES = [name for name in verbs.names() if name not in FOLDERS] + KINDS
 SHARED = sorted((ROOT / "bench" / "command_line").glob("*.py"))
 PROGRAMS = [*(ROOT / name / "__main__.py" for name in ("bench", "jobs")),
             *(ROOT / "mm3d" / "examples").glob("*.py"),
@@ -49,16 +50,17 @@ def test_help_names_every_verb_once_in_the_order_in_which_a_person_needs_them():
     assert listed == verbs.names() and len(listed) == 16
     assert listed[:3] == ["reproduce", "run", "report"] and listed[-1] == "doctor"
     headings = re.findall(r"^(\w.+):$", text, re.MULTILINE)
-    assert len(headings) == len(set(headings)) == 6
-    assert verbs.ORDER == (*verbs.names(), *verbs.names("measure"))
+    assert len(headings) == len(set(headings)) == 7
+    assert verbs.ORDER == (*verbs.names(), *verbs.kinds())
 
 
-def test_help_of_measure_names_every_kind(capsys):
+@pytest.mark.parametrize("verb", FOLDERS)
+def test_help_of_a_verb_names_every_kind(verb, capsys):
     with pytest.raises(SystemExit):
-        main(["measure", "--help"])
+        main([verb, "--help"])
     text = capsys.readouterr().out
-    assert re.findall(r"^  (\w+) +[A-Z].+$", text, re.MULTILINE) == verbs.names("measure")
-    assert text.endswith("measure KIND --help says more.\n")
+    assert re.findall(r"^  (\w+) +[A-Z].+$", text, re.MULTILINE) == verbs.names(verb)
+    assert text.endswith(f"{verb} KIND --help says more.\n")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,6 +162,7 @@ def test_mpi_starts_only_for_verbs_of_ranks(words, started):
 
 
 WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm?"),
+         ("cub", "mean cube?"), ("measure dump", "dump is called judge now"),
          ("measure layer --schem 3d", "--schem is no option of"),
          ("measure layer --schem 3d", "did you mean --scheme?"),
          ("dry --scheme 3dd", "did you mean 3d?"), ("dry --order position", "--expert-order?"),
@@ -179,7 +182,8 @@ def test_a_wrong_word_is_refused_in_one_line(words, said, capfd):
 
 
 def test_old_names_are_no_verbs_and_new_ones_are():
-    assert not verbs.RENAMED.keys() & {*verbs.names()}
+    assert not verbs.RENAMED.keys() & {*verbs.names(), *verbs.kinds()}
+    assert len({*verbs.names(), *KINDS, *verbs.kinds()}) == len(verbs.names()) + 2 * len(KINDS)
     assert {new.split()[0] for new in verbs.RENAMED.values()} <= {*verbs.names()}
 
 
@@ -205,7 +209,7 @@ def test_ranks_say_once_what_is_wrong(words):
     ("dry --ranks 8 --hidden 64 --scheme 2.5D", "scheme", "2.5d"),
     ("train --scheme 1D_SP --gate Sigmoid_Bias", "gate", "sigmoid-bias"),
     ("train --schedule Interleaved:3", "schedule", "interleaved:3"),
-    ("schedule --schedule ZB_H1 --beside GPipe,zbv", "beside", ["gpipe", "zb-v"]),
+    ("draw schedule --schedule ZB_H1 --beside GPipe,zbv", "beside", ["gpipe", "zb-v"]),
     ("run --preset Emulated_Tiny", "preset", "emulated-tiny"),
     ("run --recompute Uniform:2+Selective", "recompute", "uniform:2+selective"),
     ("measure collectives --dtype Float64", "dtype", "float64"),

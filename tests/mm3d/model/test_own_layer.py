@@ -36,12 +36,12 @@ class Factors:
                                         ("factor", self.back, (RANK, hidden))))
         self.parameters = [self.weight, self.factor]
 
-    def forward(self, x, overlap=None):
+    def forward(self, x, within=None):
         u, first = self.into.forward(x, self.weight.value)
         y, second = self.back.forward(u, self.factor.value)
         return y, (first, second)
 
-    def backward(self, dy, saved, overlap=None):
+    def backward(self, dy, saved, within=None):
         du, dV = self.back.backward(dy, self.factor.value, saved[1])
         self.factor.accumulate(dV)
         dx, dW = self.into.backward(du, self.weight.value, saved[0])

@@ -32,6 +32,33 @@ def test_a_model_lists_its_parameters_equal_layers_once():
                                          "'zx@y'; here (12,) of float32)")
 
 
+def test_a_product_says_what_is_stored_where_and_what_travels():
+    scheme = model_of("3d", (2, 2, 2), rank=1).scheme
+    assert repr(scheme.matrix_product(scheme.grid, "ab", (24, 16, 32))).splitlines() == [
+        "CubeMatrixProduct ab on Grid(x=2, y=2, z=2; rank 1 at (0, 0, 1)); words of all ranks "
+        "forward: 1664",
+        "  A (24, 16) as 'xy,z', here (6, 8), travels along y",
+        "  B (16, 32) as 'z,yx', here (8, 8), travels along x",
+        "  C (24, 32) as 'xz,y', here (6, 16), travels along z"]
+
+
+def test_an_optimizer_says_its_numbers_and_what_it_changes():
+    model = model_of("3d", (2, 2, 2))
+    model.comm = DryCommunicator(1)    # whose numbers it compares
+    said = repr(mm3d.AdamW(model, lr=1e-3, loss_scaling=mm3d.LossScaling(8.0)))
+    assert said.startswith("AdamW(lr=0.001, ") and "beta1=0.9" in said
+    assert said.endswith("steps=0) of 24 parameters, 7224 elements here")
+    assert repr(mm3d.LossScaling(8.0)).startswith("LossScaling(scale=8.0, skipped=0; growth 2.0 ")
+
+
+def test_words_are_a_table_by_phase():
+    sizes = mm3d.ModelSizes(**SIZES)
+    found = mm3d.cost.words("3d", dict(x=2, y=1, z=1), sizes)
+    heads, *rows, last = map(str.split, str(found).splitlines())
+    assert heads[:3] == ["phase", "collective", "along"] and rows[0][0] == "forward"
+    assert last == ["all", str(sum(int(row[-1]) for row in rows))]
+
+
 @pytest.mark.parametrize("scheme, grid, more", [
     ("3d", (2, 2, 2), {}), ("3d", (2, 1, 2), {"keep": "weight"}), ("1d", (4,), {}),
     ("2.5d", (2, 2, 2), {"recompute": "full"})])
@@ -64,7 +91,9 @@ def test_a_notebook_shows_what_is_printed():
     model = model_of("3d", (2, 2, 2))
     mesh = mm3d.Mesh(DryCommunicator(8), stages=2, grid=(2, 2, 1),
                      backend=backends.get(DryBackend()))
-    for one in (model, model.parameters[0], model.traffic(), mesh):
+    gpt = mm3d.GPT(mesh, vocab=64, microbatches=2, **SIZES)
+    assert str(gpt).startswith(f"GPT on {mesh!r}: ") and "Mesh(2 stages; rank 0 is" in repr(mesh)
+    for one in (model, model.parameters[0], model.traffic(), mesh, gpt):
         shown = one._repr_html_()
         assert shown.startswith("<pre>") and "<" not in shown[5:-6], shown
         assert unescape(shown.removeprefix("<pre>").removesuffix("</pre>")) == str(one)

@@ -9,6 +9,7 @@ import pytest
 import mm3d
 from gpts import tokens_and_targets
 from mm3d.hugging_face.names import tensor_shapes
+from mm3d.model import initial_values
 from mm3d.pretrained.loading import model_pieces
 from mm3d.pretrained.shapes import parameter_count, parameter_shapes
 from published import (BATCH, CONFIGS, GPT2, LLAMA, QWEN2, SEQ, differences, plain_logits,
@@ -91,8 +92,9 @@ def test_a_parameter_that_the_family_does_not_have(tmp_path):
 
 @pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2"])
-def test_numpy_computes_the_same(comm, folder, kind):
+def test_numpy_computes_the_same(comm, folder, kind, monkeypatch):
     """From the tensors as the files have them, so that no order of heads can be wrong twice."""
+    monkeypatch.setattr(initial_values, "draw_normal", None)    # files have all: none is drawn
     arrays = tensors(CONFIGS[kind])
     logits = plain_logits(CONFIGS[kind], arrays, DATA[0])
     path = folder(CONFIGS[kind], arrays)
@@ -187,6 +189,10 @@ def spoil(what):
         arrays["model.layers.0.self_attn.k_proj.weight"] = np.ones((24, 18))
     elif what == "type":
         arrays["model.norm.weight"] = np.ones(18, np.int8)
+    elif what == "scalar":
+        arrays["model.norm.weight"] = np.ones(())
+    elif what == "renamed":
+        arrays["norm.weight"] = arrays["model.norm.weight"]
     names = [*arrays]
     if what in ("doubled", "lost file", "lost tensor", "elsewhere"):
         files = {"a": names[:9], "b": names[8 if what == "doubled" else 9:]}
@@ -199,7 +205,9 @@ def spoil(what):
     ("more", ValueError, r"'model.layers.0.self_attn.q_norm.weight': not of this model$"),
     ("shape", ValueError, r"k_proj.weight' has the shape \(24, 18\), not \(12, 18\)$"),
     ("type", ValueError, r"'model.norm.weight' is in I8, .*: F64, F32, F16, BF16 would do$"),
-    ("doubled", ValueError, r"is there twice: in a.safetensors and in b.safetensors$"),
+    ("scalar", ValueError, r"'model.norm.weight' has the shape \(\), not \(18,\)$"),
+    ("doubled", ValueError, r"there twice: as '(.*)' in a.safetensors and as '\1' in b.safe"),
+    ("renamed", ValueError, r"twice: as 'model.norm.weight' in .* and as 'norm.weight' in model"),
     ("lost file", FileNotFoundError, r"1 of 2 files .* are not there: b.safetensors$"),
     ("lost tensor", ValueError, r"mlp.up_proj.weight' is in the index, and not in b.safetensors$"),
     ("elsewhere", ValueError, r"is in a.safetensors, and not in b.safetensors as the index"),

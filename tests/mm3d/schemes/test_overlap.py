@@ -90,15 +90,15 @@ class Failing:
     def __init__(self, layer, way: str) -> None:
         self.layer, self.way, self.fails = layer, way, False
 
-    def forward(self, x, overlap=None):
+    def forward(self, x, within=None):
         if self.fails and self.way == "forward":
             raise FloatingPointError
-        return self.layer.forward(x, overlap)
+        return self.layer.forward(x, within)
 
-    def backward(self, dy, saved, overlap=None):
+    def backward(self, dy, saved, within=None):
         if self.fails and self.way == "backward":
             raise FloatingPointError
-        return self.layer.backward(dy, saved, overlap)
+        return self.layer.backward(dy, saved, within)
 
 
 @contextmanager

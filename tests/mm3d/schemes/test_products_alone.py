@@ -7,6 +7,7 @@ import pytest
 
 import mm3d
 from bench.experiments.products.problem import Problem, product_grid
+from bench.records.kinds.products import copied_along
 from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.communicators import DryCommunicator
@@ -69,8 +70,8 @@ def check_product(comm, product, form, shape):
         layout = product.layouts[letter]
         assert np.array_equal(got, layout.shard(serial, grid)), (grid, form, letter)
         assert np.array_equal(blocks[letter], layout.shard(whole[letter], grid)), (grid, letter)
-        copies = np.prod([grid.shape[one] for one in product.copied_along(
-            grid.shape, form, letter)], dtype=int)
+        copies = np.prod([grid.shape[one] for one in copied_along(
+            layout, grid.shape)], dtype=int)
         assert comm.allreduce(got.size) == copies * serial.size, (grid, form, letter)
 
 

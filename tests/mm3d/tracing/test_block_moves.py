@@ -53,7 +53,7 @@ def test_blocks_travel_as_in_the_paper():
         (0, 2), (2, 0), (1, 3), (3, 1), (4, 6), (6, 4), (5, 7), (7, 5)}
     assert [(block.owner, block.rows) for block in gathered[0]["A"]] == [(0, (0, 2)), (2, (2, 4))]
     assert [block.owner for block in multiplied[0]["C"]] == [None]
-    assert scattered[0]["C"] == kept[0]["C"] == (block_replay.Block(0, (0, 2), (0, 4)),)
+    assert scattered[0]["C"] == kept[0]["C"] == (block_replay.MatrixBlock(0, (0, 2), (0, 4)),)
     for name in "ABC":    # every element is on one rank
         assert sum(held[name][0].size for held in kept) == 64
 
@@ -100,13 +100,13 @@ def test_a_picture_that_would_lie_is_an_error(monkeypatch, wrong, problem):
     """Other words than the code counts, another layout of C, another product."""
     plain = block_replay.Replay.__init__
     if wrong == "words":
-        count = block_moves.Recorder._count
+        count = block_moves.WordRecorder._count
 
         def more(recorder):
             count(recorder)
             recorder.found[-1:] = [replace(one, words=one.words + 1)
                                    for one in recorder.found[-1:]]
-        monkeypatch.setattr(block_moves.Recorder, "_count", more)
+        monkeypatch.setattr(block_moves.WordRecorder, "_count", more)
 
     def init(replay, form, grid, layouts, shape):
         if wrong == "layout":

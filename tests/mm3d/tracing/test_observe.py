@@ -6,7 +6,7 @@ import pytest
 
 import mm3d
 from bench.checks.layer_errors import LayerErrors
-from bench.experiments.products.problem import Problem, Replay, product_grid
+from bench.experiments.products.problem import Problem, LocalProducts, product_grid
 from mm3d.tracing.events import Collective, Gemm, Layer, Observer
 from mm3d.tracing.observe import observed
 from models import SIZES
@@ -129,7 +129,7 @@ def test_local_products_are_replayed_in_their_order(comm):
                       "float32")
     noting, before = Noting(Gemm), vars(problem.grid.backend).copy()
     with observed(problem.grid, noting):
-        replay = Replay(problem.backward, problem.grid, "float32")
+        replay = LocalProducts(problem.backward, problem.grid, "float32")
     assert vars(problem.grid.backend) == before
     assert [(a.shape[0], a.shape[1], b.shape[1]) for a, b, _ in replay.calls] == [
         (event.m, event.n, event.k) for event, _ in noting.events]

@@ -6,7 +6,7 @@ import pytest
 
 from mm3d.training.schedules import Times, build, check, clock
 from mm3d.training.schedules.memory import peak_in_flight
-from mm3d.training.schedules.search import lower_bound
+from mm3d.training.schedules.search import least_cost
 
 
 def drawn(seed: int):
@@ -24,7 +24,7 @@ def test_what_is_found_is_right_and_fits_and_is_no_worse(seed):
     check(found)
     assert found.microbatches == m and max(peak_in_flight(found, kept)) <= memory
     cost = clock(found, times).cost
-    assert cost >= lower_bound(p, m, times, memory)
+    assert cost >= least_cost(p, m, times, memory)
     for name in ("1f1b", "zb-h1", "zb-h2"):
         known = build(name, p, m)
         if max(peak_in_flight(known, kept)) <= memory:
@@ -42,7 +42,7 @@ def test_a_bound_that_is_reached():
     """One micro-batch: nothing can be done while it is away."""
     times = Times.equal(4, 2, 3, 1, hop=1)
     found = clock(build("auto", 4, 1, times=times), times)
-    assert found.cost == lower_bound(4, 1, times, Fraction(4)) == 4 * 5 + 1 + 6
+    assert found.cost == least_cost(4, 1, times, Fraction(4)) == 4 * 5 + 1 + 6
 
 
 @pytest.mark.parametrize("conditions, match", [

@@ -5,10 +5,9 @@ from fractions import Fraction
 import pytest
 
 from mm3d.training.schedules import build, builders, check, registry
-from mm3d.training.schedules.builders.names import BUILDERS, builder
 from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed
-from mm3d.training.schedules.schedule import Schedule, loop
+from mm3d.training.schedules.schedule import BUILDERS, builder, Schedule, loop
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 16, 19)]
 NAMES = ["gpipe", "1f1b", "interleaved:1", "interleaved", "interleaved:3", "zb-h1", "zb-h2",

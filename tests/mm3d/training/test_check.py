@@ -5,7 +5,7 @@ import pytest
 
 from mm3d.training.schedules import (Action, Schedule, ScheduleError, build, check, clock,
                                      format_schedule, parse_schedule, registry, Times)
-from mm3d.training.schedules.messages import Progress, operations, pending_needed
+from mm3d.training.schedules.messages import ScheduleProgress, operations, pending_needed
 
 ZB = """
 F0 F1 B0 W0 B1 W1    # rank 0
@@ -109,7 +109,7 @@ def test_too_few_pending_sends_are_named():
     """Both ranks send before they receive: forwards the one, a backward the other."""
     schedule = parse_schedule("F0 F1 F2 BW0 BW1 BW2\nF0 BW0 F1 BW1 F2 BW2")
     assert pending_needed(schedule) == 1
-    assert Progress(schedule, 0).waiting().keys() == {0, 1}
+    assert ScheduleProgress(schedule, 0).waiting().keys() == {0, 1}
 
 
 def test_swapping_any_two_neighbours_is_right_or_refused():

@@ -6,8 +6,7 @@ import pytest
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
-from mm3d.training.hops import transfers
-from mm3d.training.tied import table_blocks
+from mm3d.training.hops import layout_blocks, transfers
 
 # By ranks: replicas and the rest of a mesh; micro-batches.
 MESHES = {2: [(dict(data=2, scheme="serial"), 2)],
@@ -92,6 +91,6 @@ def test_tied_words_are_those_of_the_blocks(scheme, sizes, copies):
     """All ranks of a stage together receive the table, as often as they hold it."""
     kind = mm3d.SCHEMES[scheme]
     grids = [kind.grid_shape(one) for one in sizes]
-    first, last = (table_blocks(grid, mm3d.Layout(kind.down_weight), (17, 12)) for grid in grids)
+    first, last = (layout_blocks(mm3d.Layout(kind.down_weight), grid, (17, 12)) for grid in grids)
     both = [*transfers(first, last), *transfers(last, first)]
     assert sum(one.words for one in both) == copies * 17 * 12

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d import control_groups
 from mm3d.grid.split import Split
 from mm3d.transport import barrier, call_check
 from mm3d.transport.segments import MESSAGE_BYTES, SEGMENT_BYTES, SharedMemory
@@ -200,23 +201,43 @@ def test_backward_takes_what_forward_gave_or_a_copy_of_it(comm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("ranks, polls", [(1, barrier.OWN_CORE_POLLS),
-                                          (100_000, barrier.SHARED_CORE_POLLS)])
-def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeypatch, ranks,
-                                                                   polls):
+@pytest.mark.parametrize("cores, looks", [(1, 0), (2, barrier.OWN_CORE_LOOKS)])
+def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeypatch, cores,
+                                                                   looks):
     """As many times as ranks and cores say; the other rank comes when this one is asleep."""
-    monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
-    looked = []
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(control_groups, "cpu_quota", lambda: None)
     with on_grid(comm, x=2) as grid:
-        memory = grid.x.transport.memory
+        waiting = grid.x.transport.memory.barrier
         # A sleep that is over without a call wakes MPI: then this rank has slept.
-        memory.barrier.comm = asleep = Probed(comm)
+        waiting.comm = asleep = Probed(comm)
+        waiting._counters = looked = Looked(waiting._counters)
+        yielded = []
         with monkeypatch.context() as patch:
-            patch.setattr(os, "sched_yield", lambda: looked.append(asleep.probes))
+            patch.setattr(os, "sched_yield", lambda: yielded.append((looked.times,
+                                                                     asleep.probes)))
             if comm.rank:
                 comm.recv(source=0)
             grid.x.transport.barrier()
-        assert comm.rank or (looked == [0] * polls and asleep.probes)
+        before = looks + 1    # the first, which finds that there is something to wait for
+        assert comm.rank or (asleep.probes
+                             and yielded == [(before + n, 0) for n in range(barrier.YIELDS)])
+
+
+class Looked:
+    """Counters that count how often they are read."""
+
+    def __init__(self, counters):
+        self.counters, self.times = counters, 0
+
+    def __getitem__(self, rank):
+        self.times += 1
+        return self.counters[rank]
+
+    def __setitem__(self, rank, turn):
+        self.counters[rank] = turn
 
 
 class Probed:

@@ -10,8 +10,7 @@ import pkgutil
 from typing import Any, Callable
 
 from mm3d.names import find_name
-from mm3d.training.schedules.builders.names import BUILDERS, LARGEST, MOST, builder
-from mm3d.training.schedules.schedule import Schedule
+from mm3d.training.schedules.schedule import BUILDERS, LARGEST, MOST, Schedule, builder
 
 __all__ = ["CONDITIONS", "build", "builder", "check_request", "check_size", "full_name",
            "registry"]

@@ -2,8 +2,7 @@
 
 from typing import Sequence
 
-from mm3d.training.schedules.builders.names import builder
-from mm3d.training.schedules.schedule import Action, Schedule, loop
+from mm3d.training.schedules.schedule import Action, Schedule, builder, loop
 
 Unit = tuple[int, int]    # a chunk and a micro-batch
 

@@ -3,8 +3,7 @@
 from collections import Counter, deque
 from typing import Callable
 
-from mm3d.training.schedules.builders.names import builder
-from mm3d.training.schedules.schedule import Action, Schedule, vee
+from mm3d.training.schedules.schedule import Action, Schedule, builder, vee
 
 PERIOD = 6    # F, B and W of two chunks, with a slot each
 Slots = tuple[int, int, int, int]    # of F0, F1, B1, B0 of the first micro-batch

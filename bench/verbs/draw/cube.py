@@ -11,22 +11,19 @@ from bench.reports.figures import cube, style
 from bench.reports.figures.frames import MOST_RANKS
 from bench.reports.figures.layer_parts import LayerParts
 from bench.reports.figures.rank_panels import RankPanels
-from bench.reports.formats import FORMATS, render
-from mm3d.console import say
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.block_moves import LAYERS, product_story
 from mm3d.tracing.layer_moves import layer_story, small_sizes
 
-GROUP = "Plan and predict"
 ON_ALL_RANKS = False
 FORMS = ("ab", "abt", "atb", *LAYERS, "layer")
 MOST_ROWS = 64    # of a matrix, each of which may be a block
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``cube``."""
+    """Add the options of ``draw cube``."""
     add_scheme(parser)
     options.add_grid(parser)
     parser.add_argument("--form", choices=FORMS, metavar="FORM", default="ab", help=(
@@ -38,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "C is M x K, a sum of N terms (default: as many of each as ranks)"))
     parser.add_argument("--out", metavar="FILE", help=(
         "draw it: a .gif moves, a .png, .svg or .pdf has a frame for each step"))
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--grid {grid.compact}: {grid.ranks} ranks are too many to be seen: "
                              f"{MOST_RANKS} at most would do")
         frames, tables = _story(scheme, grid, arguments)
-    say(render(tables, arguments.format))
+    arguments.show(tables)
     return style.draw_pictures([partial(cube.draw_story, arguments.out, frames)]
-                               if arguments.out else [], arguments.format)
+                               if arguments.out else [])
 
 
 def _story(scheme: type[Scheme], grid: GridShape, arguments: argparse.Namespace) -> tuple:

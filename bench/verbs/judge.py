@@ -8,16 +8,16 @@ from bench.experiments.dump.differences import table_of_differences
 from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
 from bench.experiments.dump.names import TABLES
 from bench.experiments.dump.planted import plant_all
-from bench.experiments.dump.telling import summary, tell, tell_both
+from bench.experiments.dump.telling import summary, tell, tell_both, verdict_parts
 from bench.experiments.dump.verdicts import Verdict, judge
-from bench.reports.formats import render
 from mm3d.console import say
 
+GROUP = "Judge other programs"
 ON_ALL_RANKS = True
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``measure dump``."""
+    """Add the options of ``judge``."""
     parser.add_argument("dumps", nargs="*", metavar="DUMP", help=(
         "folders of config.json and safetensors, see results/judge/README.rst; of several each "
         "is told in one line"))
@@ -41,17 +41,20 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     if arguments.tables:
         table = plant_all(comm) if comm.size == 1 else table_of_differences(comm)
         if comm.rank == 0:
-            say(render([table]))
+            arguments.show([table])
         return 0
     if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
-        raise UsageError("measure dump DUMP judges a dump, or several; with --against one")
+        raise UsageError("judge DUMP judges a dump, or several; with --against one")
     dumps = [read_dump(folder, arguments.names) for folder in arguments.dumps]
     if arguments.against:
         dumps.append(read_dump(arguments.against, arguments.names))
         check_same_start(*dumps)
     found = [(dump, judge(dump, comm)) for dump in dumps]
     if comm.rank == 0:    # which alone looks for causes
-        say("\n".join(_told(found, bool(arguments.against))))
+        if arguments.format == "text":
+            say(*_told(found, bool(arguments.against)))
+        else:
+            arguments.show(verdict_parts(found, bool(arguments.against)))
     return int(any(verdict.first is not None for _, verdict in found))
 
 

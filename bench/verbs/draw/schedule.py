@@ -9,21 +9,19 @@ from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.document import Notes
-from bench.reports.formats import FORMATS, render
 from bench.reports.figures import style
-from bench.command_line import options
+from bench.command_line import options, schedule_types
 from bench.command_line.number_types import fraction, fractions
 from mm3d.console import say
 from mm3d.training.schedules import format_schedule, registry
 
-GROUP = "Plan and predict"
 ON_ALL_RANKS = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``schedule``."""
+    """Add the options of ``draw schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schedule", type=options.schedule, metavar="NAME", help=(
+    what.add_argument("--schedule", type=schedule_types.schedule, metavar="NAME", help=(
         f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
         f"is searched for, with one stage a rank"))
     what.add_argument("--file", metavar="FILE", help=(
@@ -46,13 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help=(
         "share of the activations, 0 to 1, kept after the gradient of the input until that of the "
         "weights is done (default 1)"))
-    parser.add_argument("--beside", type=options.schedules, default=[],
+    parser.add_argument("--beside", type=schedule_types.schedules, default=[],
                         metavar="NAMES", help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
                         help="draw all of them: .png, .svg or .pdf")
-    parser.add_argument("--curves", metavar="FILE", help=(
-        "draw bubble, activations and messages against 1 to M micro-batches"))
-    options.add_format(parser, FORMATS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
-    schedule_costs.check_requests(names, pipeline, bool(arguments.curves))
+    schedule_costs.check_requests(names, pipeline)
     if schedule:
         timelines = {arguments.file: schedule_costs.timed_schedule(schedule, pipeline)}
     else:
@@ -77,13 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         say(text)
     else:
         parts = [Notes("Schedule", text.splitlines()), *parts]
-    say(render(parts, arguments.format))
+    arguments.show(parts)
     from bench.reports.figures import schedules as figures
     draws = [partial(figures.picture, arguments.picture, timelines)] * bool(arguments.picture)
-    if arguments.curves:
-        draws.append(partial(figures.curves, arguments.curves, f"{pipeline.ranks} ranks",
-                             schedule_costs.costs_by_microbatches(names, pipeline)))
-    return style.draw_pictures(draws, arguments.format)
+    return style.draw_pictures(draws)
 
 
 def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
