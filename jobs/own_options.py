@@ -72,11 +72,14 @@ PROGRAMS = {
 }
 
 
-def list_verb_problems(verb: str, words: Sequence[str]) -> Iterator[str]:
-    """List what is wrong with `words`, options of a verb of bench, before a job waits for it."""
+def list_verb_problems(verb: str, words: Sequence[str], ranks: int = 0) -> Iterator[str]:
+    """List what is wrong with `words`, options of a verb of bench, before a job waits for it.
+
+    With `ranks` also what so many cannot do.
+    """
     yield from list_overrides(f"bench {verb}", words)
     try:
-        verbs.check_words(verb, words)
+        verbs.check_words(verb, words, ranks)
     except UsageError as error:
         yield str(error)
 

@@ -46,7 +46,7 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     UsageError
         For words that make no job.
     """
-    for problem in list_verb_problems(VERBS[verb], words):
+    for problem in list_verb_problems(VERBS[verb], words, ranks):
         raise UsageError(f"{verb}: after --: {problem}")
     digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
     name = check_name(name or f"{verb}-p{ranks:03d}" + f"-{digest[:DIGITS]}" * (

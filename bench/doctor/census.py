@@ -19,6 +19,7 @@ import numpy as np
 
 from bench.instruments import host
 from mm3d import blas_kernels, control_groups, launcher
+from mm3d.arrays import backend as backends
 from mm3d.arrays.device_choice import gpu_of_rank
 from mm3d.console import protect, say
 
@@ -90,6 +91,7 @@ def take_census(*variables: str) -> list[dict[str, Any]]:
             "variables": {name: os.environ.get(name) for name in variables},
             "mpi": host.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **host.describe_blas(),
+            "compiler": getattr(backends.get("numpy"), "compiler", ""),
             "clock_resolution": clock.resolution(), "clock_offset_error": clock.offset_error}
     return comm.allgather(mine)
 

@@ -115,6 +115,8 @@ def blas(facts: Facts) -> Finding:
             f"rank, {ranks} ranks on {cores} cores")
     if worst.get("cpu_quota") is not None:
         text += f" by a CPU quota of {worst['cpu_quota']:g}"
+    if worst.get("compiler"):
+        text += f"; elementwise kernels by {worst['compiler']}"
     if threads > 1 and threads * ranks > cores:
         return Finding("blas", FAILED, f"{text}: {threads * ranks} threads fight for them; set "
                        f"OMP_NUM_THREADS={max(1, cores // ranks)}, or leave it unset")

@@ -4,7 +4,6 @@ from collections import Counter
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from bench.prediction.pipeline_model import ENDS, LAYERS, PipelineModel, build_once
 from mm3d.grid.shape import GridShape
@@ -16,8 +15,8 @@ from mm3d.tracing.trace import SUMS, Trace
 def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -> Trace:
     """Return the events of `PipelineModel.trace`; the memory in the trace means nothing.
 
-    Layers, ends and sums are run apart where they do not meet, and passes once for all models that
-    differ in replicas and stages alone.
+    Layers, ends and sums are run apart.  Where replicas do not meet in passes, those are run once
+    for all models that differ in replicas and stages alone.
 
     Parameters
     ----------
@@ -26,18 +25,20 @@ def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -
     layers, stage, block : int
         As of `PipelineModel.trace`.
     """
-    if model.zero > 1 or model.context > 1 or model.experts:    # replicas meet in passes
-        return model.trace(layers, stage=stage, block=block)
-    grid = model.grids[stage]
-    alone = _one_replica(model, (grid,), vocab=0, stack=replace(
-        model.stack, causal=model.stack.causal or model.vocab > 0))    # a GPT is
-    runs = [dry_run.extrapolate(lambda count: _copied(_run_of(alone, count, 0, block, LAYERS)),
-                                layers, dry_run.period_of(model.stack.recompute))]
+    grid, last = model.grids[stage], model.schedule.ranks - 1
+    ends, where = model, stage
+    if model.zero < 2 and model.context == 1 and not model.experts:
+        ends, where = _one_replica(model, (grid,) * min(2, last + 1)), min(1, stage)
+    causal = model.stack.causal or model.vocab > 0    # a GPT is
+    alone = replace(ends if ends is model else _one_replica(model, (grid,)), vocab=0,
+                    stack=replace(model.stack, causal=causal))
+    runs = [dry_run.extrapolate(
+        lambda count: _copied(_run_of(alone, count, alone.grids.index(grid), block, LAYERS)),
+        layers, dry_run.period_of(model.stack.recompute, model.experts))]
     if model.vocab:
-        stages = min(model.schedule.ranks, 2)
-        runs.append(_run_of(_one_replica(model, (grid,) * stages), 1, min(stage, stages - 1),
-                            block, ENDS))
-    if model.data > 1:
+        group = dry_run.period_of("none", model.experts)
+        runs.append(_run_of(ends, group, where, block, ENDS))
+    if model.replicas > 1:
         runs.append(model.trace(layers, stage=stage, block=block, parts=(SUMS,)))
     found = copy(runs[0])
     found.events = sum((one.events for one in runs), Counter())
@@ -60,8 +61,7 @@ def _copied(trace: Trace) -> Trace:
     return found
 
 
-def _one_replica(model: PipelineModel, grids: tuple[GridShape, ...],
-                 **changed: Any) -> PipelineModel:
+def _one_replica(model: PipelineModel, grids: tuple[GridShape, ...]) -> PipelineModel:
     """Return one replica of a model, with a stage on each grid."""
-    return replace(model, data=1, zero=0, shards=None, grids=grids, **changed, schedule=build_once(
+    return replace(model, data=1, zero=0, shards=None, grids=grids, schedule=build_once(
         "zb-h1" if model.halves else "gpipe", len(grids), 1))

@@ -83,17 +83,21 @@ class _Parser(Parser):
         raise UsageError(message)
 
 
-def check_words(name: str, words: Sequence[str]) -> None:
+def check_words(name: str, words: Sequence[str], ranks: int = 0) -> None:
     """Check that the verb `name` takes the options `words`, without running it.
+
+    A verb with a function ``check_ranks`` also says whether so many `ranks`, if any, can run it.
 
     Raises
     ------
     UsageError
         When one of them is unknown, has a wrong value, or is missing.
     """
-    parser = _Parser(prog=f"bench {name}", add_help=False)
-    add_options(parser, load(name))
-    parser.parse_args(words)
+    parser, verb = _Parser(prog=f"bench {name}", add_help=False), load(name)
+    add_options(parser, verb)
+    arguments = parser.parse_args(words)
+    if ranks and hasattr(verb, "check_ranks"):
+        verb.check_ranks(arguments, ranks)
 
 
 def add_options(parser: argparse.ArgumentParser, verb: ModuleType) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
-from bench.errors import UsageError, WrongResult
+from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
@@ -32,6 +33,7 @@ from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.launcher import wait_patiently
 from mm3d.schemes import find_scheme
+from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
 from mm3d.training.mesh import check_data, stage_grids
 
@@ -176,6 +178,20 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     plan = Plan(**{**start.settings(), **given})
     refuse_without_effect(plan, config_options.read(Division, arguments))
     return plan
+
+
+def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
+    """Build the model of so many ranks dry, as the first of them.
+
+    Raises
+    ------
+    UsageError
+        When there is no such model, or the ranks cannot divide it so.
+    """
+    config = Config(make_plan(arguments), config_options.read(Division, arguments))
+    with as_usage_error():
+        dry_run.trace(lambda comm, backend: GPT(config.on(backend), comm), ranks, 0, sys.maxsize,
+                      lambda model, trace: None)
 
 
 def refuse_without_effect(plan: Plan, division: Division) -> None:

@@ -183,7 +183,7 @@ class Backend:
         a[rows] = values
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
-        """Multiply two matrices of one dtype into `out`; numbers of 16 bits are summed in float32.
+        """Multiply matrices of one dtype into `out`, and return it; 16 bits are summed in float32.
 
         Parameters
         ----------
@@ -192,11 +192,6 @@ class Backend:
         progress : callable, optional
             If given, the product is made in panels of rows, and this is called after each of
             them, so that collectives in flight make progress.
-
-        Returns
-        -------
-        Array
-            `out`.
         """
         if a.dtype.itemsize == 2:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
@@ -238,8 +233,7 @@ class Backend:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
-        return {"in_use": self.pool.in_use, "peak": self.pool.peak,
-                "reserved": self.pool.reserved}
+        return {name: getattr(self.pool, name) for name in ("in_use", "peak", "reserved")}
 
     def reset_peak(self) -> None:
         """Set the peak of `memory` to the bytes in use now."""
@@ -250,8 +244,12 @@ class Backend:
         self.pool.clear()
 
 
-_factories: dict[str, Callable[[], Backend]] = {
-    "numpy": lambda: import_module("mm3d.arrays.numpy_backend").NumpyBackend()}
+def _make_numpy() -> Backend:
+    """Make the `Backend` of NumPy, with its pool and its kernels."""
+    return import_module("mm3d.arrays.numpy_backend").NumpyBackend()
+
+
+_factories: dict[str, Callable[[], Backend]] = {"numpy": _make_numpy}
 _backends: dict[str, Backend] = {}
 _owners: dict[type, Backend] = {}    # of types of arrays, as far as they were asked for
 
@@ -291,7 +289,8 @@ def get(name: str | Backend | None = None) -> Backend:
 def use_only(*backends: Backend) -> Iterator[None]:
     """Use only these backends within the block, and others only after `get` makes them.
 
-    An array belongs to the first that owns it.  After the block the earlier ones are in use again.
+    An array belongs to the first of them that owns it.  After the block the earlier backends are
+    in use again.
     """
     before = dict(_backends)
     _backends.clear()
@@ -314,8 +313,8 @@ def backend_of(a: Array) -> Backend:
     TypeError
         When it belongs to none.
     """
-    if type(a) in _owners:    # models ask hundreds of times a step
-        return _owners[type(a)]
+    if (owner := _owners.get(type(a))) is not None:    # models ask hundreds of times a step
+        return owner
     for backend in _backends.values():
         if backend.owns(a):
             if backend.owns_types:

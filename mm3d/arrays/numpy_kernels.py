@@ -24,6 +24,8 @@ Array = Any
 class Kernels:
     """Compute functions of `mm3d.model.functional`, which documents them, with NumPy.
 
+    `mm3d.arrays.compiled` replaces methods that take blocks.
+
     Parameters
     ----------
     library : Backend
@@ -52,39 +54,46 @@ class Kernels:
 
     def bias_gelu_forward(self, x: Array, b: Array, out: Array) -> Array:
         """Compute GELU(u) = u / (1 + exp(-2z)) with u = x + b, z the argument of tanh."""
-        np, limits = self.library.xp, self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
+        limits = self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
         for v, y, u in self._blocks(x, out, spare=1):
-            np.add(v, b, out=u)
-            np.multiply(u, u, out=y)
-            self._add_one_and_exp(y, u, limits, out=y)
-            np.divide(u, y, out=y)
+            self._gelu(v, b, y, u, limits)
         return out
+
+    def _gelu(self, x: Array, b: Array, y: Array, u: Array, limits: Array) -> None:
+        """Compute GELU of a block in `y`, with memory for u."""
+        np = self.library.xp
+        np.add(x, b, out=u)
+        np.multiply(u, u, out=y)
+        self._add_one_and_exp(y, u, limits, out=y)
+        np.divide(u, y, out=y)
 
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
         """Compute dx and db; with u = x + b, z the argument of tanh and s = 1 / (1 + exp(-2z)),
         so that GELU(u) = u s: dx = dy s (1 + (1 - s) 2 z' u)."""
-        np, limits = self.library.xp, self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
+        limits = self._row(MAX_EXPONENT, x.shape[-1], x.dtype)
         for g, v, dx, u, s in self._blocks(dy, x, out, spare=2):
-            np.add(v, b, out=u)
-            np.multiply(u, u, out=dx)
-            self._add_one_and_exp(dx, u, limits, out=s)
-            np.divide(1, s, out=s)
-            np.multiply(dx, 6 * GELU_SCALE * GELU_CUBIC, out=dx)
-            np.add(dx, 2 * GELU_SCALE, out=dx)
-            np.multiply(dx, u, out=dx)
-            np.subtract(1, s, out=u)
-            np.multiply(dx, u, out=dx)
-            np.add(dx, 1, out=dx)
-            np.multiply(dx, s, out=dx)
-            np.multiply(dx, g, out=dx)
+            self._gelu_gradient(g, v, b, dx, u, s, limits)
         return out, self.sum_rows(out)
 
-    def _add_one_and_exp(self, square: Array, u: Array, limits: Array, out: Array) -> None:
-        """Compute 1 + exp(-2z) from u and its square; exp takes less time than tanh.
+    def _gelu_gradient(self, *block: Array) -> None:
+        """Compute dx of a block in the fourth array, with memory for u and s."""
+        np, (dy, x, b, dx, u, s, limits) = self.library.xp, block
+        np.add(x, b, out=u)
+        np.multiply(u, u, out=dx)
+        self._add_one_and_exp(dx, u, limits, out=s)
+        np.divide(1, s, out=s)
+        np.multiply(dx, 6 * GELU_SCALE * GELU_CUBIC, out=dx)
+        np.add(dx, 2 * GELU_SCALE, out=dx)
+        np.multiply(dx, u, out=dx)
+        np.subtract(1, s, out=u)
+        np.multiply(dx, u, out=dx)
+        np.add(dx, 1, out=dx)
+        np.multiply(dx, s, out=dx)
+        np.multiply(dx, dy, out=dx)
 
-        The `limits` are a row, since a minimum with a number takes three times as long.
-        """
+    def _add_one_and_exp(self, square: Array, u: Array, limits: Array, out: Array) -> None:
+        """Compute 1 + exp(-2z) from u, its square and a row of limits, faster than a number."""
         np = self.library.xp
         np.multiply(square, -2 * GELU_SCALE * GELU_CUBIC, out=out)
         np.subtract(out, 2 * GELU_SCALE, out=out)
@@ -122,7 +131,7 @@ class Kernels:
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:
         np, empty = self.library.xp, self.library.empty
         sums, squares = empty((*x.shape[:-1], 1), x.dtype), empty((*x.shape[:-1], 1), x.dtype)
-        ones = self._ones(x.shape[-1], x.dtype)
+        ones = self._row(1, x.shape[-1], x.dtype)
         for u, s in self._blocks(x, sums):
             np.vecdot(u, ones, out=s[:, 0])
         mean = total(sums)
@@ -136,41 +145,37 @@ class Kernels:
         np.add(rstd, eps, out=rstd)
         np.sqrt(rstd, out=rstd)
         np.divide(1, rstd, out=rstd)
-        return self._scale_rows(out, rstd), rstd
-
-    def _ones(self, length: int, dtype: Any) -> Array:
-        """Allocate a row of ones: a dot product with it sums a row at twice the speed of `sum`."""
-        return self._row(1, length, dtype)
+        for u, r in self._blocks(out, rstd):
+            np.multiply(u, r, out=u)
+        return out, rstd
 
     def _row(self, number: float, length: int, dtype: Any) -> Array:
-        """Allocate a row of equal numbers."""
+        """Allocate a row; a dot product with ones sums a row at twice the speed of `sum`."""
         row = self.library.empty((length,), dtype)
         row[...] = number
         return row
-
-    def _scale_rows(self, a: Array, by: Array) -> Array:
-        """Multiply each row of `a` by its own factor, in place."""
-        np = self.library.xp
-        for u, r in self._blocks(a, by):
-            np.multiply(u, r, out=u)
-        return a
 
     def normalize_backward(self, dy: Array, xhat: Array, rstd: Array, features: int,
                            total: Callable[[Array], Array], out: Array) -> Array:
         np = self.library.xp
         sums = self.library.empty((*rstd.shape[:-1], 2), rstd.dtype)
-        ones = self._ones(dy.shape[-1], dy.dtype)
+        ones = self._row(1, dy.shape[-1], dy.dtype)
         for g, h, s in self._blocks(dy, xhat, sums):
             np.vecdot(g, ones, out=s[:, 0])
             np.vecdot(g, h, out=s[:, 1])
         means = total(sums)
         np.multiply(means, 1 / features, out=means)
         for g, h, r, m, dx, t in self._blocks(dy, xhat, rstd, means, out, spare=1):
-            np.multiply(h, m[:, 1:2], out=t)
-            np.subtract(g, t, out=dx)
-            np.subtract(dx, m[:, 0:1], out=dx)
-            np.multiply(dx, r, out=dx)
+            self._normal_gradient(g, h, r, m, dx, t)
         return out
+
+    def _normal_gradient(self, *block: Array) -> None:
+        """Compute dx of a block in the fifth array, with memory t."""
+        np, (dy, xhat, rstd, means, dx, t) = self.library.xp, block
+        np.multiply(xhat, means[:, 1:2], out=t)
+        np.subtract(dy, t, out=dx)
+        np.subtract(dx, means[:, 0:1], out=dx)
+        np.multiply(dx, rstd, out=dx)
 
     def softmax_statistics(self, logits: Array, sums: bool) -> Array:
         np, out = self.library.xp, self.library.empty((logits.shape[0], 4), logits.dtype)
@@ -178,15 +183,20 @@ class Kernels:
         if not logits.shape[1]:
             out[:, 0] = -math.inf
             return out
-        ones = self._ones(logits.shape[1], logits.dtype)
+        ones = self._row(1, logits.shape[1], logits.dtype)
         for u, s in self._blocks(logits, out):
             if sums:
                 np.vecdot(u, ones, out=s[:, 3])
-            np.max(u, axis=-1, out=s[:, 0])
-            np.subtract(u, s[:, 0:1], out=u)
-            np.exp(u, out=u)
-            np.vecdot(u, ones, out=s[:, 1])
+            self._exponentials(u, s[:, 0], s[:, 1], ones)
         return out
+
+    def _exponentials(self, a: Array, top: Array, total: Array, ones: Array) -> None:
+        """Put exp(a - top) in place of `a`, for the largest number of each row, and sum it."""
+        np = self.library.xp
+        np.max(a, axis=-1, out=top)
+        np.subtract(a, top[..., None], out=a)
+        np.exp(a, out=a)
+        np.vecdot(a, ones, out=total)
 
     def softmax_gradient(self, exponentials: Array, scale: Array, shift: Array | None,
                          out: Array) -> Array:
@@ -202,7 +212,7 @@ class Kernels:
         np, (batch, queries, heads, d) = self.library.xp, q.shape
         lse = self.library.empty((batch, heads, queries), q.dtype)
         blocks = self._query_blocks(q, k, first, causal)
-        ones = self._ones(k.shape[1], q.dtype)
+        ones = self._row(1, k.shape[1], q.dtype)
         for b, some, (scores, Q, sums) in self._head_blocks(q, k, blocks, "s", "qd", "r"):
             np.multiply(q[b, :, some, :], 1 / math.sqrt(d), out=Q)
             for rows, keys, mask in blocks:
@@ -210,10 +220,7 @@ class Kernels:
                 y, top = by_head(np, out[b, rows, some, :]), lse[b, some, rows]
                 P = self._scores(by_head(np, Q[rows, ...]), K, mask, scores)
                 total = reshape(sums[:top.size], top.shape)
-                np.max(P, axis=-1, out=top)
-                np.subtract(P, top[:, :, None], out=P)
-                np.exp(P, out=P)
-                np.vecdot(P, ones[:keys], out=total)
+                self._exponentials(P, top, total, ones[:keys])
                 np.matmul(P, V, out=y)
                 np.divide(y, total[:, :, None], out=y)
                 np.log(total, out=total)
@@ -245,12 +252,17 @@ class Kernels:
                 self._put_terms(P.mT, dO, dv[b, :keys, some, :], seen, part)
                 dS = self._scores(dO, V, None, dscores)
                 total = reshape(sums[:P.shape[0] * P.shape[1]], P.shape[:2])
-                np.vecdot(P, dS, out=total)
-                np.subtract(dS, total[:, :, None], out=dS)
-                np.multiply(dS, P, out=dS)
+                self._softmax_gradient(P, dS, total)
                 np.matmul(dS, Ks, out=dQ)
                 self._put_terms(dS.mT, Qr[:, :, :d], dk[b, :keys, some, :],
                                 seen, part)
+
+    def _softmax_gradient(self, P: Array, dS: Array, total: Array) -> None:
+        """Put P (dS - rowsum(P dS)) in place of dS, with memory for the sums."""
+        np = self.library.xp
+        np.vecdot(P, dS, out=total)
+        np.subtract(dS, total[:, :, None], out=dS)
+        np.multiply(dS, P, out=dS)
 
     def _put_terms(self, a: Array, b: Array, out: Array, seen: int, part: Array) -> None:
         """Multiply `a` and `b` of each head into `out` if it has all positions seen, else add."""

@@ -1,4 +1,4 @@
-"""Dump one training step of any PyTorch program, for ``python -m bench measure dump``.
+"""Dump one training step of any PyTorch program, for ``python -m bench judge``.
 
 Copy this file into the program.  It needs torch, the package safetensors and nothing else.
 Every rank calls it; rank 0 writes.
@@ -6,10 +6,18 @@ Every rank calls it; rank 0 writes.
 >>> dump = Dump("step-tp8", model, config, tokens, targets, ranks={"tensor": 8})
 >>> loss = compute_loss(model(tokens), targets)    # the program's own step
 >>> loss.backward()
->>> dump.after_backward(loss)                      # before clipping
+>>> dump.after_backward(loss)                      # of the whole batch; before clipping
 >>> norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 >>> optimizer.step()
 >>> dump.after_step({"name": "adamw", "lr": 3e-4, "clip": 1.0}, norm)
+
+`config` are the keys of a config.json of Hugging Face: ``model.config.to_diff_dict()`` of
+transformers, or as for nanoGPT: model_type "gpt2", n_layer, n_head, n_embd, vocab_size,
+n_positions, and activation_function "gelu" for ``nn.GELU()``.  The step has to be the first of its
+optimizer.  Ranks that have different sequences, of DDP or FSDP, say so::
+
+    Dump("step-ddp", model, config, tokens, targets, ranks={"data": 2},
+         batch_group=dist.group.WORLD)
 """
 
 import json
@@ -32,7 +40,7 @@ DROPOUTS = re.compile(r"(?:transformer\.)?(?:drop|h\.\d+\.(?:attn\.resid_dropout
 
 
 class Dump:
-    """Keep the tensors of the next step of a model, and write them.
+    r"""Keep the tensors of the next step of a model, and write them.
 
     Parameters
     ----------
@@ -50,7 +58,9 @@ class Dump:
     **about
         ignored: the target that does not count, -100.  dtype: the type of computation, such as
         "bfloat16" under autocast; by default that of weights.  ranks: among how many ranks what is
-        divided, such as {"data": 2}: data, tensor, sequence, stages.
+        divided, such as {"data": 2}: data, tensor, sequence, stages.  borders: a regular
+        expression of the modules whose outputs are dumped, for names of your own:
+        r"blocks\.\d+|norm|head".
     """
 
     def __init__(self, folder: str, model: torch.nn.Module, config: dict[str, Any],
@@ -59,8 +69,9 @@ class Dump:
         self.folder, self.model, self.group = Path(folder), model, batch_group
         self.sequences = len(tokens)
         self.lead = not dist.is_initialized() or dist.get_rank() == 0
-        if about.keys() - {"ignored", "dtype", "ranks"}:
-            raise TypeError(f"{', '.join(about)}: ignored, dtype and ranks would do")
+        if about.keys() - {"ignored", "dtype", "ranks", "borders"}:
+            raise TypeError(f"{', '.join(about)}: ignored, dtype, ranks and borders would do")
+        self.borders = re.compile(about.pop("borders", BORDERS))
         self.about: dict[str, Any] = {"ignored": -100, **about, "unseen": []}
         self.outputs: dict[str, list] = {}
         self.gradients: dict[str, dict[int, torch.Tensor]] = {}
@@ -77,9 +88,10 @@ class Dump:
                       if isinstance(module, torch.nn.Dropout) and DROPOUTS.fullmatch(_plain(name))]
         self.hooks += [module.register_forward_hook(self._keep(_plain(name), module))
                        for name, module in model.named_modules()
-                       if BORDERS.fullmatch(_plain(name)) or DROPOUTS.fullmatch(_plain(name))]
+                       if self.borders.fullmatch(_plain(name))
+                       or DROPOUTS.fullmatch(_plain(name))]
         if not self.hooks:
-            self._unseen("activations: no module has the name of a layer's border")
+            self._unseen("activations: no module has the name of a layer's border, see borders")
         if any(isinstance(module, torch.nn.Dropout) and module.p and model.training
                and not DROPOUTS.fullmatch(_plain(name))
                for name, module in model.named_modules()):
@@ -146,7 +158,7 @@ class Dump:
             if isinstance(module, torch.nn.Dropout) and module.p and module.training:
                 self.about["dropout"] = module.p
                 self.masks.setdefault(name, []).append(self._mask(name, inputs[0], module.p))
-            if not BORDERS.fullmatch(name):
+            if not self.borders.fullmatch(name):
                 return
             parts = self.outputs.setdefault(name, [])
             number = len(parts)

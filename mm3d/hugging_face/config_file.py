@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mm3d.config import Model
-from mm3d.hugging_face.families import FAMILIES, NEUTRAL, QWEN_EXPERTS, Family
+from mm3d.hugging_face.families import DECODER, FAMILIES, NEUTRAL, QWEN_EXPERTS, Family
 from mm3d.model.architecture import INNER_FACTOR, PLAIN, Architecture
 from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign
 from mm3d.model.experts.layer import Experts
@@ -125,7 +125,7 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
     given = {**family.defaults, **config}
     refused = [f"{key}={config[key]!r}" for key in config if key not in family.known]
     refused += [f"{key}={given[key]!r} ({' or '.join(map(repr, values))} would do)"
-                for key, values in family.only.items()
+                for key, values in (DECODER | family.only).items()
                 if key in given and given[key] not in values]
     found: dict[str, Any] = dict(family.architecture)
     found |= {field: given.get(key) for field, key in family.keys.items()}

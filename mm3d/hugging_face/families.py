@@ -11,13 +11,15 @@ from typing import Any
 # Keys of any family that do not change what a model computes: what files are named after, the
 # tokenizer's numbers, generation, initial values, and dropout, which belongs to a training.
 NEUTRAL = frozenset((
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype",
-    "embd_pdrop", "eos_token_id", "id2label", "initializer_range", "label2id", "model_type",
-    "n_ctx", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn", "resid_pdrop",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
-    "use_cache"))
+    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "model_type", "n_ctx", "output_attentions",
+    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "reorder_and_upcast_attn", "resid_pdrop", "return_dict", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "torch_dtype", "transformers_version", "use_cache"))
 SILU = {"hidden_act": ("silu", "swish")}
+DECODER = {"is_encoder_decoder": (False,)}    # of any family
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Family:
     @property
     def known(self) -> frozenset[str]:
         """Return the keys that are read or have one value."""
-        more = [*self.sizes.values(), *self.keys.values(), *self.only, "tie_word_embeddings"]
+        more = [*self.sizes.values(), *self.keys.values(), *self.only, *DECODER,
+                "tie_word_embeddings"]
         more += ROTARY * self.rotary + WINDOW * self.window
         return NEUTRAL | {*more, *self.experts}
 

@@ -18,8 +18,7 @@ from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
-# Elements changed at a time, in units of a backend's `block`: parameters and moments are not in
-# cache before, so half as many calls save more than a longer piece of scratch memory costs.
+# Elements changed at a time, in units of a backend's `block`: they are not in cache before.
 BLOCKS = 2
 
 
@@ -287,17 +286,22 @@ class AdamW(Optimizer):
         """Change a piece of a parameter; few passes, since factors are joined."""
         (m, v), (beta1, beta2) = moments, map(float, self.betas)    # also of a list or an array
         root = math.sqrt(1 - beta2 ** self.steps)
-        xp.multiply(g, (1 - beta1) * factor, out=scratch)
+        numbers = ((1 - beta1) * factor, beta1, (1 - beta2) / (1 - beta1) ** 2, beta2,
+                   self.eps * root, self.lr * root / (1 - beta1 ** self.steps))
+        fused = getattr(backend_of(w).kernels, "adamw", None)
+        if fused and fused((w, g, m, v), numbers):
+            return
+        xp.multiply(g, numbers[0], out=scratch)
         xp.multiply(m, beta1, out=m)
         xp.add(m, scratch, out=m)
         xp.multiply(scratch, scratch, out=scratch)
-        xp.multiply(scratch, (1 - beta2) / (1 - beta1) ** 2, out=scratch)
+        xp.multiply(scratch, numbers[2], out=scratch)
         xp.multiply(v, beta2, out=v)
         xp.add(v, scratch, out=v)
         xp.sqrt(v, out=scratch)
-        xp.add(scratch, self.eps * root, out=scratch)
+        xp.add(scratch, numbers[4], out=scratch)
         xp.divide(m, scratch, out=scratch)
-        xp.multiply(scratch, self.lr * root / (1 - beta1 ** self.steps), out=scratch)
+        xp.multiply(scratch, numbers[5], out=scratch)
         xp.subtract(w, scratch, out=w)
 
 

@@ -419,7 +419,7 @@ if [ $SLURM_JOB_ID = 6 ]; then true  # it ends as the warning comes
 elif [ $SLURM_JOB_ID = 7 ]; then while [ ! -e "${{@: -1}}" ]; do sleep 0.05; done
 else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
     again = ["train", "--site", name, "--ranks", "8", "--out", str(out), "--name", "whale"]
-    words = ["--", "--steps", "20", "--data", "2"]
+    words = ["--", "--steps", "20", "--data", "8"]
     assert main(again + words) == 0
     script, said = capsys.readouterr().out.splitlines()
     assert said == "whale: no checkpoint yet"
@@ -446,6 +446,8 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
     (["--", "--stop-after=5"],
      "after --: --stop-after: the job says it, or has no use for it; leave it out"),
     (["--", "--checkpoints", "x"], "--checkpoints: "), (["--", "--compare"], "--compare: "),
+    (["--", "--data", "3"], "after --: "), (["--", "--model", "nosuch"], "nosuch"),
+    (["--", "--data", "8", "--batch", "4", "--scheme", "serial"], "after --: "),
     (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
 def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):
     with pytest.raises(SystemExit) if words == ["--name", "-x"] else contextlib.nullcontext():

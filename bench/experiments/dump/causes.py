@@ -4,8 +4,8 @@ What a fault does to a tensor is tried, kind by kind: a factor, another tensor i
 of a sum, another setting.  The first that explains the tensor is named.
 """
 
-import math
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -17,8 +17,11 @@ from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
 from bench.experiments.dump.terms import gradient_terms
 from bench.experiments.dump.verdicts import Judged, Verdict, start_of
-from mm3d.model.layers import Gelu, Linear
+from mm3d.model.layers import Linear
 
+FEW = 10       # elements for each number that is fitted, which fewer do not show
+WEAK = 10.0    # envelopes, below which other causes than the first may explain as much
+TOLD = 3       # causes that are named of such a tensor, and of a number
 EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
@@ -44,7 +47,9 @@ def explain(dump: Dump, verdict: Verdict, comm: Any) -> str:
         LOSS: loss_causes, NORM: norm_causes, "gradient": _gradient, "activation": _activation,
         "activation gradient": _passed_back, "weight after": _update}
     causes = find[one.place.kind](dump, verdict, one, comm)
-    return next(causes, None) or _where(a, exact, one) or "no pattern that is known here"
+    told = islice(causes, TOLD if one.ratio < WEAK or not a.ndim else 1)
+    where = _where(a, exact, one) if one.ratio >= WEAK else None
+    return "; or ".join(told) or where or "no pattern that is known here"
 
 
 def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
@@ -59,33 +64,41 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
     if not a.any():
         yield "all zeros: it was lost, or never computed"
     alike = [other for other in verdict.judged if other.place.kind == "gradient"]
-    c = patterns.factor_of(a, exact, one.envelope)
+    c = patterns.factor_of(a, exact, one.left)
+    scaled = []
     if c is not None:
         same = [other for other in alike if _factor(dump, verdict, other) and np.isclose(
             _factor(dump, verdict, other), c, rtol=0.02)]
         where = f"in {len(same)} of {len(alike)} gradients" if len(same) > 1 else (
             "in this gradient alone")
-        yield f"{patterns.say_number(c)} times the right one, {where}: {_said_of(dump, c)}"
+        scaled = [f"{patterns.say_number(c)} times the right one, {where}: {_said_of(dump, c)}"]
+    if c == patterns.simple(c or 0):
+        yield from scaled
     if dump.model.tied and one.place.name.endswith(("wte.weight", "embed_tokens.weight")):
         yield from _tied(dump, one, comm)
     region = patterns.wrong_shard(a, exact, one.envelope)
     if region is not None:
         part, right = region.of(a), region.of(exact)
-        c = 0.0 if not part.any() else patterns.factor_of(part, right, one.envelope)
-        if c is not None:
-            yield (f"{patterns.say_number(c)} times the right one, only in {region}: "
-                   f"{_said_of(dump, c)}, for one shard")
+        own = 0.0 if not part.any() else patterns.factor_of(part, right, one.left)
+        if own is not None:
+            yield (f"{patterns.say_number(own)} times the right one, only in {region}: "
+                   f"{_said_of(dump, own)}, for one shard")
     if dump.model.dtype in ("float32", "float64") and (narrow := patterns.narrower(a)):
         yield f"all of its numbers are those of {narrow}: it was summed or sent in that type"
     for dim, what in enumerate(("sequences", "positions")):
         yield from _parts(dump, one, comm, dim, what)
     yield from _missing_input_sum(dump, one, comm)
+    if c != patterns.simple(c or 0):    # of which a fit finds one for anything alike
+        yield from scaled
+    if len(alike) > 1 and all(other.outside for other in alike):
+        yield (f"all {len(alike)} gradients are outside: those of an earlier step or of another "
+               f"batch are added, or it is another loss that is differentiated")
 
 
 def _factor(dump: Dump, verdict: Verdict, one: Judged) -> float | None:
     """Return the factor of another gradient, if it has one."""
     return patterns.factor_of(np.float64(dump.tensors[one.place]), verdict.exact[one.place],
-                              one.envelope)
+                              one.left)
 
 
 def _said_of(dump: Dump, c: float) -> str:
@@ -113,9 +126,8 @@ def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
     found["embedding"] = exact - found["head"]
     a = np.float64(dump.tensors[one.place])
     both = [found["embedding"], found["head"]]
-    c = patterns.fit(both, a)
-    if c is not None and patterns.explained(a, c[0] * both[0] + c[1] * both[1], one.envelope,
-                                            max(abs(c))):
+    c = patterns.coefficients(both, a, one.left)
+    if c is not None:
         c = np.where(np.abs(c) < 1e-3, 0, c)
         embedding, output = map(patterns.say_number, c)
         kind = ("lost" if not c.all() else "doubled" if max(c) > 1.5 else "scaled")
@@ -130,48 +142,44 @@ def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[
     terms = gradient_terms(start_of(dump), one.place.name, dim, comm)
     for n in patterns.divisions(len(terms), said):
         sums = [part.sum(0) for part in np.array_split(terms, n)]
-        c = patterns.fit(sums, a)
-        if c is None or not patterns.explained(a, np.tensordot(c, sums, 1), one.envelope,
-                                               np.abs(c).max()):
+        counts = [(part != dump.model.ignored).sum() for part in np.array_split(dump.targets, n)]
+        c = sum(counts) / (n * np.maximum(counts, 1))
+        of_means = dim == 0 and len({*counts}) > 1 and patterns.explained(
+            a, np.tensordot(c, sums, 1), one.left, c.max())
+        c = c if of_means else patterns.coefficients(sums, a, one.left)
+        if c is None or FEW * n > a.size and (c != patterns.simple(c)).any() and not of_means:
             continue
         c = np.where(np.abs(c) < 1e-3, 0, c)
-        told = ", ".join(map(patterns.say_number, c))
-        counts = [(part != dump.model.ignored).sum() for part in np.array_split(dump.targets, n)]
-        means = sum(counts) / (n * np.maximum(counts, 1))
-        if dim == 0 and np.allclose(c, means, rtol=1e-2):
+        told = f"count {', '.join(map(patterns.say_number, c))} times"
+        if of_means:
             yield (f"a mean over {n} ranks of their means, with other numbers of targets: parts "
-                   f"of the {what} count {told} times")
-        if (c == 0).any():
-            yield (f"parts of the {what}, divided among {n} ranks, count {told} times: a sum over "
-                   f"ranks is missing")
-        yield f"parts of the {what}, divided among {n} ranks, count {told} times"
+                   f"of the {what} {told}")
+        elif np.ptp(c):    # else it is a factor
+            yield f"parts of the {what}, divided among {n} ranks, {told}" + (
+                ": a sum over ranks is missing" if (c == 0).any() else "")
+        return    # of which other divisions are parts
 
 
 def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
     """Yield whether a norm's gradient has a part of the product after it alone."""
     a, found = np.float64(dump.tensors[one.place]), []
+    names = tensor_names(dump.family, dump.model)
     for n in (2, 4, 8):
         for shard in range(n):
             def look(gpt: Any, n: int = n, shard: int = shard) -> None:
                 for block in gpt.chunks[0].layers.layers:
                     norm, linear = block.layers[:2]
-                    names = {*to_names(dump, [p.name for p in norm.parameters])}
-                    if one.place.name in names and isinstance(linear, Linear):
+                    if isinstance(linear, Linear) and any(
+                            one.place.name in names[p.name] for p in norm.parameters):
                         found.append(norm)
                         linear.backward = _shard_alone(linear, n, shard)
             tensors = compute_step(start_of(dump), Way("float64"), comm, look)
             if not found:
                 return
-            if patterns.explained(a, tensors[one.place], one.envelope):
+            if patterns.explained(a, tensors[one.place], one.left):
                 yield (f"it has the gradient of shard {shard} of {n} of the product after it "
                        f"alone: the sum over ranks of a column-parallel layer's input gradient is "
                        f"missing")
-
-
-def to_names(dump: Dump, parameters: list[str]) -> list[str]:
-    """Return the names of the tensors of some parameters."""
-    names = tensor_names(dump.family, dump.model)
-    return [tensor for name in parameters for tensor in names[name]]
 
 
 def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
@@ -196,7 +204,7 @@ def _row_parallel(dump: Dump, a: np.ndarray, one: Judged, comm: Any) -> Iterator
     def same(name: str, other: np.ndarray) -> bool:
         weights = {**dump.weights, name: other}
         found = compute_step(replace(start, weights=weights), Way("float64"), comm)
-        return patterns.explained(a, found[one.place], one.envelope)
+        return patterns.explained(a, found[one.place], one.left)
     for part in ROW_PARALLEL:
         name = f"{one.place.name}.{part}"
         bias = dump.weights.get(f"{name}.bias")
@@ -218,17 +226,19 @@ def _row_parallel(dump: Dump, a: np.ndarray, one: Judged, comm: Any) -> Iterator
 def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield which other setting, or which place, explains an activation."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
-    c = patterns.factor_of(a, exact, one.envelope)
-    if c is not None:
+    c = patterns.factor_of(a, exact, one.left)
+    if c is not None and c == patterns.simple(c):
         yield (f"{patterns.say_number(c)} times the right one: a sum over ranks that is missing "
                f"or done twice")
-    region = patterns.wrong_shard(a, exact, one.envelope)
+    region, ends = patterns.wrong_shard(a, exact, one.envelope), _seen(a, exact, one)
+    if ends and region is None:
+        yield ends
     if region is not None:
         what = ("sequences", "positions", "features")[region.dim]
         more = {"positions": ": positions or the mask of a shard of the sequence are wrong",
-                "sequences": ": what one replica was given",
+                "sequences": f": {ends or 'what one replica was given'}",
                 "features": ": one shard's weights or bias are stale, doubled or missing"}[what]
-        c = patterns.factor_of(region.of(a), region.of(exact), one.envelope)
+        c = patterns.factor_of(region.of(a), region.of(exact), one.left)
         yield f"wrong only in {what} {region}" + (
             more if c is None else f", {patterns.say_number(c)} times the right one{more}")
     start = start_of(dump)
@@ -238,38 +248,33 @@ def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
             other = replace(start, model=replace(dump.model, architecture=replace(
                 how, epsilon=epsilon)))
             if patterns.explained(a, compute_step(other, Way("float64"), comm)[one.place],
-                                  one.envelope):
+                                  one.left):
                 yield f"epsilon is {epsilon:g} in the norms, not {how.epsilon:g}"
-    if patterns.explained(a, compute_step(start, Way("float64"), comm, exact_gelu)[one.place],
-                          one.envelope):
-        yield "GELU by the error function, and not by tanh"
+    other = compute_step(replace(start, erf=not start.erf), Way("float64"), comm)[one.place]
+    if patterns.explained(a, other, one.left):
+        names = ("by the error function", "by tanh")
+        yield "GELU {}, and not {}".format(*names[::-1] if start.erf else names)
     yield from _row_parallel(dump, a, one, comm)
+    if c is not None and c != patterns.simple(c):
+        yield f"{patterns.say_number(c)} times the right one"
 
 
-def exact_gelu(gpt: Any) -> None:
-    """Let perceptrons compute GELU by the error function, forward alone."""
-    for block in gpt.chunks[0].layers.layers:
-        for layer in block.layers:
-            if isinstance(layer, Gelu):
-                layer.forward = _erf_forward(layer, layer.forward)
-
-
-def _erf_forward(layer: Any, forward: Callable) -> Callable:
-    """Return the forward pass of GELU by the error function."""
-    erf = np.vectorize(math.erf, otypes=[float])
-
-    def compute(x: Any, *rest: Any) -> Any:
-        z = x + (0 if layer.bias is None else layer.bias.value.ravel())
-        y, saved = forward(x, *rest)
-        y[...] = z * (1 + erf(z / np.sqrt(2))) / 2
-        return y, saved
-    return compute
+def _seen(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
+    """Return what is wrong in attention if only the first or the last position is right."""
+    count = a.shape[1]
+    wrong = np.flatnonzero((np.abs(a - exact) > one.envelope.largest).any((0, 2)))
+    if np.array_equal(wrong, np.arange(1, count)):
+        return ("wrong in all positions but the first, which sees itself alone: queries or keys, "
+                "their heads, angles or scale")
+    if np.array_equal(wrong, np.arange(count - 1)):
+        return "wrong in all positions but the last, which sees all: there was no causal mask"
+    return None
 
 
 def _passed_back(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield what explains the gradient of a module's output."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
-    c = patterns.factor_of(a, exact, one.envelope)
+    c = patterns.factor_of(a, exact, one.left)
     if c is not None:
         yield f"{patterns.say_number(c)} times the right one: {_said_of(dump, c)}"
 
@@ -288,15 +293,16 @@ def _update(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[st
     region = patterns.wrong_shard(a, right, one.envelope)
     if region is not None and np.array_equal(region.of(a), region.of(before)):
         yield f"it did not change in {region}: one shard is stale"
-    c = patterns.factor_of(a - before, change, one.envelope)
+    c = patterns.factor_of(a - before, change, one.left)
     if c is not None:
         wrong = sum(other.outside for other in every)
         yield (f"its change is {patterns.say_number(c)} times the right one, {wrong} of "
                f"{len(every)} weights are outside: another norm in clipping, such as of a part of "
                f"the model, or another rate")
     c = patterns.fit([before], a - right)
-    if c is not None and patterns.explained(a, right + c[0] * before, one.envelope):
+    if c is not None and patterns.explained(a, right + c[0] * before, one.left):
         optimizer = dump.optimizer or {}
         said = optimizer.get("lr", 0) * optimizer.get("weight_decay", 0)
-        yield (f"it decays by {said - c[0]:.3g} of its size, and not by lr times weight_decay = "
+        found = said - c[0] if abs(said - c[0]) > 1e-3 * said else 0.0
+        yield (f"it decays by {found:.3g} of its size, and not by lr times weight_decay = "
                f"{said:.3g}")

@@ -1,14 +1,18 @@
 """Compute a step of training from a dump's weights and batch, and keep its tensors."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping
 
 import numpy as np
+from scipy.special import ndtr
 
 from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names)
 from bench.experiments.dump.reordering import Reordering
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
+from mm3d.model.functional import gelu_backward
+from mm3d.model.layers import Gelu
 from mm3d.pretrained.loading import model_pieces
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.training.gpt import GPT
@@ -33,6 +37,8 @@ class Start:
         The batch.
     masks : mapping of str to ndarray
         Masks of dropout by module, where something is dropped.
+    erf : bool
+        Whether GELU is that of the error function, and not of tanh.
     """
 
     family: str
@@ -41,6 +47,7 @@ class Start:
     tokens: np.ndarray
     targets: np.ndarray
     masks: Mapping[str, np.ndarray]
+    erf: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,33 @@ def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
                                      microbatches=way.microbatches)), comm)
     state = to_parameters(start.family, model, start.weights)
     gpt.load({name: order.parameter(name, a) for name, a in state.items()})
+    for layer in (layer for block in gpt.chunks[0].layers.layers for layer in block.layers):
+        if start.erf and isinstance(layer, Gelu):
+            layer.__class__ = ErfGelu
     return gpt
+
+
+class ErfGelu(Gelu):
+    """Compute GELU by the error function, z times the share of normal numbers below z."""
+
+    def forward(self, x: Any, overlap: Any = None) -> tuple[Any, Any]:
+        """Compute it for z = x + b; save what the form of tanh does."""
+        y, saved = super().forward(x, overlap)
+        z = self._argument(*saved)
+        y[...] = z * ndtr(z)
+        return y, saved
+
+    def backward(self, dy: Any, saved: Any, overlap: Any = None) -> Any:
+        """Compute dx and db from those of the form of tanh, by the ratio of both slopes."""
+        z = np.float64(self._argument(*saved))
+        slope = ndtr(z) + z * np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        other = gelu_backward(np.ones_like(z), z, np.empty_like(z))
+        ratio = np.divide(slope, other, out=np.zeros_like(z), where=other != 0)
+        return super().backward((dy * ratio).astype(dy.dtype), saved, overlap)
+
+    @staticmethod
+    def _argument(x: Any, b: Any) -> Any:
+        return x if b is None else x + b.reshape(x.shape[2:])
 
 
 class _Found:

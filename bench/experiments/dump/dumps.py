@@ -16,7 +16,7 @@ from bench.experiments.dump.places import (FILES, LOSS, NORM, SCALARS, Place, bo
                                            in_order)
 from bench.experiments.dump.tensor_files import number_type, read_tensors
 from mm3d.config import Model
-from mm3d.hugging_face.config_file import model_from_config, read_config
+from mm3d.hugging_face.config_file import model_fields, read_config, take_length
 from mm3d.hugging_face.names import GPT2_PREFIXES, LLAMA_PREFIXES, canonical, tensor_shapes
 from mm3d.pretrained.loading import model_pieces
 from mm3d.training.batches import check_batch
@@ -68,6 +68,10 @@ class Dump:
         Settings of the optimizer.
     unseen : tuple of str
         What the program says that it could not see.
+    erf : bool
+        Whether GELU is that of the error function, and not of tanh.
+    absent : frozenset of str
+        Biases that the program does not have: they are 0, and nothing is judged of them.
     """
 
     folder: Path
@@ -80,6 +84,8 @@ class Dump:
     ranks: Mapping[str, int]
     optimizer: Mapping[str, Any] | None
     unseen: tuple[str, ...]
+    erf: bool = False
+    absent: frozenset[str] = frozenset()
 
 
 def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
@@ -115,7 +121,9 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         if len(kinds) != 1 or not kinds <= {*COMPUTED}:
             raise UsageError(f"{folder}: weights in {', '.join(sorted(kinds)) or 'no type'}: one "
                              f"type of {', '.join(COMPUTED)} would do")
-        model = _model(folder, shape, about, *kinds)
+        erf = (config.get("model_type"), config.get("activation_function")) == ("gpt2", "gelu")
+        model = _model(config | ({"activation_function": "gelu_new"} if erf else {}), folder,
+                       shape, about, *kinds)
         tokens, targets, _ = check_batch(batch["tokens"], batch["targets"], shape, model.vocab,
                                          model.ignored)
     except OSError as error:
@@ -130,6 +138,9 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
     weights = read.named(raw, own)
     if model.tied:
         weights.pop("lm_head.weight", None)
+    absent = {name for name in shapes if name.endswith("bias")} if family == "gpt2" else set()
+    absent = set() if absent & weights.keys() else absent    # some of them are not all
+    weights |= {name: np.zeros(shapes[name], number_type(*kinds)) for name in absent}
     for name in shapes:
         if name not in weights:
             raise UsageError(f"{folder}: weight {name!r} is missing: all of the shape "
@@ -146,7 +157,7 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
                          f"--names would do, with a table of names")
     return Dump(folder, read.family, model, weights, tokens, targets,
                 {place: found[place] for place in order}, about.get("ranks") or {},
-                about.get("optimizer"), tuple(about.get("unseen") or ()))
+                about.get("optimizer"), tuple(about.get("unseen") or ()), erf, frozenset(absent))
 
 
 def check_same_start(one: Dump, other: Dump) -> None:
@@ -179,18 +190,19 @@ def _about(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _model(folder: Path, shape: tuple[int, ...], about: Mapping[str, Any],
-           stored: str) -> Model:
+def _model(config: Mapping[str, Any], folder: Path, shape: tuple[int, ...],
+           about: Mapping[str, Any], stored: str) -> Model:
     """Return the model of a dump, in its type of computation; `stored` is that of the weights."""
     dtype = about.get("dtype", stored)
     if dtype not in COMPUTED:
         raise UsageError(f"{folder}: dtype {dtype!r} in dump.json: {', '.join(COMPUTED)} would do")
     number_type(dtype)
     narrow = dtype in ("float16", "bfloat16")
-    return model_from_config(
-        folder, batch=shape[0], seq=shape[1], dtype=dtype, ignored=about.get("ignored", -100),
-        master="float32" if narrow and stored == "float32" else None,
-        dropout=float(about.get("dropout", 0.0)))
+    found = model_fields(config, str(folder))
+    return Model(
+        seq=take_length(found, shape[1], str(folder)), batch=shape[0], dtype=dtype,
+        ignored=about.get("ignored", -100), dropout=float(about.get("dropout", 0.0)),
+        master="float32" if narrow and stored == "float32" else None, **found)
 
 
 def _tensors(folder: Path, file: str) -> dict[str, np.ndarray]:

@@ -9,7 +9,6 @@ from typing import Any, Callable
 
 import numpy as np
 
-from bench.experiments.dump.causes import exact_gelu
 from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
 from bench.experiments.dump.places import LOSS, NORM, Place, border_names
 from bench.experiments.dump.tensor_files import number_type
@@ -305,14 +304,16 @@ FAULTS = [
     Fault("row-parallel product not summed over 2 ranks", lambda shop: shop.with_weight(
         f"{LAYER}.mlp.c_proj.weight", half_rows), Place("activation", LAYER),
           "shard 0 of 2 alone"),
-    Fault("heads of queries on the wrong rank", swapped_heads, Place("activation", LAYER), ""),
+    Fault("heads of queries on the wrong rank", swapped_heads, Place("activation", LAYER),
+          "but the first"),
     Fault("second replica computes with a stale bias", stale_replica, Place("activation", LAYER),
           "sequences"),
     Fault("gradient of a column-parallel input not summed", partial_input_gradient,
           _gradient("ln_2.bias"), "column-parallel"),
     Fault("epsilon 1e-3 and not 1e-5", other_epsilon, Place("activation", "transformer.h.0"),
           "epsilon is 0.001"),
-    Fault("GELU by erf and not by tanh", lambda shop: shop.finish(shop.step(look=exact_gelu)),
+    Fault("GELU by erf and not by tanh", lambda shop: shop.finish(shop.step(
+        replace(shop.start, erf=True))),
           Place("activation", "transformer.h.0"), "error function"),
     Fault("masks of dropout the same on 2 replicas", equal_masks, Place("mask", FIRST),
           "same seed", "dropout"),

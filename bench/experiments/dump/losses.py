@@ -20,20 +20,20 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
                            dump.model.ignored)
 
     def same(value: float) -> bool:
-        return patterns.explained(np.asarray(loss), np.asarray(value), one.envelope,
+        return patterns.explained(np.asarray(loss), np.asarray(value), one.left,
                                   value / exact if exact else 1.0)
     if ignored.any() and same(losses.mean()):
         yield (f"the sum is divided by all {ignored.size} targets, and not by the "
                f"{ignored.size - ignored.sum()} that count")
+    alone: list[str] = []    # of which there are many, so that one may be near by chance
     for n in patterns.divisions(len(losses), dump.ranks.get("data")):
         pairs = [(part.sum(), (~out).sum()) for part, out in zip(
             np.array_split(losses, n), np.array_split(ignored, n))]
         means = [total / max(count, 1) for total, count in pairs]
         if ignored.any() and same(float(np.mean(means))):
             yield f"a mean over {n} ranks of their means, with other numbers of targets"
-        for rank, mean in enumerate(means):
-            if same(mean):
-                yield f"the mean of rank {rank} of {n} alone: it was not averaged over ranks"
+        alone += [f"the mean of rank {rank} of {n} alone: it was not averaged over ranks"
+                  for rank, mean in enumerate(means) if same(mean)]
     for n in patterns.COUNTS:
         if same(exact * n) or same(exact / n):
             yield f"{'' if same(exact * n) else '1/'}{n} times the right one: a factor of ranks"
@@ -41,8 +41,18 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         if same(exact + math.log(n)):
             yield (f"the right one and the logarithm of {n}: {n} ranks have all logits, and add "
                    f"their exponentials as if each had a part")
+    for by, what in ((1, "later"), (-1, "earlier")):
+        moved = np.full_like(dump.targets, dump.model.ignored)
+        moved[:, max(0, -by):moved.shape[1] - max(0, by)] = dump.targets[
+            :, max(0, by):moved.shape[1] - max(0, -by)]
+        count = (moved != dump.model.ignored).sum()
+        other = target_losses(verdict.exact[Place("activation", "lm_head")], moved,
+                              dump.model.ignored)
+        if same(other.sum() / max(count, 1)) or same(other.sum() / (~ignored).sum()):
+            yield f"of targets one position {what}: they were shifted twice, or not at all"
     if same(float(losses.sum())):
         yield "a sum over all targets, and not a mean"
+    yield from alone
 
 
 def norm_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
@@ -66,7 +76,7 @@ def norm_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
 
     def same(square: float) -> bool:
         return square > 0 and patterns.explained(
-            np.asarray(norm), np.sqrt(square), one.envelope, np.sqrt(square / total))
+            np.asarray(norm), np.sqrt(square), one.left, np.sqrt(square / total))
     for n in patterns.COUNTS:
         if same(n * total) or same(total / n):
             yield (f"{'' if same(n * total) else '1/'}sqrt({n}) times the right one: squares of "

@@ -1,12 +1,12 @@
 """Recognise what makes a tensor differ from the exact one: factors, places, and parts of sums.
 
-A pattern is named only if it explains the tensor: what is left of the error is inside the
-envelope.
+A pattern is named only if it explains the tensor: little enough is left of the error, see
+`bench.experiments.dump.verdicts.Judged.left`.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Iterator
+from typing import Any, Iterator
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from bench.experiments.dump.envelopes import Distance
 from bench.experiments.dump.tensor_files import number_type
 
 COUNTS = range(2, 17)    # of ranks that are tried
-SLACK = 4.0    # by how much more than the envelope what is left of an error may be
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,28 @@ class Region:
         return f"{self.first} to {self.end - 1} of {self.count} in dimension {self.dim}{shard}"
 
 
-def factor_of(a: np.ndarray, exact: np.ndarray, envelope: Distance) -> float | None:
+def factor_of(a: np.ndarray, exact: np.ndarray, left: Distance) -> float | None:
     """Return c where `a` is c times the exact tensor, other than 1; None where it is not."""
-    c = fit([exact], a)
-    return None if c is None or not explained(a, c[0] * exact, envelope, c[0]) else float(c[0])
+    c = coefficients([exact], a, left)
+    return None if c is None or c[0] == 1 else float(c[0])
+
+
+def coefficients(terms: list[np.ndarray], a: np.ndarray, left: Distance) -> np.ndarray | None:
+    """Return the coefficients of a sum of terms that explains a tensor; None if none does.
+
+    Simple numbers, see `simple`, are taken for those that are near, if they explain it.
+    """
+    c = fit(terms, a)
+    for some in () if c is None else (simple(c), c):
+        if explained(a, np.tensordot(some, terms, 1), left, np.abs(some).max()):
+            return some
+    return None
+
+
+def simple(c: Any) -> np.ndarray:
+    """Return the nearest of 0, 1, the numbers of ranks that are tried, and their inverses."""
+    some = np.array([0.0, 1.0, *COUNTS, *(1 / n for n in COUNTS)])
+    return some[np.abs(np.subtract.outer(c, some)).argmin(-1)]
 
 
 def fit(terms: list[np.ndarray], a: np.ndarray) -> np.ndarray | None:
@@ -64,12 +81,12 @@ def fit(terms: list[np.ndarray], a: np.ndarray) -> np.ndarray | None:
     return found if rank == len(terms) else None
 
 
-def explained(a: np.ndarray, other: np.ndarray, envelope: Distance, grown: float = 1.0) -> bool:
-    """Return whether `a` is another tensor but for an error as of right implementations.
+def explained(a: np.ndarray, other: np.ndarray, left: Distance, grown: float = 1.0) -> bool:
+    """Return whether `a` is another tensor but for an error that may be left.
 
     `grown` is by how much the tensor, and so its error, is larger than the exact one.
     """
-    return Distance.between(a, other).over(envelope.times(SLACK * max(1.0, abs(grown)))) <= 1
+    return Distance.between(a, other).over(left.times(max(1.0, abs(grown)))) <= 1
 
 
 def narrower(a: np.ndarray) -> str | None:

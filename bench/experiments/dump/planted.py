@@ -73,7 +73,8 @@ class Found:
         first = self.verdict.first
         if first is None or first.place != self.fault.place:
             return "neither"
-        return "tensor, cause" if self.fault.cause and self.fault.cause in self.cause else "tensor"
+        first = self.cause.partition("; or ")[0]
+        return "tensor, cause" if self.fault.cause and self.fault.cause in first else "tensor"
 
 
 def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:

@@ -18,8 +18,8 @@ from mm3d.model.functional import causal_mask
 # How many operations of a layer round one after another, if none is fused.  Forward, and each has
 # a gradient: of a norm the mean, two differences, the square, the root, the factor and the bias;
 # of GELU by tanh the cube, its factor and sum, another factor, tanh, a sum, and two factors.
-OPERATIONS = {"LayerNorm": 7, "RMSNorm": 4, "Gelu": 8, "SwiGLU": 4, "Rotary": 5, "Linear": 2,
-              "Residual": 1, "DropoutResidual": 2, "Embedding": 2, "ExpertsLayer": 3}
+OPERATIONS = {"LayerNorm": 7, "RMSNorm": 4, "Gelu": 8, "ErfGelu": 5, "SwiGLU": 4, "Rotary": 5,
+              "Linear": 2, "Residual": 1, "DropoutResidual": 2, "Embedding": 2, "ExpertsLayer": 3}
 SCORES, PROBABILITIES, GRADIENTS_OF_SCORES = 2, 2, 3    # of attention
 LOSS = 3    # of the logits' gradient: the exponential, the one of the target, the factor
 

@@ -20,6 +20,7 @@ from bench.experiments.dump.roundings import Program, is_narrow
 NAMES = {"mask": "masks", "activation": "activations", LOSS: "loss",
          "activation gradient": "activation gradients", "gradient": "gradients", NORM: "norm",
          "weight after": "weights after"}
+SLACK = 4.0    # of an envelope, what is left of a much larger error by its cause
 IMITATED = ("activation", LOSS, "activation gradient", "gradient")    # in steps with roundings
 
 
@@ -46,6 +47,17 @@ class Judged:
     def ratio(self) -> float:
         """Return how many envelopes the error is."""
         return self.error.over(self.envelope)
+
+    @property
+    def left(self) -> Distance:
+        """Return what its cause may leave of the error: an envelope, as of right ones.
+
+        Of an error of ten envelopes and more a tenth, up to `SLACK` envelopes: causes such as
+        another epsilon change roundings, too.
+        """
+        return Distance(*(max(its, min(SLACK * its, mine / 10)) for mine, its in (
+            (self.error.whole, self.envelope.whole),
+            (self.error.largest, self.envelope.largest))))
 
     @property
     def outside(self) -> bool:
@@ -85,7 +97,8 @@ class Verdict:
 def start_of(dump: Dump) -> Start:
     """Return what the step of a dump begins with."""
     masks = {place.name: a for place, a in dump.tensors.items() if place.kind == "mask"}
-    return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks)
+    return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks,
+                 dump.erf)
 
 
 def program_of(dump: Dump) -> Program:
@@ -121,7 +134,7 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     judged: list[Judged] = []
     exact: Tensors = {}
     wanted = {place for place in in_order(dump.family, dump.model)
-              if place.kind != "mask" or dump.model.dropout}
+              if (place.kind != "mask" or dump.model.dropout) and place.name not in dump.absent}
     lost = lost_masks(dump)
     if lost:
         left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED}
@@ -172,7 +185,7 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
                 left: dict[str, str]) -> list[Judged]:
     """Judge the norm and the weights after the step, by the dump's own gradients if it can."""
     names = [place.name for place in in_order(dump.family, dump.model)
-             if place.kind == "gradient"]
+             if place.kind == "gradient" and place.name not in dump.absent]
     own = {place.name: a for place, a in dump.tensors.items() if place.kind == "gradient"}
     after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
     whole = len(own) == len(names)
@@ -180,18 +193,19 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
     if norm in dump.tensors and whole:
         exact[norm], spread = measure_norm(own)
         found.append(_judged(norm, dump.tensors[norm], exact[norm], spread))
-    elif norm in dump.tensors and reference is not None:
+    elif norm in dump.tensors and reference is not None and not dump.absent:
         more = rounding(exact[norm], dump.tensors[norm].dtype).times(OF_NORM)
         found.append(_judged(norm, dump.tensors[norm], exact[norm],
                              reference.spread[norm].plus(more)))
     elif norm in dump.tensors:
-        left[NAMES[NORM]] = "gradients are not there"
+        left[NAMES[NORM]] = "not all gradients are there"
     if after and not whole:
         left[NAMES["weight after"]] = "not all gradients are there, from which they follow"
     elif after and dump.optimizer is None:
         left[NAMES["weight after"]] = "dump.json has no optimizer"
     elif after:
-        right, spread = measure_update(start_of(dump), comm, dump.optimizer, own)
+        none = {name: np.zeros_like(dump.weights[name]) for name in dump.absent}
+        right, spread = measure_update(start_of(dump), comm, dump.optimizer, none | own)
         exact |= right
         for place, a in after.items():
             change = right[place] - np.float64(dump.weights[place.name])

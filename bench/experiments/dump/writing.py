@@ -30,7 +30,8 @@ def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str,
     model = start.model
     more = {"dtype": model.dtype, "ignored": model.ignored} | (
         {"dropout": model.dropout} if model.dropout else {})
-    for name, content in (("config", config_of(model)), ("dump", more | about)):
+    config = config_of(model) | ({"activation_function": "gelu"} if start.erf else {})
+    for name, content in (("config", config), ("dump", more | about)):
         text = json.dumps(content, indent=2) + "\n"
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
     computed, kept = number_type(model.dtype), number_type(model.master or model.dtype)

@@ -96,12 +96,12 @@ def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
     UsageError
         When no plan of any kind fits anywhere.
     """
-    fits = False
+    fits, problems = False, []
     for number in gpus:
         best: dict[float, dict[str, Best]] = {rate: {} for rate in rates}
         for kind, keeps in KINDS.items():
             progress(f"{number} GPUs: {kind}")
-            for rate, one in _best_at_rates(asked, number, rates, keeps).items():
+            for rate, one in _best_at_rates(asked, number, rates, keeps, problems).items():
                 best[rate][kind] = one
         fits |= any(best.values())
         for rate in rates:
@@ -109,8 +109,7 @@ def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
             yield Place(number, rate, best[rate], _exact_seconds(asked, number, best[rate])
                         if rate == asked.machine.network.bytes_per_second else {})
     if not fits:
-        raise UsageError(f"{asked.gpt.name} on {', '.join(map(str, gpus))} GPUs: no plan fits: "
-                         f"more GPUs would do, or a smaller model")
+        raise UsageError(problems[-1])
 
 
 def _exact_seconds(asked: Asked, gpus: int, best: dict[str, Best]) -> dict[str, float]:
@@ -121,8 +120,11 @@ def _exact_seconds(asked: Asked, gpus: int, best: dict[str, Best]) -> dict[str, 
 
 
 def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],
-                   keeps: Callable[[str, GridShape], bool]) -> dict[float, Best]:
-    """Return the fastest plan of a kind that fits by closed forms, at each rate; {} if none does.
+                   keeps: Callable[[str, GridShape], bool],
+                   problems: list[str]) -> dict[float, Best]:
+    """Return the fastest plan of a kind that fits by closed forms, at each rate.
+
+    If none does, return {}, and add to `problems` why.
     """
     searches = {}
     for rate in rates:
@@ -137,7 +139,8 @@ def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],
         for rate in {min(rates), max(rates)}:
             for plans in searches[rate].screen().values():
                 found |= dict.fromkeys(choice for _, choice in plans)
-    except UsageError:    # no plan, or none that fits
+    except UsageError as error:    # no plan, or none that fits
+        problems.append(str(error))
         return {}
     return {rate: min((Best(search.estimator.seconds(
         choice, search.screened(Layer.of(choice))), choice) for choice in found),

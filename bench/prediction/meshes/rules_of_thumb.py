@@ -156,8 +156,8 @@ def fitting_tensor(gpt: ModelFile, dtype: str, machine: Machine) -> int:
 def check_rules(rules: Rules, machine: Machine, dtype: str,
                 progress: Callable[[str], None] = lambda line: None) -> Iterator[list[Tested]]:
     """Test rules on a machine; yield the plans of each, the planner's own as the last."""
-    for rule in rules.rules:
-        gpt = load_model(rule.model)
+    models = [load_model(rule.model) for rule in rules.rules]    # all, before the first search
+    for rule, gpt in zip(rules.rules, models):
         whole = Training(gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine)
         given = gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine
         found = []

@@ -244,9 +244,10 @@ class Screening:
 
     def too_large(self) -> str:
         training = self.training
-        return (f"--gpus {training.gpus} --model {training.gpt.name}: no plan fits "
-                f"{self.limit / 2 ** 30:.3g} GiB a GPU; by estimate the smallest needs "
-                f"{self.least / 2 ** 30:.3g} GiB: more GPUs would do, or a smaller model")
+        limit, least = (one / 2 ** 30 for one in (training.machine.memory_bytes, self.least))
+        return (f"--gpus {training.gpus} --model {training.gpt.name}: no plan fits {limit:.3g} "
+                f"GiB a GPU; by estimate the smallest needs {least:.3g} GiB: more GPUs would do, "
+                f"or a smaller model")
 
     def _no_mesh(self) -> str:
         training, gpt = self.training, self.training.gpt

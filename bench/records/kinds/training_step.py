@@ -77,7 +77,8 @@ def _notes(record: Measurements) -> list[str]:
         f"mm3d: {chosen['mesh'] or chosen['scheme']}, grid "
         f"{str(chosen['stage_grids']).partition(';')[0]}, transport {chosen['transport']}; "
         f"{env['ranks']} ranks on {env['cores']} cores, {env['blas']} "
-        f"{env['blas_architecture']}.",
+        f"{env['blas_architecture']}{', ' * ('elementwise_version' in env)}"
+        f"{env.get('elementwise_version', '')}.",
         "A step is forward, backward and optimizer, from the first rank's begin to the last "
         "one's end; the sides take turns in random order, asleep while another works.",
         f"Verified before: mm3d's loss and gradient by a model in NumPy, float64; the losses of "

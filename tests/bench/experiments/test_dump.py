@@ -19,7 +19,7 @@ from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance
 from bench.experiments.dump.faults import FAULTS as SIMPLE
-from bench.experiments.dump.places import in_order
+from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.reported import REPORTED
 from bench.experiments.dump.tensor_files import read_tensors, write_tensors
 from bench.experiments.dump.verdicts import judge, start_of
@@ -59,6 +59,16 @@ def test_a_planted_fault_is_found_at_its_tensor_with_its_cause(fault):
     assert found.right, (found.verdict.first, found.cause)
 
 
+@pytest.mark.parametrize("what", ["norm's gradient of one shard of the sequence", pytest.param(
+    "row-parallel bias added on both ranks", marks=pytest.mark.slow)])
+def test_near_the_envelope_no_fit_is_taken_for_the_cause(what):
+    """In bfloat16 a factor of 0.8 is nearly as near as what is true."""
+    pytest.importorskip("ml_dtypes")
+    (fault,) = (one for one in FAULTS if one.what == what)
+    (found,) = planted.judge_faults([fault], "bfloat16", ALONE)
+    assert found.right_in == "tensor, cause" and found.verdict.first.ratio < 10, found.cause
+
+
 def test_faults_of_every_kind_of_tensor_are_planted():
     assert {*KINDS} == {"mask", "activation", "loss", "activation gradient", "gradient", "norm",
                         "weight after"} and len(FAULTS) > 45
@@ -90,6 +100,29 @@ def test_nothing_of_a_right_step_is_outside(kind, dtype, tmp_path):
     assert {one.place for one in verdict.judged} == names_of and not verdict.left
 
 
+def test_gelu_by_the_error_function_and_no_biases_are_nanogpts(tmp_path, capsys):
+    shop = planted.make_shop("plain", "float32", ALONE)
+    weights = {name: a * (not name.endswith("bias")) for name, a in shop.start.weights.items()}
+    start = replace(shop.start, erf=True, weights=weights)
+    name, random = "transformer.h.0.mlp.c_fc.weight", np.random.default_rng(0)
+    step, losses = 1e-5 * random.normal(size=weights[name].shape), []
+    for sign in (1, -1):
+        moved = replace(start, weights={**weights, name: weights[name] + sign * step})
+        losses.append(compute_step(moved, Way("float64"), ALONE)[Place(LOSS)])
+    exact = compute_step(start, Way("float64"), ALONE)[Place("gradient", name)]
+    assert np.isclose(losses[0] - losses[1], 2 * (step * exact).sum(), rtol=1e-6)
+    shop = replace(shop, start=start)
+    tensors = {place: a * (place.kind != "gradient" or not place.name.endswith("bias"))
+               for place, a in shop.step().items()}
+    dump = planted.dump_of(shop, shop.finish(tensors), tmp_path / "dump")
+    for file in ("weights", "gradients", "weights_after"):
+        spoil(dump.folder, file, lambda some: {name: a for name, a in some.items()
+                                               if not name.endswith("bias")})
+    assert main(["judge", str(dump.folder)]) == 0
+    text = capsys.readouterr().out
+    assert "15 of 15 gradients" in text and "not judged" not in text, text
+
+
 def test_orders_of_summation_change_rounding_alone(right):
     exact = compute_step(start_of(right), Way("float64"), ALONE)
     for way in (Way("float64", seed=7), Way("float64", None, 4, 8)):
@@ -102,7 +135,7 @@ def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
     for file in ("activations", "weights_after", "activation_gradients"):
         (copy / f"{file}.safetensors").unlink()
     spoil(copy, "gradients", lambda some: some.pop("transformer.ln_f.bias") is None)
-    assert main(["measure", "dump", str(copy)]) == 0
+    assert main(["judge", str(copy)]) == 0
     text = capsys.readouterr().out
     for line in ("not judged: activations: not dumped",
                  "not judged: gradients: 1 of 28 not dumped",
@@ -111,10 +144,10 @@ def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
 
 
 def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
-    assert main(["measure", "dump", str(right.folder), "--against", str(copy)]) == 0
+    assert main(["judge", str(right.folder), "--against", str(copy)]) == 0
     assert "their difference is rounding" in capsys.readouterr().out
     spoil(copy, "gradients", lambda some: some["transformer.h.0.ln_1.bias"].fill(0))
-    assert main(["measure", "dump", str(right.folder), "--against", str(copy)]) == 1
+    assert main(["judge", str(right.folder), "--against", str(copy)]) == 1
     text = capsys.readouterr().out
     assert "FIRST OUTSIDE: gradient transformer.h.0.ln_1.bias" in text
     assert text.endswith("outside the envelope is copy\n")
@@ -268,7 +301,7 @@ class Block(torch.nn.Module):
                    for a in self.attn.c_attn(self.ln_1(x)).chunk(3, -1))
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
-        up = torch.nn.functional.gelu(self.mlp.c_fc(self.ln_2(x)), approximate="tanh")
+        up = torch.nn.functional.gelu(self.mlp.c_fc(self.ln_2(x)))
         return x + self.mlp.c_proj(up)
 class Model(torch.nn.Module):
     def __init__(self):
@@ -298,7 +331,7 @@ torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1).step()
 dump.after_step(dict(name="adamw", lr=1e-3, weight_decay=0.1, clip=0.5), norm)
 '''
 CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11,
-          "n_positions": 5, "activation_function": "gelu_new"}
+          "n_positions": 5, "activation_function": "gelu"}
 
 
 @pytest.mark.parametrize("fault, first", [("", None), (

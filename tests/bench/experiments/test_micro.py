@@ -62,7 +62,7 @@ def test_matmul_measures_verified_products(comm, shared_tmp_path, scheme, grid, 
     assert [run.variables["words"].values[0].sum() for run in runs] == words
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, 8, first=(8,))
 @pytest.mark.parametrize("scheme", ["3d", "2d", "1d"])
 def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
     if scheme == "2d" and comm.size == 8:

@@ -43,7 +43,7 @@ def own_times(document: dict) -> dict[int, dict[tuple[str, str], float]]:
     return found
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path, overlap):
     """Per rank: collectives of one step, and the parts that the record has."""

@@ -1,5 +1,6 @@
 """Replicas of pipelines, predicted."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -42,18 +43,23 @@ def test_sums_follow_the_last_action_of_each_stage():
     assert 2 * moved / LONGHORN.network.bytes_per_second < min(several.sums)
 
 
+@pytest.mark.parametrize("how", [
+    {}, dict(data=4, shards=2), dict(data=4, zero=1), dict(data=4, zero=3),
+    dict(data=2, context=2, zero=2),
+    dict(data=4, zero=2, experts=mm3d.Experts(4, top=2, every=2), expert_parallel=2)])
 @pytest.mark.parametrize("name, stage, vocab", [("gpipe", 1, 0), ("zb-h1", 0, 512),
                                                 ("gpipe", 3, 512)])
-def test_parts_of_a_chunk_count_what_a_whole_run_does(name, stage, vocab):
+def test_parts_of_a_chunk_count_what_a_whole_run_does(name, stage, vocab, how):
     """In the same order too, so that the sums of seconds are equal to the bit."""
-    for how in (dict(data=1), dict(data=4, zero=0, shards=2), dict(data=4, zero=1)):
-        model = made(name, microbatches=1, vocab=vocab, **how)
-        parts, whole = (count(6, stage=stage, block=1 << 20)
-                        for count in (partial(events_of_chunk, model), model.trace))
-        assert parts.all_phases == whole.all_phases
-        counted, wanted = ([one for one in trace.events.items() if one[0][0] in whole.all_phases]
-                           for trace in (parts, whole))    # not what building takes
-        assert counted == wanted
+    how = dict(how)
+    experts, model = how.pop("experts", None), made(name, microbatches=1, vocab=vocab, **how)
+    model = replace(model, stack=replace(model.stack, causal=True, experts=experts))
+    parts, whole = (count(8, stage=stage, block=1 << 20)
+                    for count in (partial(events_of_chunk, model), model.trace))
+    assert parts.all_phases == whole.all_phases
+    counted, wanted = ([one for one in trace.events.items() if one[0][0] in whole.all_phases]
+                       for trace in (parts, whole))    # not what building takes
+    assert counted == wanted
 
 
 def test_zero_3_takes_its_time_in_the_actions():

@@ -88,6 +88,8 @@ def test_llama_and_its_relatives(tmp_path):
     (QWEN2 | dict(layer_types=["chunked_attention"]), ["chunked_attention"]),
     (MIXTRAL | dict(router_jitter_noise=0.1), ["router_jitter_noise=0.1"]),
     (QWEN2_MOE | dict(mlp_only_layers=[0], qkv_bias=False), ["mlp_only_layers=[0]", "qkv_bias"]),
+    (LLAMA | dict(return_dict=True, output_attentions=False, is_encoder_decoder=True),
+     ["computes: is_encoder_decoder=True"]),
     (GPT2 | dict(activation_function="relu", scale_attn_by_inverse_layer_idx=True),
      ["activation_function='relu'", "scale_attn_by_inverse_layer_idx=True"]),
     ({}, ["model_type=None"])], ids=str)

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from compiled import load_compiled
 from mm3d.arrays import backend
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import token_functions
@@ -107,11 +108,14 @@ def test_rows_of_one_number_are_summed_in_a_fixed_order():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("columns", [1, 7, 300])
-def test_kernels_are_the_readable_functions(dtype, columns, monkeypatch):
+@pytest.mark.parametrize("how", ["numpy", "as written",
+                                 pytest.param("by numba", marks=pytest.mark.slow)])
+def test_kernels_are_the_readable_functions(dtype, columns, how, monkeypatch):
     """In blocks of a few rows."""
     library = backend.get("numpy")
     monkeypatch.setattr(library, "block", 2 * columns)
-    rng, kernels = np.random.default_rng(3), Kernels(library)
+    rng, kernels = np.random.default_rng(3), (Kernels if how == "numpy" else load_compiled(
+        how, monkeypatch).CompiledKernels)(library)
     x = (5 * rng.standard_normal((13, columns))).astype(dtype)
     rows = [rng.random((13, 1)).astype(dtype) for _ in range(2)]
     eps = np.finfo(dtype).eps

@@ -16,6 +16,7 @@ from mm3d.model.layers import Gelu, LayerNorm, Linear
 from mm3d.model.rms_norm import RMSNorm
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.swiglu import SwiGLU
+from compiled import load_compiled
 from models import SOME
 from reference import relative_error
 
@@ -212,14 +213,17 @@ def pairs(dtype):
             yield "attention_backward", (dy, q, k, v, lse.astype(dtype), 0, causal), 3
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("how", ["numpy", "as written",
+                                 pytest.param("by numba", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 2e-6)])
-def test_fast_versions_are_the_readable_ones(blocks, dtype, tolerance):
-    """The same results from the library's kernels and from the pairs, and the same types."""
-    seen = set()
+def test_fast_versions_are_the_readable_ones(blocks, dtype, tolerance, how, monkeypatch):
+    """The same results and types from NumPy's and compiled kernels and from the pairs."""
+    seen, kernels = set(), (Kernels if how == "numpy" else load_compiled(
+        how, monkeypatch).CompiledKernels)(backend.get("numpy"))
     for name, arguments, outputs in pairs(dtype):
         results = []
-        for function in (getattr(functional, name).__wrapped__,
-                         getattr(backend.get("numpy").kernels, name)):
+        for function in (getattr(functional, name).__wrapped__, getattr(kernels, name)):
             out = [np.empty_like(arguments[0]) for _ in range(outputs)]
             found = function(*arguments, *out)
             found = found if isinstance(found, tuple) else [found]
