@@ -17,7 +17,8 @@ def add_terms(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
     np.add(first, terms[1], out=total)
     for term in terms[2:]:
         np.add(total, term, out=total)
-    store_rounded(total, out)
+    if total is not out:
+        out[...] = total
 
 
 def upcast(a: np.ndarray) -> np.ndarray:
