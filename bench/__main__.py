@@ -6,7 +6,7 @@ import gc
 import shutil
 import sys
 import textwrap
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Callable, Iterator, NoReturn, Sequence
 
@@ -64,21 +64,17 @@ def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 @contextmanager
 def shown(arguments: argparse.Namespace) -> Iterator[None]:
-    """Give a verb `arguments.show`, which prints parts of a document, and `show_record`.
+    """Print what a verb shows in another ``--format`` than text at its end, as one document.
 
-    Text is printed at once.  All parts of another ``--format`` are printed at the end, as one
-    document; other lines go to standard error meanwhile, so that a program can read the document.
+    Other lines go to standard error meanwhile, so that a program can read the document.
     """
     form, parts = getattr(arguments, "format", "text"), list[Part]()
-
-    def show_record(record: object) -> None:
-        from bench.reports.micro_tables import make_parts    # few verbs have records
-        arguments.show(make_parts([record]))
-    arguments.show = ((lambda more: say(formats.render(more))) if form == "text"
-                      else parts.extend)
-    arguments.show_record = show_record
+    if form == "text":
+        yield
+        return
+    arguments.show = parts.extend
     try:
-        with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):
             yield
     finally:
         if parts:

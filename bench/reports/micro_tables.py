@@ -1,6 +1,6 @@
 """Make tables of records of any kind: those that the kind declares, or else by dimensions."""
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records import kinds
@@ -18,6 +18,11 @@ def make_parts(records: Sequence[Measurements]) -> list[Part]:
         make = getattr(kinds.module_of(kind), "tables", show_all)
         found += make([record for record in records if record.kind == kind])
     return found
+
+
+def showing(show: Callable[[Sequence[Part]], None]) -> Callable[[Measurements], None]:
+    """Return a function that shows the tables and notes of a record by `show`."""
+    return lambda record: show(make_parts([record]))
 
 
 @kinds.each

@@ -28,8 +28,10 @@ from typing import NoReturn, Sequence
 
 from bench.command_line import options
 from bench.command_line.parser import Parser
+from bench.document import Part
 from bench.errors import UsageError
-from bench.reports.formats import FORMATS
+from bench.reports.formats import FORMATS, render
+from mm3d.console import say
 
 # The order in which a user needs them; verbs that are not here come last.
 ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure", "train", "judge",
@@ -100,9 +102,15 @@ def check_words(name: str, words: Sequence[str], ranks: int = 0) -> None:
         verb.check_ranks(arguments, ranks)
 
 
+def show(parts: Sequence[Part]) -> None:
+    """Print parts of a document as text."""
+    say(render(parts))
+
+
 def add_options(parser: argparse.ArgumentParser, verb: ModuleType) -> None:
-    """Add the options of a verb, and ``--format`` where it prints tables."""
+    """Add the options of a verb, ``--format`` where it prints tables, and how it shows them."""
     verb.add_options(parser)
+    parser.set_defaults(show=show)
     if getattr(verb, "TABLES", True):
         options.add_format(parser, FORMATS)
 

@@ -29,6 +29,7 @@ from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.validation.files import failed_checks
+from bench.reports.micro_tables import showing
 from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.launcher import wait_patiently
@@ -261,7 +262,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if problem:
         status = report_failure(name, problem, comm)
     else:
-        status = publish(found, out, name, comm, arguments.show_record) or status
+        status = publish(found, out, name, comm, showing(arguments.show)) or status
         draw(found, arguments.pictures, name, comm)
     if arguments.sample:
         state = training.model.state()
@@ -304,10 +305,10 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:
         if comm.rank == 0:
-            arguments.show_record(found)
+            showing(arguments.show)(found)
             say()
         return report_failure(name, problem, comm)
-    status = publish(found, out, name, comm, arguments.show_record)
+    status = publish(found, out, name, comm, showing(arguments.show))
     draw(found, arguments.pictures, name, comm)
     return status
 

@@ -33,16 +33,16 @@ inner = njit(**EXACT)
 summing = njit(error_model="numpy", fastmath={"reassoc", "nsz"})    # terms in any order
 
 
-def compiled(arguments: str) -> Callable:
+def compiled(kinds: str) -> Callable:
     """Return a decorator that compiles a function for float32 and float64, of these arguments.
 
     They are vectors (v), matrices (m) and stacks of them (s), all contiguous; matrices with gaps
     (g); and numbers (n).
     """
     def signature(real: Any) -> Any:
-        kinds = {"v": real[::1], "m": real[:, ::1], "s": real[:, :, ::1], "g": real[:, :],
+        types = {"v": real[::1], "m": real[:, ::1], "s": real[:, :, ::1], "g": real[:, :],
                  "n": float64}
-        return void(*(kinds[one] for one in arguments))
+        return void(*(types[one] for one in kinds))
     return njit([signature(float32), signature(float64)], cache=True, **EXACT)
 
 

@@ -11,8 +11,8 @@ import pytest
 import mm3d
 from mm3d.transport.communicators import DryCommunicator
 
-# Modules whose import starts something.
-LEFT_OUT = ("mm3d.selftest", "mm3d.examples")
+# Modules whose import starts something, or needs Numba.
+LEFT_OUT = ("mm3d.selftest", "mm3d.examples", "mm3d.arrays.compiled")
 # Examples whose results are those of 8 ranks; others take one of 8 ranks that do not exist.
 ON_RANKS = {"mm3d", "mm3d.grid.grid.Grid", "mm3d.tracing.watchdog.Watchdog",
             "mm3d.training.gpt.GPT", "mm3d.training.mesh.Mesh"}

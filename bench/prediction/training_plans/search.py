@@ -143,19 +143,19 @@ class Search(Screening):
         if not best:
             raise UsageError(self.too_large() if self.unfit else self._none_runs())
         fastest = min(best.values(), key=lambda one: one.seconds)
-        changes = self._changes(fastest)
+        changes = self.changes(fastest)
         while better := [one for one in changes.values() if isinstance(one, TrainingPlan)
                          and one.seconds < SAME * fastest.seconds
                          and one.memory["all"] <= self.limit]:    # which estimates left out
             fastest = min(better, key=lambda one: one.seconds)
             best[fastest.choice.family] = fastest
-            changes = self._changes(fastest)
+            changes = self.changes(fastest)
         families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
         self.counts["exact"] = self.predicted.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
 
-    def _changes(self, best: TrainingPlan) -> dict[str, TrainingPlan | str]:
+    def changes(self, best: TrainingPlan) -> dict[str, TrainingPlan | str]:
         """Return the result of `_cheapest` for each dimension."""
         return {name: self._cheapest(name, best.choice) for name in searched(self.training)}
 

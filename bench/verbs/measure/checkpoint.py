@@ -7,6 +7,7 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.experiments.checkpoint import measure_checkpoint
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
 
 ON_ALL_RANKS = True
@@ -29,4 +30,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
     return measure(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
         comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,
-        arguments.backend), out, comm, arguments.show_record)
+        arguments.backend), out, comm, showing(arguments.show))

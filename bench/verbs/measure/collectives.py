@@ -8,6 +8,7 @@ from bench.command_line.publish import measure
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 from mm3d.console import say
 
 ON_ALL_RANKS = True
@@ -35,6 +36,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
     status = measure("collectives", lambda: measure_collectives(
         grid, sizes, arguments.dtype, limits, arguments.seed,
         lambda line: say(line) if comm.rank == 0 else None),
-        claim_folder(arguments.out, comm), comm, arguments.show_record)
+        claim_folder(arguments.out, comm), comm, showing(arguments.show))
     grid.free()
     return status

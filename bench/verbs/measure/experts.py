@@ -8,6 +8,7 @@ from bench.command_line.scheme_options import add_scheme
 from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, ExpertsSubject, make_mesh
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 
 ON_ALL_RANKS = True
 
@@ -48,4 +49,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
     divided = f"-e{subject.expert_parallel}" * (subject.expert_parallel != arguments.data)
     name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}{divided}-p{comm.size:03d}"
     return measure(name, lambda: measure_experts(subject, arguments.torch, limits), out, comm,
-                   arguments.show_record)
+                   showing(arguments.show))

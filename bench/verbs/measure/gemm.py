@@ -8,6 +8,7 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.experiments.products.gemm import measure_gemm, thread_counts
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 
 ON_ALL_RANKS = True
 
@@ -33,4 +34,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
         np.dtype(name).itemsize for name in arguments.dtypes), arguments.backend, comm)
     return measure("gemm", lambda: measure_gemm(
         arguments.sizes, arguments.dtypes, threads, backend, limits, arguments.seed),
-        claim_folder(arguments.out, comm), comm, arguments.show_record)
+        claim_folder(arguments.out, comm), comm, showing(arguments.show))

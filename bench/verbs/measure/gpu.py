@@ -7,6 +7,7 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 
 ON_ALL_RANKS = True
 
@@ -31,4 +32,4 @@ def run(arguments: argparse.Namespace, comm) -> int:
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
     out = claim_folder(arguments.out, comm)
     return max([measure(f"gpu-{part}", partial(measure_part, benchmark, part), out, comm,
-                        arguments.show_record) for part in arguments.part])
+                        showing(arguments.show)) for part in arguments.part])

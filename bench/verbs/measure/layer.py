@@ -12,6 +12,7 @@ from bench.errors import UsageError, as_usage_error
 from bench.experiments.layer.layer import (Beside, COLOSSAL, MeasuredLayer, PYTORCH,
                                            check_overlap, measure_layer)
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
 
 ON_ALL_RANKS = True
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
                       f"h{hidden}", arguments.dtype]),
             partial(measure_layer, layer, beside, arguments.overlap, limits), out, comm,
-            arguments.show_record))
+            showing(arguments.show)))
         scheme.grid.free()
         del layer
     return status

@@ -17,6 +17,7 @@ from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.records.journal import claim_folder
 from bench.statistics import median_interval
+from bench.reports.micro_tables import showing
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
 
@@ -117,7 +118,7 @@ def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Na
                                  arguments.seed, arguments.watched)
         done.append(True)
         return record
-    status = measure(name, work, out, comm, arguments.show_record)
+    status = measure(name, work, out, comm, showing(arguments.show))
     if arguments.trace and done:
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
@@ -137,7 +138,7 @@ def measure_several(form: str, shape: tuple[int, int, int], arguments: argparse.
                      f"p{comm.size:03d}"])
     return measure(name, lambda: measure_side_by_side(
         form, shape, arguments.dtype, comm, arguments.backend, limits, arguments.seed,
-        names or None, arguments.watched), out, comm, arguments.show_record)
+        names or None, arguments.watched), out, comm, showing(arguments.show))
 
 
 def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int:

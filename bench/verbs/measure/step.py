@@ -9,6 +9,7 @@ from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import MeasuredTraining
 from bench.records.journal import claim_folder
+from bench.reports.micro_tables import showing
 from mm3d.config import Division, Model
 
 ON_ALL_RANKS = True
@@ -46,6 +47,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
         status = measure(
             f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
             lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
-            arguments.show_record)
+            showing(arguments.show))
     subject.free()
     return status
