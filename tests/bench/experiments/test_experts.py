@@ -141,7 +141,7 @@ def test_a_record_that_contradicts_itself_is_not_valid(record, tmp_path):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("top", [1, 4])
+@pytest.mark.parametrize("top", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, top):
     """On replicas of a grid that divides rows and features; many choices of all are gathered."""
     case = replace(CASE, experts=replace(CASE.experts, top=top))
@@ -156,7 +156,7 @@ def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, 
 
 
 @pytest.mark.ranks(4, slow=(8,))
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared_tmp_path, parts):
     """Gradients are sums over the copies, and no row leaves the replicas that divide experts."""
     grid = (comm.size // 4, 1, 1)

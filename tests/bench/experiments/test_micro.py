@@ -38,8 +38,9 @@ MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
 
 # The words of ab, abt, atb forward: which matrices cross directions of two ranks.
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("scheme, grid, words", [("3d", "1x2x2", [MN + MK, MN + MK, MN + NK]),
-                                                 ("2d", "2x2", [MN + NK, NK + MK, MN + MK])])
+@pytest.mark.parametrize("scheme, grid, words", [
+    ("3d", "1x2x2", [MN + MK, MN + MK, MN + NK]),
+    pytest.param("2d", "2x2", [MN + NK, NK + MK, MN + MK], marks=pytest.mark.slow)])
 def test_matmul_measures_verified_products(comm, shared_tmp_path, scheme, grid, words):
     status, said = run_verb(comm, "measure", "matmul", "--shape", "19,14,23", "--form",
                             "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",

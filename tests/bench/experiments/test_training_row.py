@@ -52,7 +52,8 @@ def settings(link=None, predict=lambda config, ranks: {"actions": 1.0}):
         Limits(2, 2), 0, work, Dilation(0.0, link, None, lambda rate: None), predict)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [
+    0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 3])
 @pytest.mark.ranks(2, 4)
 def test_a_step_waits_for_all_of_its_work(comm, number):
     """Also for embedding, head, loss and optimizer: as much as a dry run of the rank has."""
