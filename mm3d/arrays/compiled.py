@@ -141,6 +141,7 @@ def gelu_exponential(u, square, real):
 
 @compiled("mvm")
 def gelu_forward(x, b, y):
+    """Put GELU of x + b, by tanh, into y; b is a row."""
     real = x.dtype.type
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
@@ -150,6 +151,7 @@ def gelu_forward(x, b, y):
 
 @compiled("mmvm")
 def gelu_backward(dy, x, b, dx):
+    """Put the gradient of x of `gelu_forward` into dx."""
     real = x.dtype.type
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
@@ -162,6 +164,7 @@ def gelu_backward(dy, x, b, dx):
 
 @summing
 def sum_products_row(a, b):
+    """Return the sum of the products of two rows, in any order."""
     total = a.dtype.type(0)
     for j in range(a.shape[0]):
         total += a[j] * b[j]
@@ -170,6 +173,7 @@ def sum_products_row(a, b):
 
 @compiled("mmgg")
 def normalize_backward(d, xhat, rstd, means):
+    """Put (d - means[:, 1] xhat - means[:, 0]) rstd in place of d, for each row."""
     for i in range(d.shape[0]):
         r, first, second = rstd[i, 0], means[i, 0], means[i, 1]
         for j in range(d.shape[1]):
@@ -198,6 +202,7 @@ def exponentials_of_row(a, top):
 
 @compiled("sgg")
 def exponentials(a, top, total):
+    """Put exp(a - top) in place of a, with the maximum and the sum of each row into the others."""
     for i in range(a.shape[0]):
         for j in range(a.shape[1]):
             top[i, j] = largest_of_row(a[i, j])
@@ -206,6 +211,7 @@ def exponentials(a, top, total):
 
 @compiled("ss")
 def softmax_backward(p, ds):
+    """Put (ds - sum(p ds)) p in place of ds, for each row of probabilities p."""
     for i in range(p.shape[0]):
         for j in range(p.shape[1]):
             total = sum_products_row(p[i, j], ds[i, j])
@@ -215,6 +221,7 @@ def softmax_backward(p, ds):
 
 @compiled("vvvvnnnnnn")
 def adamw(w, g, m, v, g_factor, m_factor, square_factor, v_factor, eps, rate):
+    """Update moments m and v by the gradient g, and w by them, in one pass, as NumPy rounds."""
     real = w.dtype.type
     for i in range(w.shape[0]):
         s = g[i] * real(g_factor)

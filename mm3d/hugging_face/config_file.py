@@ -39,6 +39,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     path = path / CONFIG if path.is_dir() else path
     try:
         found = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is not there: give a {CONFIG} of Hugging Face, or the "
+                                f"folder that has it") from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):

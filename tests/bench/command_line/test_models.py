@@ -55,7 +55,7 @@ def training_of(words: list[str]) -> tuple:
     ("llama-3-8b --balance 0.1", "--balance 0.1 would do nothing here: --experts 8"),
     ("mixtral-8x7b --capacity none", "--capacity none: --model mixtral-8x7b says it"),
     ("gpt2 --seq 1025", "model file gpt2: --seq 1025: the table of positions .* ends at 1024"),
-    ("none.json", "model file none.json: .*No such file"),
+    ("none.json", "model file none.json: .*is not there"),
     ("FILE", "features that nothing here computes: .*'deepseek_v3', q_lora_rank")])
 def test_a_wrong_model_is_told_in_one_line_under_every_verb(words, said, verb, file, capsys):
     path = file("llama", model_type="deepseek_v3", q_lora_rank=3)

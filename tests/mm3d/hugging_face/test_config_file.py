@@ -108,6 +108,9 @@ def test_sizes_that_are_none(change):
 
 
 def test_files_that_are_no_configuration(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match=f"^{path}.* is not there: give a config.json"):
+            mm3d.model_from_config(path, batch=1, seq=1)
     for text, said in (("{", "no JSON"), ("[]", "no configuration")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=said):
