@@ -12,6 +12,7 @@ elementwise pass, every collective, and the memory over time, exactly.
 
 import math
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable
 
@@ -32,7 +33,8 @@ MOST_LAYERS = 1024    # that are traced one by one: some seconds
 
 
 def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank: int = 0,
-          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None) -> Trace:
+          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None,
+          events: bool = True) -> Trace:
     """Trace a step of a model on one rank of any number of ranks.
 
     Parameters
@@ -48,6 +50,8 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     step : callable, optional
         Computes a step of the model, and may set fields of the trace.  By default it is
         `rehearse` of the model, without an optimizer.
+    events : bool
+        Whether events are counted, beside memory and traffic.
 
     Returns
     -------
@@ -75,7 +79,7 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     found.parameters = sum(p.nbytes for p in model.trained)
     found.divided = sum(p.nbytes for p in model.trained if p.grid is not model.grids[0])
     found.count_traffic(model)
-    with observed(model.grids, found, *model.chains):
+    with observed(model.grids, found, *model.chains) if events else nullcontext():
         found.begin_phase(SUMS)
         if step is None:
             model.rehearse()
