@@ -90,7 +90,7 @@ class Screening:
         return list_choices(self.training, OF_STATE, FIRST._replace(data=data))
 
     def screen(self) -> dict[str, Iterator[Scored]]:
-        """Return the plans of each family by closed forms, the fastest first.
+        """Return the `KEPT` best plans of each family by closed forms, the fastest first.
 
         Raises
         ------
@@ -115,7 +115,8 @@ class Screening:
             raise UsageError(self._no_mesh())
         if not bounded:
             raise UsageError(self.too_large())
-        return {family: self._fastest(ordered(plans)) for family, plans in bounded.items()}
+        return {family: itertools.islice(self._fastest(ordered(plans)), KEPT)
+                for family, plans in bounded.items()}
 
     def _listed(self, data: int) -> tuple[States, list[float]]:
         """List what so many replicas divide, and the bytes per parameter, ascending."""
@@ -230,7 +231,7 @@ class Screening:
                 one <= CERTAIN * seconds for one, _ in found[family])
 
         def wanted(family: str) -> Iterator[Scored]:
-            for seconds, choice in itertools.islice(families[family], KEPT):
+            for seconds, choice in families[family]:
                 yield seconds, choice
                 if enough(family, seconds):
                     return
