@@ -9,6 +9,7 @@ from typing import Callable, Iterable, Iterator
 import numpy as np
 
 from bench.errors import UsageError
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator, Held
@@ -59,11 +60,11 @@ class Screening:
                              f"counts others")
         self.training, self.progress = training, progress
         self.limit = training.machine.memory_bytes
-        self.estimator = Estimator(training)
+        self.estimator, price = Estimator(training), collective_price(training.machine)
         self.filled = cache(lambda layer: screened_bytes(training, layer))
         self.counted = cache(lambda layer: screen_layer(training, layer))
         self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
-            training, layer, self.counted(layer.anywhere._replace(halves=False))))
+            layer, self.counted(layer.anywhere._replace(halves=False)), price))
         self.alone = cache(lambda layer: trace_alone(training, layer))
         self.traces = cache(lambda layer: trace_layer(training, layer, self.alone(layer)))
         self.traced: Callable[[Layer], LayerWork] = cache(

@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from bench.__main__ import main
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipeline_seconds import predict_pipeline
@@ -120,7 +121,8 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(parts, recompute):
         if grid.sizes in ((1,), (4,), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False, parts,
                           (*map(grid.stride, grid), grid.ranks) if parts > 1 else ())
-            near = screened_work(asked, layer, screen_layer(asked, layer.anywhere))
+            near = screened_work(layer, screen_layer(asked, layer.anywhere),
+                                 collective_price(asked.machine))
             exact = traced_work(asked, layer, trace_layer(asked, layer))
             for name in ("forward", "backward"):
                 assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.11), layer
