@@ -38,7 +38,7 @@ def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -
                     stack=replace(model.stack, causal=causal))
     runs = [dry_run.extrapolate(
         lambda count: _copied(_run_of(alone, count, alone.grids.index(grid), block, LAYERS)),
-        layers, dry_run.period_of(model.stack.recompute, model.experts))]
+        layers, dry_run.period_of(model.stack.recompute, model.experts), least=1)]
     if model.vocab:
         group = dry_run.period_of("none", model.experts)
         runs.append(_run_of(ends, group, where, block, ENDS))

@@ -163,7 +163,8 @@ def period_of(recompute: str, experts: Any = None) -> int:
     return math.lcm(parse_policy(recompute).period, experts.every if experts else 1)
 
 
-def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int) -> Trace:
+def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
+                least: int = 2) -> Trace:
     """Return ``trace_of(layers)`` in the time of five groups of layers.
 
     All groups of `period` layers are alike, so each group beyond the third adds what the third
@@ -177,14 +178,17 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int) -> T
         Number of layers.
     period : int
         Number of layers of a group; in a pipeline times the number of stages.
+    least : int
+        The groups of the smaller of the two models that are run; 1 would do for events, where
+        neighbours alone have to do with each other.
     """
     groups, left = divmod(layers, period)
-    if groups <= 3:
+    if groups <= least + 1:
         return trace_of(layers)
-    two, three = (trace_of(n * period + left) for n in (2, 3))
+    two, three = (trace_of(n * period + left) for n in (least, least + 1))
 
     def extrapolate(second: int, third: int) -> int:
-        return third + (groups - 3) * (third - second)
+        return third + (groups - least - 1) * (third - second)
 
     for key, times in three.events.items():
         three.events[key] = extrapolate(two.events[key], times)
