@@ -5,7 +5,7 @@ all of them: each stage is judged by itself.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,11 +77,14 @@ class Verdict:
         What was not judged, with the reason.
     exact : dict of Place to ndarray
         The exact tensors.
+    program : Program
+        How the program computes whose envelopes were taken.
     """
 
     judged: list[Judged]
     left: dict[str, str]
     exact: Tensors
+    program: Program
 
     @property
     def first(self) -> Judged | None:
@@ -121,6 +124,9 @@ def lost_masks(dump: Dump) -> list[Place]:
 def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     """Judge a dump; every rank of `comm` must call it.
 
+    Programs in float64 may compute parts in float32, see `Program.inside`, as transformers does:
+    a dump that is outside the envelope of those that do not is judged by that of those that do.
+
     Parameters
     ----------
     dump : Dump
@@ -133,6 +139,7 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     left: dict[str, str] = {}
     judged: list[Judged] = []
     exact: Tensors = {}
+    program = program_of(dump)
     wanted = {place for place in in_order(dump.family, dump.model)
               if (place.kind != "mask" or dump.model.dropout) and place.name not in dump.absent}
     lost = lost_masks(dump)
@@ -140,13 +147,13 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
         left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED}
         judged = [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"]
     else:
-        reference = reference or measure_reference(start_of(dump), comm, program_of(dump))
+        reference = reference or measure_reference(start_of(dump), comm, program)
+        judged = _judge_step(dump, reference)
+        if dump.model.dtype == "float64" and any(one.outside for one in judged):
+            program = replace(program, inside="float32", loss="float32")
+            reference = measure_reference(start_of(dump), comm, program)
+            judged = _judge_step(dump, reference)
         exact |= reference.exact
-        for place, a in dump.tensors.items():
-            if place.kind == "mask":
-                judged.append(_judge_mask(dump, place))
-            elif place.kind in IMITATED:
-                judged.append(_judged(place, a, exact[place], reference.spread[place]))
     judged += _judge_ends(dump, comm, reference, exact, left)
     for kind, name in NAMES.items():
         some = {place for place in wanted if place.kind == kind}
@@ -154,7 +161,14 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
         if missing and name not in left:
             left[name] = ("not dumped" if missing == some else
                           f"{len(missing)} of {len(some)} not dumped")
-    return Verdict(judged, left, exact)
+    return Verdict(judged, left, exact, program)
+
+
+def _judge_step(dump: Dump, reference: Reference) -> list[Judged]:
+    """Judge masks, and what was imitated."""
+    return [_judge_mask(dump, place) if place.kind == "mask" else
+            _judged(place, a, reference.exact[place], reference.spread[place])
+            for place, a in dump.tensors.items() if place.kind in ("mask", *IMITATED)]
 
 
 def _judged(place: Place, a: np.ndarray, exact: np.ndarray, spread: Distance,
@@ -220,7 +234,8 @@ def count_outside(verdict: Verdict) -> dict[str, tuple[int, int]]:
     return {kind: (wrong[kind], every[kind]) for kind in NAMES if every[kind]}
 
 
-def type_of(dump: Dump) -> str:
-    """Return the type of computation, and that of weights where it is another."""
-    model = dump.model
-    return model.dtype + (f" with weights in {model.master}" if model.master else "")
+def type_of(dump: Dump, verdict: Verdict) -> str:
+    """Return the type of computation, and that of weights or parts where it is another."""
+    model, inside = dump.model, verdict.program.inside
+    return model.dtype + (f" with weights in {model.master}" if model.master else "") + (
+        f" with norms, angles, softmax and loss in {inside}" if inside else "")

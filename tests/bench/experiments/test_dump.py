@@ -94,7 +94,7 @@ def test_nothing_of_a_right_step_is_outside(kind, dtype, tmp_path):
     dump = planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump")
     assert dump.model.dtype == dtype
     verdict = judge(dump, ALONE)
-    assert verdict.first is None, verdict.first
+    assert verdict.first is None and not verdict.program.inside, verdict.first
     names_of = {place for place in in_order(dump.family, dump.model)
                 if place.kind != "mask" or dump.model.dropout}
     assert {one.place for one in verdict.judged} == names_of and not verdict.left
