@@ -16,6 +16,7 @@ from mpi4py import MPI
 from bench.__main__ import main
 from bench.errors import UsageError
 from bench.experiments.dump import names, planted
+from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
@@ -138,6 +139,21 @@ def test_a_loss_may_be_scaled_on_its_way_back_if_the_gradients_are_right(right, 
     verdict = judge(replace(right, tensors=tensors | {place: 1.1 * right.tensors[place]}), ALONE,
                     reference)
     assert verdict.scale == 1 and verdict.first.place.kind == "activation gradient"
+
+
+@pytest.mark.parametrize("loss, cause", [
+    (lambda own, counts, logits: (own[:3].sum() / counts[:3].sum()
+                                  + own[3:].sum() / counts[3:].sum()) / 2,
+     "the means of 2 micro-batches or ranks, of the sequences before 3 and the rest"),
+    (lambda own, counts, logits: (0.9 * own.sum() - 0.1 * (logits * counts[..., None]).mean(
+        -1).sum()) / counts.sum(), "targets that are smoothed by 0.1")])
+def test_other_means_of_losses_are_named(right, reference, loss, cause):
+    logits = reference.exact[Place("activation", "lm_head")]
+    logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    counts = right.targets != right.model.ignored
+    own = -np.take_along_axis(logits, (right.targets * counts)[..., None], -1)[..., 0] * counts
+    dump = replace(right, tensors={Place(LOSS): np.float32(loss(own, counts, logits))})
+    assert cause in explain(dump, judge(dump, ALONE, reference), ALONE)
 
 
 def test_activations_of_padding_are_not_judged(right, reference):
