@@ -70,7 +70,8 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         for cuts in combinations(range(1, len(losses)), parts - 1):
             means = [part[~out].mean() for part, out in zip(
                 np.split(losses, cuts), np.split(ignored, cuts)) if not out.all()]
-            if same(float(np.mean(means))):
+            unequal = np.ptp(np.diff((0, *cuts, len(losses))))
+            if unequal and same(float(np.mean(means))):
                 yield (f"a mean of the means of {parts} micro-batches or ranks, of the sequences "
                        f"before {', '.join(map(str, cuts))} and the rest")
 
