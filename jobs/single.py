@@ -12,8 +12,10 @@ from jobs.own_options import list_verb_problems
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 from mm3d.console import say
+from mm3d.hugging_face.config_file import CONFIG
 
 VERBS = {"pipeline": "measure pipeline", "train": "train"}    # of bench
+OF_FILES = ("--model", "--text")    # options that may name a file, or a folder with a model's
 DIGITS = 8        # that tell the options of pipelines apart in names
 
 
@@ -46,6 +48,7 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     UsageError
         For words that make no job.
     """
+    words = [*map(from_anywhere, words, ["", *words])]
     for problem in list_verb_problems(VERBS[verb], words, ranks):
         raise UsageError(f"{verb}: after --: {problem}")
     digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
@@ -62,6 +65,15 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(times):
         cluster = slurm.cluster_of(_submit(work, kind, name, script, cluster))
+
+
+def from_anywhere(word: str, before: str) -> str:
+    """Return a word with the absolute path of the file that it names, as jobs run elsewhere."""
+    option, equals, name = word.rpartition("=")
+    path = Path(name)
+    if (option or before) in OF_FILES and (path.is_file() or (path / CONFIG).is_file()):
+        return f"{option}{equals}{path.absolute()}"
+    return word
 
 
 def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -> str:

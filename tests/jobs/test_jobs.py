@@ -442,6 +442,19 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
     assert "all steps are done" not in done.stdout and "--steps 30" in Path(script).read_text()
 
 
+def test_a_job_finds_the_files_that_were_named_here(tmp_path, monkeypatch, capsys):
+    """It runs in another folder; names of supplied models stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.toml").write_text('name = "own"\nlayers = 8\nhidden = 64\nheads = 4\n'
+                                'vocab = 256\nseq = 32\n')
+    for word, found in (("own.toml", tmp_path / "own.toml"), ("gpt2", "gpt2")):
+        for words in (["--model", word], [f"--model={word}"]):
+            assert main(["train", "--site", "cpu", "--ranks", "8", "--out", "out", "--",
+                         "--data", "8", *words]) == 0
+            script = Path(capsys.readouterr().out.splitlines()[0]).read_text()
+            assert re.search(rf"--model(\n *|=){re.escape(str(found))}\n", script)
+
+
 @pytest.mark.parametrize("words, said", [
     (["--", "--stop-after=5"],
      "after --: --stop-after: the job says it, or has no use for it; leave it out"),
