@@ -131,7 +131,13 @@ class Screening:
         """
         states, ascending = self.listed(work.replicas)
         if self.training.gpt.experts:    # of which ZeRO divides other parts
-            shared, routed = self.rates(work.replicas, work.expert_parallel)
+            shared, routed, ends = self.rates(work.replicas, work.expert_parallel)
+            lowest, highest = (max(few * parameters + many * experts + more
+                                   for parameters, experts, more in held) for few, many in ends)
+            if highest <= limit:
+                return states, INFINITE
+            if lowest > limit and lowest >= self.least:    # no smaller than one that was found
+                return (), INFINITE
             needed = np.max([shared * parameters + routed * experts + more
                              for parameters, experts, more in held], axis=0)
             fits = needed <= limit
@@ -144,12 +150,17 @@ class Screening:
         least = max(ascending[fitting] * parameters + more for parameters, _, more in held)
         return self.fitting(work.replicas, fitting) if fitting else (), least
 
-    def _rates(self, data: int, experts: int) -> np.ndarray:
+    def _rates(self, data: int, experts: int
+               ) -> tuple[np.ndarray, np.ndarray, list[tuple[float, float]]]:
         """Return the bytes per parameter of what so many replicas divide, and per one of experts.
+
+        After them are the least and the most of both.
         """
-        return np.array([[self.estimator.state(one.zero, shards)
-                          for shards in self.estimator.shards_of(one)] for one in (
-            state._replace(expert_parallel=experts) for state in self.listed(data)[0])]).T
+        rates = np.array([[self.estimator.state(one.zero, shards)
+                           for shards in self.estimator.shards_of(one)] for one in (
+            state._replace(expert_parallel=experts) for state in self.listed(data)[0])])
+        ends = [(float(few), float(many)) for few, many in (rates.min(axis=0), rates.max(axis=0))]
+        return *rates.T, ends
 
     def _families(self, work: Choice, states: States) -> dict[str, States]:
         """Return by family what replicas may divide."""
