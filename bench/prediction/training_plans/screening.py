@@ -4,6 +4,7 @@ import heapq
 import itertools
 from bisect import bisect_right
 from functools import cache
+from operator import le
 from typing import Callable, Iterable, Iterator
 
 import numpy as np
@@ -214,11 +215,16 @@ class Screening:
                    for work in self.placed(choice._replace(recompute="none", schedule="1f1b")))
 
     def _in_every_place(self, choice: Choice) -> list[LayerWork]:
-        """Price the layers of a division of work in each place on the nodes."""
+        """Price the layers of a division of work in each place on the nodes, or in the best alone.
+        """
         states = [choice._replace(shards=one) for one in self.training.shards(
             choice._replace(zero=1))]
-        return [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
-                                     for inside in self.training.insides(one)})]
+        found = [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
+                                      for inside in self.training.insides(one)})]
+        parts = [(one.forward, one.backward, *one.ends) for one in found]
+        least = min(parts, key=sum)
+        best = all(all(map(le, least, one)) for one in parts)    # in each part
+        return [found[parts.index(least)]] if best else found
 
     def _in_places(self, choice: Choice, priced: Callable[[Layer], LayerWork]
                    ) -> Iterator[tuple[float, Choice, LayerWork]]:
