@@ -86,8 +86,6 @@ def require_known(known: dict, name: str, what: str, *also: str) -> Any:
 
     Parameters
     ----------
-    known : dict
-        The values by name.
     name : str
         The name that the user gave, in any case, with or without hyphens.
     what : str

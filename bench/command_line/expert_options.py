@@ -124,8 +124,6 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     ----------
     arguments : Namespace
         With the options of `add_choice` or `add_layers`.
-    capacity : float or None
-        The default capacity factor.
     **more
         Further fields of `Experts`.
 

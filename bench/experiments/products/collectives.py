@@ -117,8 +117,6 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
         The ranks; every one of them calls this.
     sizes : sequence of int
         Bytes of the global array; see `array_bytes`.
-    limits : Limits
-        When to stop repeating a collective.
     seed : int
         The seed of the order of the measurements.
     progress : callable, optional

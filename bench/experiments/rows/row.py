@@ -51,8 +51,6 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
     ----------
     one : Case
         The case, of as many ranks as `world` has.
-    settings : Settings
-        How it is measured.
     peaks : Group or None
         The machine's rates, on rank 0, which are recorded; see
         `bench.instruments.peaks.measure_peaks`.
@@ -204,11 +202,6 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
 
     Where the preset has no serial model of the measured size, a smaller model is compared; the
     measured one is then left to `check_residuals`.
-
-    Returns
-    -------
-    list of Check
-        The checks, all passed.
 
     Raises
     ------

@@ -42,8 +42,6 @@ class TrainingSettings:
 
     Attributes
     ----------
-    limits : Limits
-        When to stop repeating.
     order : int
         The seed of the order of rows, which is recorded.
     work : ModelledWork or None

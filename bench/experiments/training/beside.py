@@ -60,8 +60,6 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         An interpreter that has PyTorch; None measures mm3d alone.
     kinds : sequence of str
         PyTorch's sides, of `bench.experiments.torch.parallel.KINDS`.
-    limits : Limits
-        When to stop repeating.
 
     Returns
     -------
