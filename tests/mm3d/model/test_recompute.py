@@ -1,5 +1,4 @@
 """Recomputation: the same bits from less memory, at the price that the closed forms state."""
-import gc
 from itertools import cycle
 
 import numpy as np
@@ -124,29 +123,6 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert dried.flops_again() == trace.flops_again(), case
             assert dried.flops() == trace.flops(), case
             assert dried.traffic == counted and dried.saved == kept, case
-
-
-@pytest.mark.ranks(1, slow=(8,))
-def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
-    """On every rank, as the pool counts it."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    for parallelism in EXAMPLES[comm.size]:
-        for name in filter(lambda name: allowed(parallelism, name), SOME_AGAIN):
-            with parallelism.on(comm, "numpy") as scheme:
-                pool = scheme.grid.backend.pool
-                gc.collect()
-                before = pool.in_use
-                pool.reset_peak()
-                model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=name)
-                x, dy = model.random("input"), model.random("output gradient")
-                y, saved = model.forward(x)
-                model.backward(dy, saved)
-                peak, shape = pool.peak - before, tuple(scheme.grid.shape.values())
-                del model, x, dy, y, saved
-            trace = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
-                                       backend.Backend.block,
-                                       parallelism.options, **MODELS["uneven"], recompute=name)
-            assert trace.pool_peak == peak, (str(parallelism), name)
 
 
 @pytest.mark.parametrize("name", EVERY)
