@@ -221,7 +221,7 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
         else:
             if not all(found.dims):
                 raise ValueError(f"{name}/{key} has a dimension without a scale")
-            dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
+            dims = tuple(dim.keys()[0] for dim in found.dims)
             variables[key] = Variable(found[...], read_attribute(found, "units", ""), dims)
     try:
         schema.check_group(kind, scales, variables)

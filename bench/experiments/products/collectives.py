@@ -156,7 +156,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
         return None
     settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
                 "transport": operands.transport_names(grid),
-                "transports": operands.transports_along(grid, axes), **asdict(limits)}
+                "transports": " ".join(grid[name].transport.name for name in axes),
+                **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
     return wire_bytes.add_wire(collectives_record(scales, found, settings, environs), wire)
 
