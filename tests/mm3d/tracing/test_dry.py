@@ -124,7 +124,7 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
             assert getattr(trace, name) == real[name], (str(case), name)
 
 
-@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
+@pytest.mark.ranks(1, slow=(4, 6, 8))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_memory_is_dry_as_it_is_real_in_every_dtype(comm, dtype):
     """On every rank, to the byte: sums of 16 bits are made in float32, beside the pool."""

@@ -82,7 +82,7 @@ COUNTED = {4: [(dict(context=4, scheme="serial"), {}), (dict(context=2, scheme="
                (dict(data=2, context=2, scheme="1d-sp"), dict(recompute="selective"))]}
 
 
-@pytest.mark.ranks(4, 8, slow=(8,))
+@pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.parametrize("way", ["gather", "ring"])
 def test_words_are_those_of_the_closed_form_and_of_a_dry_run(comm, way):
     """Exactly, with uneven chunks and grouped queries; a dry run counts all that a rank moves."""
