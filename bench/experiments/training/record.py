@@ -89,6 +89,7 @@ def mesh_settings(mesh: Mesh, division: Division) -> dict[str, Setting]:
             "stage_grids": "; ".join(map(str, mesh.grids)),
             **{name: getattr(division, name) for name in (
                 "data", "stages", "zero", "schedule", "microbatches", "recompute")},
+            "overlap": int(division.overlap or 0),
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 
