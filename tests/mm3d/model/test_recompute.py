@@ -19,8 +19,6 @@ from mm3d.tracing.trace import Trace
 from models import SIZES, SOME, Parallelism
 from reference import total
 
-AGAIN = ("selective", "full", "uniform:2", "full+selective", "uniform:2+selective")
-EVERY = ("none", *AGAIN)
 SOME_AGAIN = ("selective", "uniform:2", "full+selective")
 # Three layers are a group of two and one of one.
 MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
@@ -123,17 +121,6 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert dried.flops_again() == trace.flops_again(), case
             assert dried.flops() == trace.flops(), case
             assert dried.traffic == counted and dried.saved == kept, case
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_layers_beyond_three_groups_follow_from_two_and_three(name):
-    """Nine layers: four groups of two, and one of one."""
-    sizes = dict(hidden=20, heads=5, batch=3, seq=7, recompute=name)
-    whole, extended = (make("3d", 6, (2, 1, 3), layers=9, **sizes)
-                       for make in (dry_run.trace_step, dry_run.extrapolate_step))
-    assert extended.events == whole.events and extended.traffic == whole.traffic
-    for field in ("parameters", "saved", "peak", "held", "pool_peak"):
-        assert getattr(extended, field) == getattr(whole, field), field
 
 
 def test_each_policy_takes_less_memory_than_the_one_before():
