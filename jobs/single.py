@@ -64,7 +64,10 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
         say(f"{name}: {standing(work, name)}")
     cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(times):
-        cluster = slurm.cluster_of(_submit(work, kind, name, script, cluster))
+        job = slurm.submit(script, *slurm.on_cluster(cluster))
+        say(f"job {job}")
+        standings.record_job(work, kind, name, f"{kind} {name}", job)
+        cluster = slurm.cluster_of(job)
 
 
 def from_anywhere(word: str, before: str) -> str:
@@ -74,14 +77,6 @@ def from_anywhere(word: str, before: str) -> str:
     if (option or before) in OF_FILES and (path.is_file() or (path / CONFIG).is_file()):
         return f"{option}{equals}{path.absolute()}"
     return word
-
-
-def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -> str:
-    """Submit a script, print its job, record it for `list_standings` and return it."""
-    job = slurm.submit(script, *slurm.on_cluster(cluster))
-    say(f"job {job}")
-    standings.record_job(work, kind, name, f"{kind} {name}", job)
-    return job
 
 
 def list_standings(work: Work, queue: slurm.Queue) -> list[str]:

@@ -44,7 +44,7 @@ def made(way: str, **more) -> PipelineModel:
 
 
 @WAYS
-@pytest.mark.ranks(4, 8, slow=(8,))
+@pytest.mark.ranks(4, slow=(8,))
 def test_a_dry_step_moves_and_holds_what_a_real_one_does(comm, monkeypatch, way):
     """On every rank, with AdamW: calls, words, bytes and messages, and the bytes at the peak."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
