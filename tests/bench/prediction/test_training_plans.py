@@ -123,6 +123,10 @@ class Hybrid(search.Search):
         return (one for one in super().works() if one.recompute == "none" and one.places < 3
                 and one.schedule == "1f1b" and one.micro == 1 and one.scheme == "1d")
 
+    def changes(self, best):
+        """Changed choices may be of the other part."""
+        return {}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, gpt, batch, mib", [(Uneven, UNEVEN, 6, 12),
