@@ -197,11 +197,15 @@ def disarm() -> None:
 def end_job(error: BaseException) -> NoReturn:
     """Print an exception, once for all ranks that have the same, and end the job with status 1.
 
-    For a program that installs no guard.
+    For a program that installs no guard.  Of an interrupt, which finds each rank at another line,
+    a word is printed, and the status is 130.
     """
-    guard = Guard()
-    guard.print_once(error)
-    guard.abort(1)
+    guard, interrupted = Guard(), isinstance(error, KeyboardInterrupt)
+    if not interrupted:
+        guard.print_once(error)
+    elif not guard.is_told("interrupted"):
+        console.complain("interrupted")
+    guard.abort(130 if interrupted else 1)
 
 
 def _tag() -> int:
