@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     out = claim_folder(arguments.out, comm)
     trace = check_trace_file(arguments.trace, comm, arguments.traced)
     if comm.rank == 0:
-        for line in describe_left_out(arguments.rows, comm.size):
+        unnamed = [f"results in {out}"] * (arguments.out is None)
+        for line in [*unnamed, *describe_left_out(arguments.rows, comm.size)]:
             say(line)
     peaks = None if variant.waits else measure_peaks(
         backends.get(arguments.backend), variant.dtype, comm, quick=arguments.preset == "tiny")
