@@ -113,7 +113,8 @@ def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
             return f"{inside}there is no field {name!r}: {near[0]} would do"
     missing = [name for name, field in fields.items() if field.required and name not in tree]
     if missing:
-        return f"{inside}missing required field{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        return (f"{inside}missing required field{'s' * (len(missing) > 1)} {', '.join(missing)}; "
+                f"python -m bench plan --machine help, or --model help, describes all")
     for name, value in tree.items():
         inner, key = inner_format(fields[name].type), f"{place}.{name}".lstrip(".")
         tables = {key: value} if inner is fields[name].type else _items(value, key)

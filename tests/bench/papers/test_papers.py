@@ -198,6 +198,9 @@ def test_papers_are_listed(capsys):
     assert main(["reproduce", "--paper", "list"]) == 0
     out = capsys.readouterr().out
     assert all(re.search(rf"^{name}  ", out, re.MULTILINE) for name in paper.names())
+    assert main(["reproduce", "--paper", "list", "--format", "csv"]) == 0
+    out = capsys.readouterr().out
+    assert f"{(one := paper.names()[0])}," in out and paper.load(one).title.split(",")[0] in out
 
 
 def test_all_are_one_line_each():
