@@ -42,8 +42,9 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
     """Make one table of all records, a row for each layer."""
     rows = [at for record in sorted(records, key=lambda record: record.configuration["hidden"])
             for at in list_places(record)]
-    return [make_table("One Transformer layer, forward and backward, beside another library",
-                       COLUMNS, rows), Notes("About these layers:", _notes(records))]
+    beside = any(at["reference"] != "none" for at in rows)
+    title = "One Transformer layer, forward and backward" + ", beside another library" * beside
+    return [make_table(title, COLUMNS, rows), Notes("About these layers:", _notes(records))]
 
 
 def _took(kind: int) -> Callable[[Place], float]:

@@ -86,7 +86,8 @@ def test_a_layer_is_measured_beside_a_reference(comm, shared_tmp_path, monkeypat
     assert run.configuration["reference"].startswith("PyTorch made up, ")
     assert run.configuration["reference"].endswith(settings) and settings in text
     assert settings in run.environment["tuning_variables"]
-    assert tables([run])[0].rows[0][0] == 32
+    table = tables([run])[0]
+    assert table.rows[0][0] == 32 and table.title.endswith(", beside another library")
 
 
 @pytest.mark.ranks(4)

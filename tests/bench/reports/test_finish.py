@@ -66,6 +66,18 @@ def test_a_mark_is_explained_where_it_is_and_nowhere_else(tmp_path, capsys):
     assert "the paper prints" not in text
 
 
+def test_rows_that_were_not_slowed_for_software_are_said_to_be(tmp_path, capsys):
+    """Where no share was asked for, none is exceeded."""
+    for row in (one for one in select_rows("weak") if one.gpus == 8):
+        run = emulated_run(row, 1.0)
+        run.configuration["software_share"] = 0.0
+        run_file.write_run(run, tmp_path, row.scheme)
+    finish.write_tables_and_figures(tmp_path, figures=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("links and waits were not slowed until software takes little of a step, in rows "
+            "whose ratios have a *, which are not to be quoted: ") in text and "0% of a" not in text
+
+
 def test_the_preset_that_was_measured_last_is_shown(tmp_path, capsys):
     row = select_rows("weak", "3d")[0]
     for preset, year in (("tiny", 2031), ("laptop", 2030)):
