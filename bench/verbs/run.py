@@ -270,7 +270,7 @@ def summarize(record: model_run.Run) -> str:
     worst = max((check.share for check in own), default=0.0)
     step = f", residuals up to {worst:.1g} of their tolerance" if own else ""
     slowed = (f", links and waits slowed {record.dilation:.2g} times"
-              if "dilation" in record.configuration else "")
+              if record.configuration.get("dilation", 1) != 1 else "")
     return (f"forward {forward:.3g} s, backward {backward:.3g} s{slowed}, {checked} from serial "
             f"by {error:.1g}{step}")
 
