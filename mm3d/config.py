@@ -104,6 +104,8 @@ class Division:
     ----------
     data, context, shards, stages, scheme, grid, backend
         As for `mm3d.Mesh`.
+    overlap : {None, "auto", False, True, 2, 4, 8}
+        Of schemes that have it, see `mm3d.schemes.cube.Cube`; None is "auto".
     context_way : {"gather", "ring"}
         See `mm3d.model.attention.ring`.
     zero : {0, 1, 2, 3}
@@ -132,6 +134,7 @@ class Division:
     scheme: str = said("tensor parallelism in each stage", "3d")
     grid: Any = said("sizes of the grid's directions, such as 2x2x2", None,
                      nothing="a cube; a square for 2d, a line for 1d")
+    overlap: Any = said("communicate while ranks multiply", None, nothing="on several nodes")
     recompute: str = said("recompute in backward, to save memory", "none")
     expert_parallel: int = said("neighbouring replicas that divide the experts, a divisor of "
                                 "data; with 1 each has all", 1, least=1)
@@ -156,13 +159,14 @@ class Division:
                  f"experts on {self.expert_parallel}" * (self.expert_parallel > 1),
                  f"{self.stages} stages {self.schedule}" * (self.stages > 1),
                  " ".join(filter(None, [self.scheme, grid])),
+                 "overlap" * bool(self.overlap),
                  f"{self.microbatches} micro-batches" * (self.microbatches > 1),
                  f"recompute {self.recompute}" * (self.recompute != "none")]
         return ", ".join(filter(None, parts))
 
 
 # fields of a Division
-OF_MESH = ("data", "context", "shards", "stages", "scheme", "grid", "backend")
+OF_MESH = ("data", "context", "shards", "stages", "scheme", "grid", "overlap", "backend")
 
 
 def refuse_of_mesh(given: Mapping[str, Any]) -> None:

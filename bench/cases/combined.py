@@ -10,6 +10,7 @@ import msgspec
 import mm3d
 from bench.errors import UsageError
 from mm3d.config import Config, Division, Model
+from mm3d.schemes import find_scheme
 
 TABLE = "combined"
 LENGTHS = ("hidden", "seq")    # of a model, which `Combined.shrink` has divided
@@ -119,6 +120,8 @@ def _case(group: Group, number: int, fields: dict[str, Any]) -> TrainingCase:
     if "experts" in model:
         model["experts"] = mm3d.Experts(**model["experts"])
     grid = {"grid": tuple(fields["grid"])} if "grid" in fields else {}
+    if "overlap" in find_scheme(fields.get("scheme", Division.scheme)).options:
+        grid["overlap"] = False    # predictions hide nothing
     return TrainingCase(group.name, group.ranks, number,
                         Config(Model(**model), Division(**fields | grid)))
 

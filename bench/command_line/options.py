@@ -74,10 +74,10 @@ def add_recompute(parser: argparse.ArgumentParser) -> None:
                         help=f"{RECOMPUTE} (default none)")
 
 
-def add_overlap(parser: argparse.ArgumentParser, what: str) -> None:
+def add_overlap(parser: argparse.ArgumentParser, what: str, default: int | None = 0) -> None:
     """Add ``--overlap``, the panels of rows that travel during products; `what` is its purpose."""
-    parser.add_argument("--overlap", nargs="?", type=int, const=1, default=0, metavar="PANELS",
-                        choices=(1, 2, 4, 8), help=(
+    parser.add_argument("--overlap", nargs="?", type=int, const=1, default=default,
+                        metavar="PANELS", choices=(0, 1, 2, 4, 8)[default == 0:], help=(
                             f"{what}; with a number, 2, 4 or 8, activations too, in so many "
                             f"panels of rows"))
 

@@ -47,11 +47,16 @@ def counted(count: int, what: str) -> str:
 
 def words_note(names: Iterable[str]) -> str:
     """Explain how words are counted, and which words these transports move."""
-    known = {name: choice.describe_moved_words(name)
-             for several in names for name in several.split()}
+    known = {name: choice.transport_class(name).note for several in names
+             for name in several.split() if name in choice.TRANSPORTS}
     about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
     return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
             "for every transport" + (f". What it moves, {about}." if about else "."))
+
+
+def first_grid(chosen: Mapping[str, Setting]) -> str:
+    """Return the grid of a first stage, and whether its ranks send while they multiply."""
+    return str(chosen["stage_grids"]).partition(";")[0] + ", overlap" * bool(chosen.get("overlap"))
 
 
 def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, float]],

@@ -59,6 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "learn the bytes of this file (default: the English text of Python's own help)"))
     config_options.add_mesh(parser)
     config_options.add_fields(parser, Division, ["in_flight"])
+    options.add_overlap(parser, "let 3d communicate while ranks multiply; 0: never (default: "
+                                "where they are on several nodes)", None)
     model_options.add_named(parser)
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)

@@ -12,7 +12,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import (IN_NODES, choose_device, choose_transport,
                                    create_transports)
 from mm3d.transport.communicators import DryCommunicator, create
-from mm3d.transport.nodes import own_node
+from mm3d.transport.nodes import gather_nodes, own_node
 
 
 def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
@@ -41,8 +41,11 @@ class GridAxes:
         See `Grid`; a subclass sets them first.
     axes : dict of str to Axis
         The ranks that differ from this one along each direction.
+    nodes : int
+        Nodes that the ranks are on; 0 in dry runs, for devices, and with ``MM3D_TRANSPORT=mpi``.
     """
 
+    nodes = 0
     comm: MPI.Intracomm | DryCommunicator
     backend: Backend
     shape: GridShape
@@ -53,6 +56,8 @@ class GridAxes:
         """Create the axes of the directions `names`; `ordered` as in `create_transports`."""
         kind = choose_transport(self.comm, self.backend)
         node = own_node(self.comm) if kind in IN_NODES else 0
+        if kind in IN_NODES:
+            self.nodes = len(set(gather_nodes(self.comm, node)))
         lines = {name: join_ranks(self.comm, self.shape, name) for name in names}
         transports = create_transports(self.comm, lines, self.backend, kind, node, ordered)
         return {name: Axis(name, line, self.backend, transports[name])
@@ -75,8 +80,7 @@ class GridAxes:
     def free(self) -> None:
         """Free the communicators of the axes, which cannot be used afterwards.
 
-        Every rank must call it.  MPI libraries have a few thousand communicators at most, and
-        nothing but this gives them back: a program that creates many grids frees them.
+        Every rank must call it: MPI libraries have a few thousand communicators at most.
         """
         for axis in self.axes.values():
             axis.transport.free()
@@ -107,8 +111,8 @@ class Grid(GridAxes):
         Number of ranks, and the number of this one.
     coords : dict of str to int
         Coordinate of this rank along each direction.
-    axes : dict of str to Axis
-        The ranks that differ from this one along each direction.
+    axes, nodes
+        See `GridAxes`.
 
     Raises
     ------

@@ -200,8 +200,7 @@ class Layout:
         grid.comm.Allgatherv(local, [parts, (lengths, offsets[:-1].tolist())])
         out = np.empty(shape, local.dtype)
         for place, start, length in zip(places, offsets, lengths):
-            out[place] = parts[start:start + length].reshape(
-                [s.stop - s.start for s in place])
+            out[place] = parts[start:start + length].reshape(out[place].shape)
         return out
 
     # Layouts with '@', of vectors.

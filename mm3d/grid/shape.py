@@ -133,7 +133,8 @@ class GridShape(Mapping[str, int]):
 
     def stride(self, direction: str) -> int:
         """Return the difference between the ranks of two neighbours along a direction."""
-        return math.prod(self.sizes[self._place(direction) + 1:])
+        after = {name: place for place, name in enumerate(self.directions, 1)}[direction]
+        return math.prod(self.sizes[after:])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate along each direction of the rank numbered `rank`.
@@ -173,9 +174,3 @@ class GridShape(Mapping[str, int]):
         """Iterate over the coordinates of all ranks, in rank order."""
         for point in itertools.product(*map(range, self.sizes)):
             yield dict(zip(self.directions, point))
-
-    def _place(self, direction: str) -> int:
-        place = self.directions.find(direction)
-        if len(direction) != 1 or place < 0:
-            raise KeyError(direction)
-        return place

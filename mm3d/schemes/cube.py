@@ -175,9 +175,9 @@ class Cube(Scheme):
         where X Y and X Z divide the batch.
     vectors : {"diagonal", "copied"}
         Whether one rank of a line along y or z stores a block of a vector, or each: fewer calls.
-    overlap : {False, True, 2, 4, 8}
+    overlap : {"auto", False, True, 2, 4, 8}
         Whether communication overlaps with products, with a number also in that many panels of
-        rows: see `mm3d.schemes.overlap`.
+        rows: see `mm3d.schemes.overlap`.  "auto" is True where the ranks are on several nodes.
     """
 
     name = "3d"
@@ -193,8 +193,13 @@ class Cube(Scheme):
                        "rows are divided in whole sequences, or also by position"),
         "vectors": Option("diagonal", ("diagonal", "copied"),
                           "where blocks of vectors are stored: on a diagonal, or on its lines"),
-        "overlap": Option(False, (False, True, 2, 4, 8),
+        "overlap": Option("auto", ("auto", False, True, 2, 4, 8),
                           "communicate while ranks multiply, in panels of rows")}
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        if vars(self).get("overlap") == "auto":    # faces have no such option
+            self.overlap = self.grid.nodes > 1
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:

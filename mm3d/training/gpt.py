@@ -1,6 +1,7 @@
 """Train a GPT: embeddings, a Transformer divided among stages, and the cross entropy."""
 
 import math
+from dataclasses import replace
 from typing import Any, Callable, ContextManager
 
 import numpy as np
@@ -318,5 +319,8 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
         raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "
                         f"GPT(config, comm) would do")
     how = where.division
-    return Mesh(comm, how.stages, how.scheme, how.grid, how.backend, data=how.data,
-                shards=how.shards, context=how.context), where
+    options = {} if how.overlap is None else {"overlap": how.overlap}
+    mesh = Mesh(comm, how.stages, how.scheme, how.grid, how.backend, data=how.data,
+                shards=how.shards, context=how.context, **options)
+    chosen = getattr(mesh.scheme, "overlap", None)
+    return mesh, replace(where, division=replace(how, overlap=chosen))

@@ -68,7 +68,7 @@ class Mesh(Shown):
     scheme : Scheme
         The tensor parallelism on the ranks of this stage.
     options : dict
-        The options of the scheme, defaults included.
+        The options of the scheme, as chosen or by default.
 
     Raises
     ------
@@ -92,8 +92,7 @@ class Mesh(Shown):
         with same_arguments(comm, "Mesh") as given:
             given |= {"scheme": scheme, "data": data, "stages": stages, "context": context}
             kind = find_scheme(scheme)
-            self.options = kind.complete_options(options)
-            given |= self.options
+            given |= kind.complete_options(options)
             given["shards"] = shards = check_data(comm.size, data, shards, context)
             data = int(data) * int(context)    # they may be NumPy's
             given["grids"] = self.grids = stage_grids(kind, comm.size // data, stages, grid)
@@ -108,6 +107,7 @@ class Mesh(Shown):
         choose_device(comm, backend)
         self._group = join_ranks(comm, self.shape, "t")
         self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
+        self.options = {name: getattr(self.scheme, name) for name in kind.options}
         self.data_grid = None
         if data > 1:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.

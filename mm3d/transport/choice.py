@@ -179,8 +179,3 @@ def in_place_collectives(names: str) -> frozenset[str]:
     kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
              for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()
-
-
-def describe_moved_words(name: str) -> str:
-    """Describe how the words that a transport moves differ from those counted; "" if unknown."""
-    return transport_class(name).note if name in TRANSPORTS else ""

@@ -128,7 +128,7 @@ def step_settings(subject: MeasuredTraining) -> dict:
             "stage_grids": "; ".join(map(str, mesh.grids)), "mesh": str(division),
             "data": division.data, "stages": division.stages, "zero": division.zero,
             "schedule": division.schedule, "microbatches": division.microbatches,
-            "recompute": division.recompute,
+            "recompute": division.recompute, "overlap": int(division.overlap or 0),
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 

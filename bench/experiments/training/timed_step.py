@@ -45,10 +45,10 @@ class MeasuredTraining:
     """
 
     def __init__(self, comm: Any, case: Model, division: Division) -> None:
-        self.comm, self.case, self.division = comm, case, division
+        self.comm, self.case = comm, case
         with as_usage_error():
             self.model = mm3d.GPT(Config(case, division), comm)
-            self.mesh = self.model.mesh
+            self.mesh, self.division = self.model.mesh, self.model.config.division
             self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
         self.batch = draw_batch(case)
         self.optimizer_seconds = 0.0    # of the last step

@@ -88,13 +88,13 @@ class Training:
     """
 
     def __init__(self, comm: Any, plan: Plan, division: Division, text: Text) -> None:
-        self.comm, self.plan, self.division, self.text = comm, plan, division, text
+        self.comm, self.plan, self.text = comm, plan, text
         self.peak_bytes = 0
         with as_usage_error():
             self.backend = backends.get(division.backend)
             self._others_bytes = self.backend.memory()["in_use"]
             self.model = GPT(Config(plan, division), comm)
-            self.mesh = self.model.mesh
+            self.mesh, self.division = self.model.mesh, self.model.config.division
             self.optimizer = make_optimizer(plan, self.model)
             plan.rate(0)    # refuses a rise that is longer than the training
 

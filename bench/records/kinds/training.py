@@ -7,7 +7,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table
 from bench.records.kinds import each
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import CROWDED, counted, equal_rate_notes
+from bench.records.notes import CROWDED, counted, equal_rate_notes, first_grid
 
 SCHEMAS = {
     "training": {
@@ -91,7 +91,7 @@ def _notes(record: Measurements) -> list[str]:
         f"{env['ranks']} ranks on {env['cores']} cores: data {chosen['data']}, ZeRO "
         f"{chosen['zero']}, {counted(chosen['stages'], 'stage')} ({chosen['schedule']}, "
         f"{chosen['microbatches']} micro-batch{'es' * (chosen['microbatches'] > 1)}), "
-        f"{chosen['scheme']} on {str(chosen['stage_grids']).partition(';')[0]}.",
+        f"{chosen['scheme']} on {first_grid(chosen)}.",
         "No step was trained in this run." if np.isnan(speed) else
         f"{speed:.0f} tokens a second{f' from step {began}, where this run began' * (began > 0)}: "
         f"tokens of a step over its median seconds, of the slowest rank, forward to optimizer; "

@@ -5,7 +5,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, each, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import CROWDED, equal_rate_notes, largest_error
+from bench.records.notes import CROWDED, equal_rate_notes, first_grid, largest_error
 from bench.statistics import elapsed
 
 SCHEMAS = {
@@ -75,7 +75,7 @@ def _notes(record: Measurements) -> list[str]:
         f"random tokens; AdamW, {chosen['dtype']}. {len(record.scales['repetition'])} "
         f"repetitions, ended by {chosen['ended_by']}.",
         f"mm3d: {chosen['mesh'] or chosen['scheme']}, grid "
-        f"{str(chosen['stage_grids']).partition(';')[0]}, transport {chosen['transport']}; "
+        f"{first_grid(chosen)}, transport {chosen['transport']}; "
         f"{env['ranks']} ranks on {env['cores']} cores, {env['blas']} "
         f"{env['blas_architecture']}{', ' * ('elementwise_version' in env)}"
         f"{env.get('elementwise_version', '')}.",

@@ -5,6 +5,7 @@ import gc
 from functools import partial
 
 import mm3d
+from bench.cases.variants import schemes_with_option
 from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.command_line.scheme_options import add_scheme
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         check_overlap(arguments.scheme)
     beside = library_of(arguments)
     chosen = {"keep": arguments.keep} if arguments.keep else {}
+    apart = {"overlap": False} if arguments.scheme in schemes_with_option("overlap") else {}
     measuring.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
                                  arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                            arguments.seq)
         with as_usage_error():
             scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend,
-                                 **chosen)
+                                 **chosen | apart)
             layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)
         status = max(status, measure(
             "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),

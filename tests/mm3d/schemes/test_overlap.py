@@ -10,6 +10,7 @@ from bench.checks import layer_residuals
 from mirror import InFlight, Mirror, during_products, mirrored
 from mm3d.arrays.backend import MAX_PANELS
 from mm3d.arrays.numpy_backend import NumpyBackend
+from mm3d.config import Config, Division, Model
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.split import Split
@@ -19,6 +20,7 @@ from mm3d.model.joined_vectors import FlatVectors
 from mm3d.schemes.overlap import Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
+from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 
 SIZES = dict(layers=1, hidden=512, heads=8, batch=4, seq=32)    # weights of several panels
@@ -63,6 +65,33 @@ def test_the_same_bits_and_words_with_overlap_and_without(comm, transport):
             scheme.grid.free()
         assert same(*found), grid
         assert moved[0] == moved[1], grid
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("node_size, wanted, chosen", [
+    ("2", {}, True), ("4", {}, False), ("2", {"overlap": 0}, False), ("4", {"overlap": 2}, 2)])
+def test_ranks_on_several_nodes_overlap_unless_told(comm, monkeypatch, node_size, wanted, chosen):
+    """A model's configuration says what was chosen; bits and words are the same."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "hierarchical")
+    monkeypatch.setenv("MM3D_NODE_SIZE", node_size)
+    model = Model(**SMALL | {"layers": 2, "vocab": 8}, dtype="float64")
+    found = []
+    for how in ({"overlap": False}, wanted):
+        config = Config(model, Division(grid=(1, 2, 2), backend="numpy", **how))
+        gpt = mm3d.GPT(config, comm)
+        tokens = np.arange(8 * 4).reshape(8, 4) % 8
+        found.append(([gpt.step(tokens, tokens), *gpt.gradients().values()],
+                      gpt.mesh.scheme.grid.traffic()))
+        gpt.free()
+    assert gpt.config.division.overlap == gpt.mesh.options["overlap"] == chosen
+    assert "overlap" in str(gpt.config.division) or not chosen
+    assert gpt.mesh.scheme.grid.nodes == 4 // int(node_size)
+    if chosen != 2:    # panels are calls of their own
+        assert same(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_a_dry_run_knows_no_nodes():
+    assert mm3d.scheme("3d", DryCommunicator(8), (2, 2, 2)).overlap is False
 
 
 @pytest.mark.slow_but_first

@@ -10,6 +10,7 @@ import mm3d
 from bench.cases.selection import select_rows
 from bench.experiments.rows.row import run_counted_step
 from bench.records import model_run, run_file
+from bench.records.notes import words_note
 from bench.reports import merit
 from bench.reports.formats import render
 from mm3d.arrays.blocks import block_lengths
@@ -246,5 +247,6 @@ def test_every_transport_has_its_note():
              shared_memory.SharedTransport, hierarchical.HierarchicalTransport,
              *map(choice.transport_class, choice.DEVICE_TRANSPORTS))
     assert len({kind.note for kind in kinds}) == len(kinds) - 1    # two move alike
-    assert all(choice.describe_moved_words(kind.name) == kind.note for kind in kinds)
-    assert not choice.describe_moved_words("none")
+    assert all(f"{kind.name}: {kind.note}" in words_note([kind.name]) for kind in kinds
+               if kind.note)
+    assert "it moves" not in words_note(["none"])
