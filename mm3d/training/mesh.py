@@ -204,6 +204,6 @@ def stage_grids(kind: type[Scheme], ranks: int, stages: int,
     for stage, one in enumerate(grids):
         if one.ranks != share:
             raise ValueError(f"a grid of {one} has {one.ranks} ranks, but stage {stage} has "
-                             f"{share}: {stages} stages divide {ranks} ranks")
+                             f"{share} of {ranks}")
         kind.check_grid(one)
     return tuple(grids)

@@ -455,7 +455,8 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
     (["--", "--stop-after=5"],
      "after --: --stop-after: the job says it, or has no use for it; leave it out"),
     (["--", "--checkpoints", "x"], "--checkpoints: "), (["--", "--compare"], "--compare: "),
-    (["--", "--data", "3"], "after --: --data 3 does not"), (["--", "--model", "nosuch"], "nosuch"),
+    (["--", "--data", "3"], "after --: --data 3 does not"),
+    (["--", "--model", "nosuch"], "nosuch"),
     (["--", "--data", "8", "--batch", "4", "--scheme", "serial"], "after --: "),
     (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
 def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):

@@ -194,8 +194,8 @@ def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
     assert main(["compare", a, str(sets[1] / "cut.h5")]) == 2
     assert "no results in" in capsys.readouterr().err
     assert main(["compare", a, str(sets[1] / "none")]) == 2
-    assert capsys.readouterr().err == (f"error: {sets[1] / 'none'} is no folder of results, and no "
-                                       f"file\n")
+    assert capsys.readouterr().err == (
+        f"error: {sets[1] / 'none'} is no folder of results, and no file\n")
 
 
 def test_a_limit_that_cannot_be_meant(sets, capsys):
@@ -225,7 +225,8 @@ def test_points_of_microbenchmarks_are_cases(sets, capsys):
             run_file.write_run(run, folder, "mine")
     assert main(["compare", *map(str, sets)]) == 0
     text = capsys.readouterr().out
-    lines = {" ".join(line.split("|")[0].split()[:-2]): line for line in text.splitlines() if "|" in line}
+    lines = {" ".join(line.split("|")[0].split()[:-2]): line for line in text.splitlines()
+             if "|" in line}
     product = lines["mine phase forward kind product"]
     assert product.endswith("faster") and " 1.051 " in product and " 0.5255 " in product
     assert lines["mine phase forward kind one process"].endswith("no difference shown")
