@@ -83,10 +83,11 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ("[node]", "[node]\ncolour = 3", "Object contains unknown field `colour` - at `$.node`"),
-    ("ranks = 4", "ranks = 'four'", "Expected `int`, got `str` - at `$.node.ranks`"),
+    ("[node]", "[node]\ncolour = 3", "node: there is no field 'colour': "),
+    ("ranks = 4", "ranks = 'four'", "node.ranks: a whole number would do, not a text"),
     ("ranks = 4", "ranks = 0", "node.ranks = 0: must be at least 1"),
-    ('time = "1:00:00"', "", "missing required field `time` - at `$.slurm`"),
+    ("[node]", "[node]\ngpu_memry = '8 GB'", "there is no field 'gpu_memry': gpu_memory would"),
+    ('time = "1:00:00"', "", "slurm: missing required field time"),
     ("1:00:00", "an hour", "slurm.time = 'an hour': may have letters, digits"),
     ("1:00:00", "soon", "slurm.time = 'soon': give it as 2:00:00 or 1-12:00:00"),
     ("[node]", "options = ['mem=0']\n[node]", "slurm.options: 'mem=0' is no option of sbatch"),
