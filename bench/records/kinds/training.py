@@ -85,9 +85,10 @@ def _notes(record: Measurements) -> list[str]:
     tokens = int(chosen["batch"]) * int(chosen["seq"])
     speed, began = record.values("tokens_per_second"), chosen["began"]
     notes = [
-        f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads; batches "
-        f"of {chosen['batch']} x {chosen['seq']} bytes of {chosen['text']}; "
-        f"{chosen['optimizer']}, {chosen['dtype']}, dropout {chosen['dropout']:g}.",
+        f"{counted(chosen['layers'], 'layer')}, hidden {chosen['hidden']}, "
+        f"{counted(chosen['heads'], 'head')}; batches of {chosen['batch']} x {chosen['seq']} "
+        f"bytes of {chosen['text']}; {chosen['optimizer']}, {chosen['dtype']}, dropout "
+        f"{chosen['dropout']:g}.",
         f"{env['ranks']} ranks on {env['cores']} cores: data {chosen['data']}, ZeRO "
         f"{chosen['zero']}, {counted(chosen['stages'], 'stage')} ({chosen['schedule']}, "
         f"{chosen['microbatches']} micro-batch{'es' * (chosen['microbatches'] > 1)}), "
