@@ -102,8 +102,8 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
                      f"process with {counted(chosen['one_process_threads'], 'thread')}; verified, "
                      f"{largest_error(record.checks)}.")
         if chosen["one_process_threads"] < cores:
-            notes.append(f"WARNING: BLAS takes {chosen['one_process_threads']} threads at most, "
-                         f"of {cores} cores: no fair reference.")
+            notes.append(f"WARNING: BLAS takes {counted(chosen['one_process_threads'], 'thread')} "
+                         f"at most, of {cores} cores: no fair reference.")
         if chosen["one_process_cores"] < cores:
             notes.append(f"WARNING: the one process was bound to {chosen['one_process_cores']} of "
                          f"{cores} cores: no fair reference.")
