@@ -5,7 +5,7 @@ If one rank raised alone, the others would wait for it in their next collective 
 
 from typing import Any, Callable, TypeVar
 
-from bench.errors import UsageError
+from bench.errors import StoreError, UsageError
 
 Made = TypeVar("Made")
 
@@ -47,8 +47,7 @@ def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
     return made
 
 
-def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] = ValueError,
-                   error: type[Exception] = UsageError,
+def make_on_rank_0(make: Callable[[], Made], comm: Any,
                    wait: Callable[[Any], None] | None = None) -> Made | None:
     """Call `make` on rank 0 alone and return its result there, None on the other ranks.
 
@@ -58,34 +57,32 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] 
         Its result stays on rank 0.
     comm : mpi4py.MPI.Intracomm
         The ranks; each calls this.
-    caught : type of exception
-        Raised by `make` for problems to report; any other error ends the job.
-    error : type of exception
-        Raised instead on every rank, with the same message.
     wait : callable, optional
         Called with `comm` on every rank before rank 0 broadcasts its problem, such as
         `mm3d.launcher.wait_patiently` where `make` takes long.
+
+    Raises
+    ------
+    StoreError, UsageError
+        The same on every rank, when `make` raises a StoreError, or another ValueError; any other
+        error ends the job.
     """
     made = problem = None
     if comm.rank == 0:
         try:
             made = make()
-        except caught as failure:
-            problem = str(failure)
+        except StoreError as failure:
+            problem = failure
+        except ValueError as failure:
+            problem = UsageError(str(failure))
     if wait:
         wait(comm)
     problem = comm.bcast(problem)
     if problem:
-        raise error(problem)
+        raise problem
     return made
 
 
 def broadcast_from_rank_0(make: Callable[[], Made], comm: Any) -> Made:
-    """Call `make` on rank 0 alone and return its result on every rank.
-
-    Raises
-    ------
-    UsageError
-        The same on every rank, when `make` raises a ValueError.
-    """
+    """Call `make` on rank 0 alone and return its result on every rank; see `make_on_rank_0`."""
     return comm.bcast(make_on_rank_0(make, comm))

@@ -30,8 +30,6 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
 
     Parameters
     ----------
-    value : float
-        The number.
     form : str
         The format of its text; a decimal point without digits after it is left out.
     missing : str
@@ -90,8 +88,6 @@ class Table:
 
     Attributes
     ----------
-    title : str
-        The title.
     columns : sequence of Column
         The headings.
     rows : list of list of str, int or Number

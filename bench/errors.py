@@ -90,8 +90,6 @@ def require_known(known: dict, name: str, what: str, *also: str) -> Any:
 
     Parameters
     ----------
-    known : dict
-        The values by name.
     name : str
         The name that the user gave, in any case, with or without hyphens.
     what : str
@@ -115,10 +113,11 @@ class WrongResult(Exception):
     """A wrong result, whose times are not reported; the message names it."""
 
 
-def reject(problem: str | None, when: str = "") -> None:
-    """Raise WrongResult if there is a `problem`, which is the same on all ranks."""
+def reject(problem: str | None, when: str = "",
+           error: type[Exception] = WrongResult) -> None:
+    """Raise `error` if there is a `problem`, which is the same on all ranks."""
     if problem:
-        raise WrongResult(f"{when}{problem}")
+        raise error(f"{when}{problem}")
 
 
 class Failed(Exception):

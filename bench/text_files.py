@@ -21,8 +21,6 @@ def read_text(path: Any, what: str, remedy: str) -> str:
 
     Parameters
     ----------
-    path : path or Traversable
-        The file.
     what : str
         The option and its value, for the message.
     remedy : str

@@ -11,7 +11,7 @@ from mm3d.console import say
 def copy_results(work: Work, case: Row) -> int:
     """Copy the readable files of a row's jobs to the results; return the number of new ones."""
     new = 0
-    for path, _ in standings.list_results(work, case):
+    for path, _ in standings.read_results(work, case)[0]:
         target = work.out / path.name
         if path.parent == work.out or target.exists():
             continue
@@ -31,7 +31,7 @@ def merge_runs(work: Work, cases: list[Row]) -> str:
         When versions of the schema differ, or the file cannot be written.
     """
     target = work.folder / "all.h5"
-    paths = [path for one in cases for path, _ in standings.list_results(work, one)
+    paths = [path for one in cases for path, _ in standings.read_results(work, one)[0]
              if path.parent == work.out]
     if not paths:
         return "nothing to merge"

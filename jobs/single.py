@@ -63,15 +63,10 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
         complain("nothing is submitted: --submit would do that")
     cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(times):
-        cluster = slurm.cluster_of(_submit(work, kind, name, script, cluster))
-
-
-def _submit(work: Work, kind: str, name: str, script: Path, cluster: str = "") -> str:
-    """Submit a script, print its job, record it for `list_standings` and return it."""
-    job = slurm.submit(script, *slurm.on_cluster(cluster))
-    say(f"job {job}")
-    standings.record_job(work, kind, name, f"{kind} {name}", job)
-    return job
+        job = slurm.submit(script, *slurm.on_cluster(cluster))
+        say(f"job {job}")
+        standings.record_job(work, kind, name, f"{kind} {name}", job)
+        cluster = slurm.cluster_of(job)
 
 
 def list_standings(work: Work, queue: slurm.Queue) -> list[str]:

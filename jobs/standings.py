@@ -102,16 +102,12 @@ def submissions_file(work: Work) -> Path:
     return work.folder / "submitted.jsonl"
 
 
-def list_results(work: Work, case: Row) -> list[tuple[Path, Measurements]]:
+def read_results(work: Work, case: Row) -> tuple[list[tuple[Path, Measurements]], list[str]]:
     """List a row's readable files at its preset's sizes, from its jobs and those collected.
 
-    If a policy of recomputation is chosen, only files measured with it are listed.
+    If a policy of recomputation is chosen, only files measured with it are listed.  Returned are
+    also the problems of files and folders that cannot be read.
     """
-    return _read_results(work, case)[0]
-
-
-def _read_results(work: Work, case: Row) -> tuple[list[tuple[Path, Measurements]], list[str]]:
-    """List what `list_results` does, and the problems of files and folders that cannot be read."""
     found, unread = [], []
     for folder in (work.runs(case), work.out):
         try:
@@ -159,7 +155,7 @@ def list_standings(work: Work, cases: list[Row], queue: slurm.Queue) -> list[Sta
 
 
 def _standing(work: Work, case: Row, job: str, queue: slurm.Queue) -> Standing:
-    results, unread = _read_results(work, case)
+    results, unread = read_results(work, case)
     found = [run for _, run in results]
     whole = [run for run in found if run.configuration["ended_by"] != "stopped"]
     if whole:

@@ -78,8 +78,6 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
 
     Parameters
     ----------
-    name : str
-        Name of the result in the checks.
     left, right, result : DistributedMatrix
         A, B and C; every rank calls this with its own blocks.
     seed : int

@@ -88,8 +88,6 @@ def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int
         A, B and C, each whole on this rank.
     seed : int
         Seed of the random vector and of the choice of rows.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each checks a product of its own.
     eps : float, optional
         Relative rounding error of the factors; that of C's dtype unless given.
 

@@ -25,15 +25,8 @@ def choose_preset(arguments: argparse.Namespace,
 
     Parameters
     ----------
-    arguments : Namespace
-        The options of ``reproduce``.
     refusal : callable
         Returns why MPI does not work in a cluster; "" if it does.
-
-    Returns
-    -------
-    str, str
-        The preset, and why.
 
     Raises
     ------

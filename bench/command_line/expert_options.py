@@ -86,12 +86,6 @@ def add_expert_parallel(parser: argparse.ArgumentParser) -> None:
         "(default 1)"))
 
 
-def add_assumed(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model with experts that is not run, so that routing is assumed."""
-    add_layers(parser)
-    add_expert_parallel(parser)
-
-
 def read_capacity(text: str) -> float:
     """Read a capacity factor, or "none", which is infinite."""
     try:
@@ -124,8 +118,6 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     ----------
     arguments : Namespace
         With the options of `add_choice` or `add_layers`.
-    capacity : float or None
-        The default capacity factor.
     **more
         Further fields of `Experts`.
 

@@ -50,7 +50,8 @@ def read_model(arguments: argparse.Namespace) -> ModelFile | None:
     """
     if arguments.model is None:
         return None
-    found = load_model(arguments.model, **_changes(arguments))
+    found = load_model(arguments.model, **{
+        name: getattr(arguments, name, None) for name in CHANGES})
     for word in _words(arguments, SAID if found.experts is None else (*SAID, *EXPERTS)):
         raise UsageError(f"{word}: --model {arguments.model} says it: leave one of them out")
     if found.experts is None:
@@ -83,8 +84,3 @@ def _words(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" + (
         "" if value is True else " none" if value == math.inf else f" {value}")
         for name, value in given.items() if value is not None and value is not False]
-
-
-def _changes(arguments: argparse.Namespace) -> dict[str, int | None]:
-    """Return the sizes that were given beside ``--model``."""
-    return {name: getattr(arguments, name, None) for name in CHANGES}

@@ -125,8 +125,7 @@ def check_pictures(folder: str | None, comm) -> None:
     """
     if folder:
         make_on_rank_0(
-            lambda: run_file.check_folder(folder, "the pictures' folder", "--pictures"), comm,
-            caught=StoreError, error=StoreError)
+            lambda: run_file.check_folder(folder, "the pictures' folder", "--pictures"), comm)
 
 
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
@@ -155,5 +154,5 @@ def check_trace_file(file: str | None, comm, traced: int | None = None) -> str |
                          f"out")
     make_on_rank_0(
         lambda: run_file.check_folder(Path(file).parent, "the trace's folder", "--trace"),
-        comm, caught=StoreError, error=StoreError)
+        comm)
     return file

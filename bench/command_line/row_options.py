@@ -32,8 +32,6 @@ def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> 
 
     Parameters
     ----------
-    parser : ArgumentParser
-        The verb's parser.
     preset : str or None
         The default preset; None for the best that the machine can.
     """
@@ -172,8 +170,6 @@ def modelled_work(arguments: argparse.Namespace,
 
     Parameters
     ----------
-    arguments : Namespace
-        The options of `add_rows`.
     comm : mpi4py.MPI.Intracomm, optional
         All ranks, if there are several; rank 0 reads the machine.
 
@@ -226,8 +222,6 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
 
     Parameters
     ----------
-    arguments : Namespace
-        The options of `add_rows`.
     comm : mpi4py.MPI.Intracomm
         All ranks; rank 0 reads the machine.
 

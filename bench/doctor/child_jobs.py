@@ -102,8 +102,6 @@ class Facts:
         ----------
         report : {"census", "exchange"}
             The report that is asked for.
-        *words : str
-            Its further arguments.
 
         Returns
         -------
@@ -152,8 +150,6 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
         See `mm3d.child_process.ChildResult`.
     output : str
         The output that may explain a failure.
-    limit : float
-        Seconds that the job was given.
 
     Returns
     -------

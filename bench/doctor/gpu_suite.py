@@ -52,8 +52,6 @@ def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step
 
     Parameters
     ----------
-    out : Path
-        The folder for results.
     ranks : int
         Ranks of the jobs of several ranks; they may share GPUs.
     limit : float

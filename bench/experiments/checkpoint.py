@@ -44,10 +44,6 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         Where a new folder is made for the files, and removed at the end.
     dtype : str
         Type of parameters and moments.
-    limits : Limits
-        When to stop repeating.
-    backend : str, optional
-        The array library.
 
     Returns
     -------

@@ -54,13 +54,8 @@ def processor_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
-def machine_slug() -> str:
-    """Return a folder name for results of this machine, such as ``amd-epyc-7763-8-cores``."""
-    return slug_of(cpu_model(), launcher.cores())
-
-
 def slug_of(model: str, cores: int) -> str:
-    """Return a folder name for a machine with this `model` and `cores` cores."""
+    """Return a folder name for a machine, such as ``amd-epyc-7763-8-cores``."""
     short = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", model, flags=re.IGNORECASE)
     words = re.findall(r"[a-z0-9]+", short.lower())
     return "-".join([*words, str(cores), "cores"])
@@ -77,7 +72,7 @@ def mpi_name(library: str) -> str:
 
 def default_out() -> Path:
     """Return the default of ``--out``: ``results/local/<machine>``."""
-    return LOCAL / machine_slug()
+    return LOCAL / slug_of(cpu_model(), launcher.cores())
 
 
 def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:

@@ -52,13 +52,6 @@ def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing
 
     Every rank calls this.  The first `warmup` rounds do not count.  Rounds end when all intervals
     that `intervals` computes from the samples are narrow enough.
-
-    Returns
-    -------
-    samples : list of list
-        The samples of each, by round.
-    ended_by : str
-        The limit that ended the rounds.
     """
     found: list[list[Taken]] = [[] for _ in samples]
     order = np.random.default_rng(seed)

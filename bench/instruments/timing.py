@@ -190,11 +190,6 @@ def measure(step: Step, warmup: int, limits: Limits,
         Called on rank 0 after each repetition; if it returns true, none follows, even if there are
         fewer than the least number, or none that counts.
 
-    Returns
-    -------
-    Measured or None
-        On rank 0; None on the other ranks.
-
     Raises
     ------
     ValueError

@@ -192,8 +192,6 @@ class WaitedRequest:
     ----------
     pending : Pending
         The collective in flight.
-    clock : WorkClock
-        The rank's work.
     """
 
     def __init__(self, pending: Pending, clock: WorkClock) -> None:
@@ -218,8 +216,6 @@ class WaitingTransport(MpiTransport):
 
     Parameters
     ----------
-    carrier : MpiTransport
-        The transport that moves them.
     backend : WaitingBackend
         The backend of the arrays without contents.
     """

@@ -1,12 +1,16 @@
-"""Count the events of one micro-batch in a chunk of layers, by dry runs that models share."""
+"""Run what is alike dry once: the chunks of layers of many models, and many micro-batches."""
 
 from collections import Counter
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
+
+import numpy as np
 
 from bench.prediction.pipeline_model import ENDS, LAYERS, PipelineModel, build_once
 from mm3d.grid.shape import GridShape
+from mm3d.model.saved_arrays import saved_arrays
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import SUMS, Trace
 
@@ -34,7 +38,7 @@ def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -
                     stack=replace(model.stack, causal=causal))
     runs = [dry_run.extrapolate(
         lambda count: _copied(_run_of(alone, count, alone.grids.index(grid), block, LAYERS)),
-        layers, dry_run.period_of(model.stack.recompute, model.experts))]
+        layers, dry_run.period_of(model.stack.recompute, model.experts), least=1)]
     if model.vocab:
         group = dry_run.period_of("none", model.experts)
         runs.append(_run_of(ends, group, where, block, ENDS))
@@ -65,3 +69,130 @@ def _one_replica(model: PipelineModel, grids: tuple[GridShape, ...]) -> Pipeline
     """Return one replica of a model, with a stage on each grid."""
     return replace(model, data=1, zero=0, shards=None, grids=grids, schedule=build_once(
         "zb-h1" if model.halves else "gpipe", len(grids), 1))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of a chunk does to the memory of a rank.
+
+    Attributes
+    ----------
+    peak, net : int
+        The most bytes in use during the call, and those in use after it, beside those before.
+    out : (tuple of int, dtype, bool) or None
+        Shape and type of the result, and whether it is in the model's pool.
+    kept : tuple of int
+        Numbers, among the arrays that are given and the result, of those that are saved.
+    """
+
+    peak: int
+    net: int
+    out: tuple[tuple[int, ...], np.dtype, bool] | None
+    kept: tuple[int, ...]
+
+
+class Saved:
+    """What a micro-batch saves: `data` of a call that ran, and the `arrays` among what it got."""
+
+    def __init__(self, data: Any = None, arrays: tuple[Any, ...] = ()) -> None:
+        self.data, self.arrays = data, arrays
+
+
+class AlikeCalls:
+    """Layers that are run dry for some micro-batches; for the others their memory is counted.
+
+    It is a `mm3d.training.worker.StageModel`.  From the second micro-batch on, all calls of a kind
+    do the same to the memory of a rank.
+
+    Parameters
+    ----------
+    chunk, backend
+        The layers, and the backend of the dry run.
+    runs : int
+        The number of micro-batches that are run.
+    known : dict of str to Call
+        By the name of a method; chunks of as many layers share it.
+    """
+
+    def __init__(self, chunk: Any, backend: Any, runs: int, known: dict[str, Call]) -> None:
+        self.chunk, self.backend, self.runs, self.known = chunk, backend, runs, known
+        self.times: Counter = Counter()
+
+    def forward(self, x: Any) -> tuple[Any, Saved]:
+        """Run forward of the layers, or count it."""
+        return self._call("forward", (x,), Saved(), self.times["forward"] < self.runs)
+
+    def backward(self, dy: Any, saved: Saved) -> Any:
+        """Run backward of the layers, or count it."""
+        return self._call("backward", (dy,), saved, saved.data is not None)[0]
+
+    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Saved]:
+        """Run the first half of backward of the layers, or count it."""
+        return self._call("backward_input", (dy,), saved, saved.data is not None)
+
+    def backward_weights(self, saved: Saved) -> None:
+        """Run the second half of backward of the layers, or count it."""
+        self._call("backward_weights", (), saved, saved.data is not None)
+
+    def _call(self, kind: str, given: tuple, before: Saved, runs: bool) -> tuple[Any, Saved]:
+        """Return the result of a call, and what it saves."""
+        self.times[kind] += 1
+        return (self._run if runs else self._count)(kind, given, before)
+
+    def _run(self, kind: str, given: tuple, before: Saved) -> tuple[Any, Saved]:
+        trace, start = self.backend.trace, self._in_use()
+        most, trace.peak = trace.peak, start
+        found = getattr(self.chunk, kind)(*given, *[before.data] * (before.data is not None))
+        out, data = found if isinstance(found, tuple) else (found, None)
+        arrays, before.data, before.arrays = (*before.arrays, *given, out), None, ()
+        homes = {id(_home(one)) for one in saved_arrays(data)}
+        kept = tuple(number for number, one in enumerate(arrays)
+                     if one is not None and id(_home(one)) in homes)
+        saved = Saved(data, tuple(arrays[number] for number in kept))
+        del arrays
+        if self.times[kind] == 2:
+            self.known[kind] = Call(trace.peak - start, self._in_use() - start, None if out is None
+                                    else (out.shape, out.dtype, self.backend.pool.lease_of(
+                                        out._shell) is not None), kept)
+        trace.peak = max(most, trace.peak)
+        return out, saved
+
+    def _count(self, kind: str, given: tuple, before: Saved) -> tuple[Any, Saved]:
+        backend, known, start, out = self.backend, self.known[kind], self._in_use(), None
+        backend.trace.peak = max(backend.trace.peak, start + known.peak)
+        if known.out:
+            *what, own = known.out
+            out = (backend.empty if own else backend.scratch_array)(*what)
+        arrays = *before.arrays, *given, out
+        before.arrays, saved = (), Saved(None, tuple(arrays[number] for number in known.kept))
+        del arrays
+        backend.pool.in_use += start + known.net - self._in_use()
+        return out, saved
+
+    def _in_use(self) -> int:
+        return self.backend.pool.in_use + self.backend.scratch.in_use
+
+
+def _home(a: Any) -> Any:
+    """Return the array that has the memory of a dry array."""
+    return a._shell.base if type(a._shell.base) is np.ndarray else a._shell
+
+
+def run_few(model: Any) -> None:
+    """Let a dry `mm3d.GPT` or `mm3d.Pipeline` run few of its micro-batches, and count the others.
+
+    They are the first, and the second in the first and in the last of all chunks with such layers,
+    whose forward and whose backward come before those of the others.
+    """
+    pipeline = getattr(model, "pipeline", model)
+    chunks = pipeline.worker.chunks = [*pipeline.chunks]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, stage in enumerate(pipeline.schedule.stages[pipeline.mesh.stage]):
+        part, stack = pipeline.parts[stage], chunks[number].stack
+        place = part.start % dry_run.period_of(stack.recompute, stack.experts)
+        alike.setdefault((len(part), place), []).append(number)
+    for numbers in alike.values():
+        known: dict[str, Call] = {}
+        for number in numbers:
+            chunks[number] = AlikeCalls(chunks[number], pipeline.mesh.scheme.grid.backend,
+                                        1 + (number in (numbers[0], numbers[-1])), known)

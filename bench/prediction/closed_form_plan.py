@@ -6,7 +6,7 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Iterable, Mapping
+from typing import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from mm3d.schemes.closed_form import Move, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
+Price = Callable[[Collective], float]    # in seconds
 # Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
 OF_OTHERS = {"gather": 6, "ring": 8}
 
@@ -245,8 +246,8 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
 def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
     """Return the predicted seconds of each phase, and the words that a rank moves."""
-    found, words = grid_work(name, grid, machine, stack)
-    return {phase: one.seconds(machine) for phase, one in found.items()}, words
+    (found, words), price = grid_work(name, grid, machine, stack), collective_price(machine)
+    return {phase: one.seconds(price) for phase, one in found.items()}, words
 
 
 @dataclass(frozen=True)
@@ -264,13 +265,16 @@ class PhaseWork:
     seconds_alone: float
     collectives: tuple[tuple[Collective, int], ...]
 
-    def seconds(self, machine: machine_model.Machine,
-                strides: Mapping[str, int] | None = None) -> float:
+    def seconds(self, price: Price, strides: Mapping[str, int] | None = None) -> float:
         """Predict the seconds, by default with the grid's own `strides` over the nodes."""
         return self.seconds_alone + sum(
-            calls * achieved_seconds(machine, collective_terms(
-                machine, one._replace(stride=strides[one.direction]) if strides else one))
+            calls * price(one._replace(stride=strides[one.direction]) if strides else one)
             for one, calls in self.collectives)
+
+
+def collective_price(machine: machine_model.Machine) -> Price:
+    """Return a function that predicts the seconds of a collective, and remembers them."""
+    return cache(lambda event: achieved_seconds(machine, collective_terms(machine, event)))
 
 
 def collectives_of(moves: Iterable[Move], grid: GridShape,

@@ -6,7 +6,7 @@ from typing import Any, Sequence
 import msgspec
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError
+from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.records import atomic, run_file
 from mm3d.console import say
@@ -27,8 +27,7 @@ def check_writable(path: Path, comm) -> None:
     """
     if path.suffix != ".toml":
         raise UsageError(f"--out {path}: a .toml file would do")
-    make_on_rank_0(lambda: run_file.check_folder(path.parent, "the machine file's folder"), comm,
-                   StoreError, StoreError)
+    make_on_rank_0(lambda: run_file.check_folder(path.parent, "the machine file's folder"), comm)
 
 
 def publish_machine(machine: Machine | None, path: Path, comm) -> int:

@@ -63,8 +63,6 @@ def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     limit : float, optional
         Bytes for arrays on each node, instead of those that its system has available.
     """
@@ -104,8 +102,6 @@ def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: li
 
     Parameters
     ----------
-    one : Case
-        The row.
     grid : tuple of int
         Sizes of its grid.
     recompute : str

@@ -176,8 +176,6 @@ class Outcome:
     ----------
     machine : Machine
         The machine model.
-    rows : list of RowTerms
-        All rows.
     chosen : list of int
         The indices of the fitted rows.
     fit : Fit

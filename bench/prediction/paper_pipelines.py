@@ -29,8 +29,6 @@ class RowPipeline:
 
     Attributes
     ----------
-    row : Row
-        The row.
     model : PipelineModel
         Its model, with the batch of a replica.
     found : PredictedPipeline

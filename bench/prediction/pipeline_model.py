@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, Self
+from typing import Any, Callable, Self
 
 import numpy as np
 
@@ -280,22 +280,26 @@ class PipelineModel(Replicas):
         return replica * self.ranks + stage * self.places + place
 
     @cache
-    def whole_step(self, place: int, stage: int, replica: int = 0,
-                   optimizer: bool = False) -> Trace:
+    def whole_step(self, place: int, stage: int, replica: int = 0, optimizer: bool = False,
+                   prepare: Callable[[Any], None] | None = None) -> Trace:
         """Run a whole step dry on one rank, with AdamW or without an optimizer.
 
-        Types of 16 bits are trained with masters in float32.
+        Types of 16 bits are trained with masters in float32.  Where `prepare` is called with the
+        model, before the step, the trace tells memory alone.
         """
         master = "float32" if optimizer and np.dtype(self.stack.dtype).itemsize == 2 else None
 
         def step(model: mm3d.Pipeline, trace: Trace) -> None:
             change = AdamW(model, 1e-3).step if optimizer else model.refresh
+            if prepare:
+                prepare(model)
             model.rehearse()
             change()
         return dry_run.extrapolate(
             lambda layers: dry_run.trace(
                 lambda *where: self.build(self.schedule, layers, *where, master),
-                self.replicas * self.ranks, self.rank(place, stage, replica), step=step),
+                self.replicas * self.ranks, self.rank(place, stage, replica), step=step,
+                events=prepare is None),
             self.sizes.layers,
             dry_run.period_of(self.stack.recompute, self.experts) * self.schedule.stage_count)
 

@@ -16,7 +16,7 @@ from typing import Iterable
 
 import numpy as np
 
-from bench.prediction.chunk_events import events_of_chunk
+from bench.prediction.chunk_events import events_of_chunk, run_few
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
@@ -33,6 +33,7 @@ from mm3d.training.schedules.memory import peak_in_flight
 HALVES = ("forward", "backward_input", "backward_weights")
 Steps = tuple[Fraction, ...]    # seconds by stage
 FEWEST_STAGES = 2    # from which on each further one adds as many bytes to the peak
+ONE_CHUNK = ("1f1b", "zb-h1")    # schedules whose backwards come in the order of the forwards
 REPLICAS = "rd"    # directions: across copies of the model, and among replicas that divide one
 
 
@@ -242,12 +243,13 @@ def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int
     In the first and the last stage of many, each further stage, with the micro-batches that it has
     in flight, adds what the one before has added (`shorter_steps`).
     """
+    prepare = run_few if model.schedule.chunks > 1 or model.named in ONE_CHUNK else None
     shorter = shorter_steps(model, stage)
     if shorter is None:
-        return model.whole_step(0, stage, optimizer=optimizer).peak
+        return model.whole_step(0, stage, 0, optimizer, prepare).peak
     left, (two, three) = shorter
-    first, second = (one.whole_step(0, min(stage, one.schedule.ranks - 1),
-                                    optimizer=optimizer).peak for one in (two, three))
+    first, second = (one.whole_step(0, min(stage, one.schedule.ranks - 1), 0, optimizer,
+                                    prepare).peak for one in (two, three))
     return second + left * (second - first)
 
 
@@ -267,7 +269,7 @@ def shorter_steps(model: PipelineModel,
     stages, micro = schedule.ranks, schedule.microbatches
     in_groups = named.startswith("interleaved") and micro % stages == 0    # of a micro-batch each
     left = (stages if in_groups else min(stages, micro)) - FEWEST_STAGES - 1
-    if (left < 1 or not in_groups and named not in ("1f1b", "zb-h1")
+    if (left < 1 or not in_groups and named not in ONE_CHUNK
             or stage not in (0, stages - 1) or len({*model.grids}) > 1):
         return None
     own = sum(len(model.parts[part]) for part in schedule.stages[stage])

@@ -237,8 +237,6 @@ def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
     ----------
     trace : Trace
         A step, whose ranks fill one node after the other in the order of the grid.
-    grid : GridShape
-        Its grid.
     order : str
         The directions from the one that varies slowest from rank to rank to the fastest, as
         `bench.instruments.placement.direction_order` returns them.

@@ -27,10 +27,6 @@ def trace_on_cores(trace_rank: Callable[[int], Trace], scheme: str, grid: GridSh
 
     Parameters
     ----------
-    trace_rank : callable
-        Traces a rank.
-    scheme, grid : str, GridShape
-        The scheme and its grid.
     cores : int
         Number of cores that all ranks of the grid share; 0 where each rank has its own, or this
         is unknown.  Then, and where all ranks compute alike, this is the trace of rank 0 itself.

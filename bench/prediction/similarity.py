@@ -77,8 +77,6 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
 
     Parameters
     ----------
-    machine : Machine
-        The machine that is emulated.
     shrink, scale : float
         The factors of `shrink_machine`, and of its seconds.
     cluster : Cluster or None
@@ -116,8 +114,6 @@ def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, s
 
     Parameters
     ----------
-    machine : Machine
-        The machine.
     scheme, grid, sizes, variant, recompute
         The computation, and its grid.
     order : str

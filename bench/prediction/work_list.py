@@ -30,8 +30,6 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
         Number of ranks.
     products : iterable of tuple of int
         M, N and K of each.
-    layers : iterable of tuple of int
-        Sizes of each Transformer.
     inside : sequence of str, optional
         Directions.  Each grid is listed once for each of them that leads to another order of its
         ranks, in which its coordinate varies fastest; by default in the order of the grid alone.

@@ -169,7 +169,7 @@ def claim_folder(out: str | os.PathLike, comm) -> Path:
         The same on every rank, when the folder cannot be written or is in use.
     """
     folder = Path(out)
-    make_on_rank_0(lambda: _open_and_claim(folder), comm, caught=StoreError, error=StoreError)
+    make_on_rank_0(lambda: _open_and_claim(folder), comm)
     return folder
 
 

@@ -217,11 +217,11 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
             continue
         found = read_dataset(file, f"{name}/{key}")
         if found.is_scale:
-            scales[key] = read_labels(file, f"{name}/{key}")
+            scales[key] = read_labels(found)
         else:
             if not all(found.dims):
                 raise ValueError(f"{name}/{key} has a dimension without a scale")
-            dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
+            dims = tuple(dim.keys()[0] for dim in found.dims)
             variables[key] = Variable(found[...], read_attribute(found, "units", ""), dims)
     try:
         schema.check_group(kind, scales, variables)
@@ -259,15 +259,15 @@ def read_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
     return found
 
 
-def read_labels(file: h5py.Group, name: str) -> list:
+def read_labels(scale: h5py.Dataset) -> list:
     """Read the labels or numbers of a dimension scale; ValueError if it has something else."""
-    values = read_dataset(file, name)[...]
-    if values.ndim != 1 or values.dtype.kind not in "iufSO":
-        raise ValueError(f"{name} is no list of labels or numbers")
-    labels = [label.decode() if isinstance(label, bytes) else label for label in values.tolist()]
-    if not all(isinstance(label, (int, float, str)) for label in labels):
-        raise ValueError(f"{name} is no list of labels or numbers")
-    return labels
+    values = scale[...]
+    if values.ndim == 1 and values.dtype.kind in "iufSO":
+        labels = [label.decode() if isinstance(label, bytes) else label
+                  for label in values.tolist()]
+        if all(isinstance(label, (int, float, str)) for label in labels):
+            return labels
+    raise ValueError(f"{scale.name[1:]} is no list of labels or numbers")
 
 
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:

@@ -25,8 +25,6 @@ def tables(trace: Trace, useful: dict[str, int], machine: machine_model.Machine 
         The events of one rank in a step.
     useful : dict of str to int
         Flops of all ranks by phase, without recomputation (`mm3d.model.cost.flops`).
-    machine : Machine, optional
-        The machine for which seconds are predicted.
     stack : Stack, optional
         With a machine, what the step computes.
     """

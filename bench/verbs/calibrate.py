@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Callable
 
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError, WrongResult
+from bench.errors import UsageError, WrongResult
 from bench.prediction import machine_file, machine_model
 from bench.prediction.calibration import fit, measure
 from bench.prediction.calibration.record import read_calibration
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if arguments.logs:
         path = Path(arguments.out)
         machine_file.check_writable(path, comm)
-        return comm.bcast(make_on_rank_0(lambda: fit_logs(path, arguments), comm, UsageError))
+        return comm.bcast(make_on_rank_0(lambda: fit_logs(path, arguments), comm))
     return calibrate(arguments, comm, measure.measure_samples)
 
 
@@ -101,8 +101,7 @@ def calibrate(arguments: argparse.Namespace, comm, measure_samples: Callable) ->
     path, status = Path(arguments.out), 0
     machine_file.check_writable(path, comm)
     if arguments.samples:
-        record = make_on_rank_0(lambda: read_calibration(arguments.samples), comm, StoreError,
-                                StoreError)
+        record = make_on_rank_0(lambda: read_calibration(arguments.samples), comm)
     else:
         try:
             record = measure_samples(comm, lambda line: say(line) if comm.rank == 0 else None)

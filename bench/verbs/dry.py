@@ -73,7 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with --stages: count a GPT, with embedding, head and loss for N tokens, and with "
         "--machine predict a whole step of its training by AdamW (default: those of --model)"))
     options.add_untied(parser)
-    expert_options.add_assumed(parser)
+    expert_options.add_layers(parser)
+    expert_options.add_expert_parallel(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
     pipeline_options.add_inside(parser, "with --stages and --machine: ")
     pipeline_options.add_hide_sums(parser)

@@ -218,11 +218,15 @@ class DryBackend(Backend):
 
     def _record_memory(self) -> None:
         """Add the bytes in use to the timeline and the peaks of the trace."""
-        in_use = self.pool.in_use + self.scratch.in_use
-        self.trace.timeline.append((self.trace.phase, in_use))
-        self.trace.peak = max(self.trace.peak, in_use)
-        self.trace.held = max(self.trace.held, self.pool.reserved + self.scratch.in_use)
-        self.trace.pool_peak = max(self.trace.pool_peak, self.pool.in_use)
+        trace, own, others = self.trace, self.pool.in_use, self.scratch.in_use
+        in_use, held = own + others, self.pool.reserved + others
+        trace.timeline.append((trace.phase, in_use))
+        if in_use > trace.peak:    # a run takes ten thousands of arrays: a call here is felt
+            trace.peak = in_use
+        if held > trace.held:
+            trace.held = held
+        if own > trace.pool_peak:
+            trace.pool_peak = own
 
     def alike(self, count: int) -> Iterator[int]:
         """Yield the first two pieces; the second, which reuses memory, stands for the rest."""
@@ -291,24 +295,27 @@ class DryBackend(Backend):
     def elementwise(self, operation: str, *operands: Any, dtype: Any = None) -> DryArray:
         """Count an operation on arrays and numbers, and return its result after broadcasting."""
         arrays = self._arrays(operands)
-        kinds = [a.dtype if self.owns(a) else a for a in operands]
-        return self.result(operation, _broadcast({a.shape for a in arrays}),
-                           dtype or np.result_type(*kinds), *arrays)
+        if dtype is None:
+            dtype = np.result_type(*[getattr(a, "dtype", a) for a in operands])
+        return self.result(operation, _broadcast({a.shape for a in arrays}), dtype, *arrays)
 
     def write_into(self, operation: str, out: DryArray, *operands: Any) -> DryArray:
         """Count an operation whose result goes to `out`; the operands must fit its shape."""
         for a in self._arrays(operands):
-            if _broadcast({a.shape, out.shape}) != out.shape:
+            if a.shape != out.shape and np.broadcast_shapes(a.shape, out.shape) != out.shape:
                 raise ValueError(f"{operation}: an array of {a.shape} does not fit {out.shape}")
         self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(operands)))
         return out
 
     def _arrays(self, operands: tuple) -> list[DryArray]:
         """Return the arrays among the operands; TypeError if one is neither array nor number."""
+        found = []
         for a in operands:
-            if not isinstance(a, (DryArray, int, float, np.number)):
+            if type(a) is DryArray and a._backend is self:
+                found.append(a)
+            elif not isinstance(a, (DryArray, int, float, np.number)):
                 raise TypeError(f"{type(a).__name__} and an array without contents")
-        return [a for a in operands if self.owns(a)]
+        return found
 
 
 def _broadcast(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
@@ -318,4 +325,4 @@ def _broadcast(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _sum_bytes(operands: tuple) -> int:
     """Sum the bytes of the arrays among the operands."""
-    return sum(a.nbytes for a in operands if isinstance(a, DryArray))
+    return sum([a.nbytes for a in operands if isinstance(a, DryArray)])

@@ -12,6 +12,7 @@ elementwise pass, every collective, and the memory over time, exactly.
 
 import math
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable
 
@@ -32,7 +33,8 @@ MOST_LAYERS = 1024    # that are traced one by one: some seconds
 
 
 def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank: int = 0,
-          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None) -> Trace:
+          block: int = sys.maxsize, step: Callable[[Any, Trace], Any] | None = None,
+          events: bool = True) -> Trace:
     """Trace a step of a model on one rank of any number of ranks.
 
     Parameters
@@ -48,6 +50,8 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     step : callable, optional
         Computes a step of the model, and may set fields of the trace.  By default it is
         `rehearse` of the model, without an optimizer.
+    events : bool
+        Whether events are counted, beside memory and traffic.
 
     Returns
     -------
@@ -75,7 +79,7 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     found.parameters = sum(p.nbytes for p in model.trained)
     found.divided = sum(p.nbytes for p in model.trained if p.grid is not model.grids[0])
     found.count_traffic(model)
-    with observed(model.grids, found, *model.chains):
+    with observed(model.grids, found, *model.chains) if events else nullcontext():
         found.begin_phase(SUMS)
         if step is None:
             model.rehearse()
@@ -159,7 +163,8 @@ def period_of(recompute: str, experts: Any = None) -> int:
     return math.lcm(parse_policy(recompute).period, experts.every if experts else 1)
 
 
-def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int) -> Trace:
+def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
+                least: int = 2) -> Trace:
     """Return ``trace_of(layers)`` in the time of five groups of layers.
 
     All groups of `period` layers are alike, so each group beyond the third adds what the third
@@ -173,14 +178,17 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int) -> T
         Number of layers.
     period : int
         Number of layers of a group; in a pipeline times the number of stages.
+    least : int
+        The groups of the smaller of the two models that are run; 1 would do for events, where
+        neighbours alone have to do with each other.
     """
     groups, left = divmod(layers, period)
-    if groups <= 3:
+    if groups <= least + 1:
         return trace_of(layers)
-    two, three = (trace_of(n * period + left) for n in (2, 3))
+    two, three = (trace_of(n * period + left) for n in (least, least + 1))
 
     def extrapolate(second: int, third: int) -> int:
-        return third + (groups - 3) * (third - second)
+        return third + (groups - least - 1) * (third - second)
 
     for key, times in three.events.items():
         three.events[key] = extrapolate(two.events[key], times)

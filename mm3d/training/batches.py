@@ -47,7 +47,7 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
     if sizes.layers < schedule.stage_count:
         raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
                          f"stages: at least one layer for each is needed")
-    divide_rows(sizes.batch, data, schedule.microbatches, together)
+    check_rows(sizes.batch, data, schedule.microbatches)
     lengths = block_lengths(sizes.layers, schedule.stage_count)
     starts = itertools.accumulate(lengths, initial=0)
     return [range(start, start + length) for start, length in zip(starts, lengths)]
@@ -55,12 +55,24 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
 
 def divide_rows(batch: int, data: int, microbatches: int,
                 together: bool = False) -> list[list[slice]]:
-    """Return the sequences of each replica's micro-batches, after checking their number.
+    """Return the sequences of each replica's micro-batches, as `check_rows` allows them.
 
     The micro-batches of a replica are equal.  Where the replicas do not divide the sequences of a
     micro-batch, the first ones have one sequence more in each.  A replica's sequences are
     neighbours in the batch; with `together` the sequences of a micro-batch of all replicas are, so
     that a micro-batch does not depend on the number of replicas.
+    """
+    size = check_rows(batch, data, microbatches)
+    lengths, found = block_lengths(size, data), []
+    for start, length in zip(block_starts(lengths), lengths):
+        firsts = [micro * size + start if together else microbatches * start + micro * length
+                  for micro in range(microbatches)]
+        found.append([slice(first, first + length) for first in firsts])
+    return found
+
+
+def check_rows(batch: int, data: int, microbatches: int) -> int:
+    """Return the sequences of a micro-batch, of all replicas.
 
     Raises
     ------
@@ -75,12 +87,7 @@ def divide_rows(batch: int, data: int, microbatches: int,
         raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
                          f"equal micro-batches{each}: "
                          f"{' or '.join(str(n * microbatches) for n in near)} would do")
-    lengths, found = block_lengths(size, data), []
-    for start, length in zip(block_starts(lengths), lengths):
-        firsts = [micro * size + start if together else microbatches * start + micro * length
-                  for micro in range(microbatches)]
-        found.append([slice(first, first + length) for first in firsts])
-    return found
+    return size
 
 
 def check_batch(tokens: Any, targets: Any, shape: tuple[int, int], vocab: int,

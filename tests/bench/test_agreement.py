@@ -37,8 +37,7 @@ def test_what_rank_0_makes(comm):
         broadcast_from_rank_0(lambda: fail(ValueError("wrong")), comm)
     waited = []
     with pytest.raises(StoreError, match="^full$"):
-        make_on_rank_0(lambda: fail(StoreError("full")), comm, StoreError, StoreError,
-                       waited.append)
+        make_on_rank_0(lambda: fail(StoreError("full")), comm, waited.append)
     assert waited == [comm]
 
 

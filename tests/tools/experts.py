@@ -1,4 +1,4 @@
-"""Models with experts for tests, and what a plain loop over tokens and experts makes of them."""
+"""Models with experts for tests."""
 import numpy as np
 
 import mm3d
@@ -40,33 +40,3 @@ def step(model: mm3d.Transformer, state=None, seed: int = 1) -> dict[str, np.nda
     return {"y": model.unshard(y), "dx": model.unshard(dx), **model.gradients(),
             "chosen": np.array([one.chosen for one in model.routings.totals]),
             "dropped": np.array([one.dropped for one in model.routings.totals])}
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x ** 3)))
-
-
-def looped(tokens: np.ndarray, parameters: dict[str, np.ndarray], experts: mm3d.Experts,
-           capacity: int | None) -> tuple[np.ndarray, int]:
-    """The output of a layer of experts, token by token; and the number of dropped pairs."""
-    logits = tokens @ parameters["router.weight"].T
-    chosen = [sorted(range(experts.count), key=lambda e: (-z[e], e))[:experts.top]
-              for z in logits]
-    order = [(t, n) for t in range(len(tokens)) for n in range(experts.top)]
-    if experts.dropping_order == "choice":
-        order.sort(key=lambda pair: pair[1])
-    y, taken, dropped = np.zeros_like(tokens), [0] * experts.count, 0
-    for t, n in order:
-        e = chosen[t][n]
-        if capacity is not None and taken[e] == capacity:
-            dropped += 1
-            continue
-        taken[e] += 1
-        p = np.exp(logits[t] - logits[t].max())
-        gate = p[e] / (p.sum() if experts.gate == "switch" else p[chosen[t]].sum())
-        up, down = ([one[e] for one in (parameters[f"{name}.weight"], parameters.get(
-            f"{name}.bias", np.zeros(experts.count)))] for name in ("up", "down"))
-        inner = np.tensordot(tokens[t], up[0], 1) + up[1]
-        inner = gelu(inner) if inner.ndim == 1 else inner[0] / (1 + np.exp(-inner[0])) * inner[1]
-        y[t] += gate * (inner @ down[0] + down[1])
-    return y, dropped

@@ -20,16 +20,23 @@ def tokens_and_targets(sizes=SIZES, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 
 
 def train(mesh: mm3d.Mesh, steps: int = 2, sizes=SIZES, **options) -> dict[str, np.ndarray]:
-    """Losses of some steps of SGD and of an evaluation after them, and the last gradients."""
+    """Losses of some steps of SGD and of an evaluation after them, and the last gradients; with
+    experts also the routing of each step, and the biases of the routers."""
     model = mm3d.GPT(mesh, **sizes, **({"dtype": "float64"} | options))
-    losses = []
+    losses, found = [], {}
     for step in range(steps):
         losses.append(model.step(*tokens_and_targets(sizes, step)))
-        found = model.gradients()
+        for one in model.routings.values():
+            found |= {f"{one.name} chosen {step}": one.chosen, f"{one.name} {step}": one.dropped}
+            losses += [one.balance, one.z]
+        found |= model.gradients()
         for p in model.trained:
             p.master -= RATE * p.grad
+        model.update_biases()
         model.refresh()
     losses.append(model.evaluate(*tokens_and_targets(sizes, steps)))
+    if model.experts:
+        found |= {name: a for name, a in model.state().items() if name.endswith("router.bias")}
     model.free()
     return {"losses": np.array(losses)} | found
 
@@ -44,14 +51,12 @@ def serial(**options) -> dict[str, np.ndarray]:
 
 
 def differences(found, expected, loss: float = 1e-12, gradient: float = 1e-11) -> list[str]:
-    """What differs by more than these bounds: losses, and gradients relative to their norm."""
+    """What differs by more than these bounds: losses, gradients relative to their norm, and
+    whole numbers at all."""
     wrong = [f"{name} is only on one side" for name in found.keys() ^ expected.keys()]
     for name in found.keys() & expected.keys():
-        error, bound = np.linalg.norm(found[name] - expected[name]), gradient
-        if name == "losses":
-            bound = loss
-        else:
-            error /= np.linalg.norm(expected[name])
-        if not error <= bound:
+        error = np.linalg.norm(found[name] - expected[name])
+        bound = loss if name == "losses" else gradient * np.linalg.norm(expected[name])
+        if not error <= bound * (expected[name].dtype != np.int64):
             wrong.append(f"{name}: {error:.1e}")
     return sorted(wrong)

@@ -15,7 +15,7 @@ from bench.records import model_run, run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
 from bench.records.folder import read_folder
 from bench.records.model_run import Run
-from bench.reports.figures import roofline_and_memory
+from bench.reports.figures import every_figure, roofline_and_memory
 from bench.reports.formats import render
 from bench.reports.micro_tables import make_parts
 from bench.reports.paper_tables import make_document
@@ -24,6 +24,12 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
 PARTS = spans.part_names("xyz")
+
+
+def draw_only(monkeypatch, *names: str) -> None:
+    """Let reports of rows have no other figures than these."""
+    for name in every_figure.FIGURES.keys() - {*names}:
+        monkeypatch.delitem(every_figure.FIGURES, name)
 
 
 def format_record(record: Measurements) -> str:

@@ -46,8 +46,6 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         The layer; every rank of its mesh calls this.
     torch : str, optional
         An interpreter that has PyTorch, which is verified and measured too.
-    limits : Limits
-        When to stop repeating.
 
     Returns
     -------

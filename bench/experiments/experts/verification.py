@@ -57,8 +57,6 @@ def verify_experts(subject: ExpertsSubject, routing: str,
     ----------
     subject : ExpertsSubject
         The layer, with the router's weight of this routing.
-    routing : str
-        One of `ROUTINGS`.
     torch : dict of str to dict
         PyTorch's results by way and quantity, which are compared too; used on rank 0.
     """

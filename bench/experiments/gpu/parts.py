@@ -59,8 +59,6 @@ class GpuBenchmark:
         Full size, or a rehearsal; see `bench.experiments.gpu.gpu_cases.SCALES`.
     graph : bool
         Whether to measure the layer also as a CUDA graph.
-    limits : Limits
-        When to stop repeating.
 
     Raises
     ------

@@ -151,8 +151,6 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap:
     overlap : int
         Measure the layer also with communication that overlaps with products, in this many panels
         of rows; 0 for no overlap.
-    limits : Limits
-        When to stop repeating.
 
     Returns
     -------

@@ -46,8 +46,6 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     ----------
     mesh : Mesh
         The ranks; each calls this.
-    limits : Limits
-        When to stop repeating.
     torch : str, optional
         An interpreter that has PyTorch, whose own pipeline is measured beside it, in turns.
 

@@ -75,8 +75,6 @@ class TorchPipeline:
 
     Parameters
     ----------
-    python : str
-        An interpreter that has PyTorch.
     mesh : Mesh
         The ranks; each makes it, and starts one of PyTorch's.
     case : PipelineCase

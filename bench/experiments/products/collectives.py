@@ -117,8 +117,6 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
         The ranks; every one of them calls this.
     sizes : sequence of int
         Bytes of the global array; see `array_bytes`.
-    limits : Limits
-        When to stop repeating a collective.
     seed : int
         The seed of the order of the measurements.
     progress : callable, optional
@@ -158,7 +156,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
         return None
     settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
                 "transport": operands.transport_names(grid),
-                "transports": operands.transports_along(grid, axes), **asdict(limits)}
+                "transports": " ".join(grid[name].transport.name for name in axes),
+                **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
     return wire_bytes.add_wire(collectives_record(scales, found, settings, environs), wire)
 

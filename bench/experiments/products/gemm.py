@@ -26,11 +26,6 @@ LIMITS = Limits(7, 30, 1.0)    # by default
 def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
     """Return the numbers of BLAS threads to measure with: one, and the number of cores.
 
-    Parameters
-    ----------
-    asked : sequence of int, optional
-        Numbers to measure with instead.
-
     Raises
     ------
     UsageError
@@ -52,14 +47,8 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
     ----------
     sizes : sequence of int
         Edges of the matrices.
-    dtypes : sequence of str
-        Dtypes of A, B and C.
     threads : sequence of int, optional
         Numbers of BLAS threads; see `thread_counts`.
-    backend : str or Backend, optional
-        The array library.
-    limits : Limits
-        When to stop repeating a product.
     seed : int
         The seed of the numbers in A and B, and of the order of the products.
 

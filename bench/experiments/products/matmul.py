@@ -45,12 +45,8 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
     ----------
     problem : Problem
         The product; every rank of its grid calls this.
-    backward : bool
-        Whether to measure dA and dB too.
     calls : int, optional
         Calls of a sample; as many as take one process `SAMPLE` seconds unless given.
-    limits : Limits
-        When to stop repeating.
     seed : int
         The seed of the checks' random vectors, of the matrices of the one process and of the
         order of measurements in a repetition.

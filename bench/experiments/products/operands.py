@@ -1,6 +1,6 @@
 """Allocate and fill the operands of microbenchmarks, and name the transports they use."""
 
-from typing import Any, Callable, Iterable
+from typing import Any, Callable
 
 import numpy as np
 
@@ -93,11 +93,6 @@ def transport_names(grid: Grid) -> str:
     names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
              if axis.size > 1}
     return " ".join(sorted(names)) or "none"
-
-
-def transports_along(grid: Grid, axes: Iterable[str]) -> str:
-    """Return the name of the transport along each direction of `axes`, in their order."""
-    return " ".join(grid[name].transport.name for name in axes)
 
 
 def default_transport(comm) -> str:

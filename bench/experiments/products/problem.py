@@ -39,8 +39,6 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
         The name of the scheme, such as "3d".
     sizes : sequence of int or GridShape, optional
         Sizes of the grid's directions; the scheme's own choice unless given.
-    backend : str or Backend, optional
-        The array library.
 
     Raises
     ------
@@ -141,13 +139,7 @@ class Problem:
 
 
 class WholeProduct:
-    """The same product on one process: whole matrices, filled with random numbers.
-
-    Parameters
-    ----------
-    problem : Problem
-        The distributed product.
-    """
+    """The same product on one process: whole matrices, filled with random numbers."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         backend = problem.grid.backend

@@ -200,8 +200,6 @@ def compare_products(products: ScalapackProducts, calls: int = 5,
     ----------
     products : ScalapackProducts
         The products of both sides; every rank of the job calls this.
-    limits : Limits
-        When to stop repeating.
 
     Returns
     -------

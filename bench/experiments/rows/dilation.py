@@ -96,8 +96,6 @@ def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilatio
         This rank's blocks of the input and of the output's gradient.
     order : str
         The directions of the grid from the one that varies slowest over the nodes to the fastest.
-    dilation : Dilation
-        How rows are dilated.
 
     Raises
     ------
@@ -121,8 +119,6 @@ def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
 
     Parameters
     ----------
-    dilation : Dilation
-        How rows are dilated.
     sample : callable
         Times a step; returns the makespans of its phases, the same on every rank.
     predicted : float

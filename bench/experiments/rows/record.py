@@ -79,8 +79,6 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
 
     Parameters
     ----------
-    one : Case
-        The case that was measured.
     configuration : dict
         See `row_configuration`; the transport is added.
     times : Measured

@@ -47,8 +47,6 @@ def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress)
     ----------
     cases : list of Case, or of TrainingCase
         The cases, in the order in which they are measured.
-    options : list of str
-        Options of ``bench run``.
     progress : ShownProgress
         Is shown every line of the jobs.
 

@@ -11,7 +11,7 @@ from bench.cases.case import Case
 from bench.cases.row_stack import row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
-from bench.errors import Failed
+from bench.errors import Failed, reject
 from bench.experiments.rows.dilation import run_free, set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
@@ -51,8 +51,6 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
     ----------
     one : Case
         The case, of as many ranks as `world` has.
-    settings : Settings
-        How it is measured.
     peaks : Group or None
         The machine's rates, on rank 0, which are recorded; see
         `bench.instruments.peaks.measure_peaks`.
@@ -205,11 +203,6 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
     Where the preset has no serial model of the measured size, a smaller model is compared; the
     measured one is then left to `check_residuals`.
 
-    Returns
-    -------
-    list of Check
-        The checks, all passed.
-
     Raises
     ------
     Failed
@@ -222,9 +215,7 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
         y, dx, _ = run_counted_step(checked, checked.random("input"),
                                     checked.random("output gradient"))
     checks = against_serial.compare(checked, y, dx, one.variant.rounding)
-    problem = against_serial.failure_message(checks)
-    if problem:
-        raise Failed(problem)
+    reject(against_serial.failure_message(checks), error=Failed)
     return checks
 
 
@@ -237,9 +228,7 @@ def check_residuals(model, x, dy, settings: Settings) -> list[Check]:
         When one does not pass; the same on every rank.
     """
     checks = layer_residuals.check_step(model, x, dy, settings.seed)
-    problem = layer_residuals.failure_message(checks)
-    if problem:
-        raise Failed(problem)
+    reject(layer_residuals.failure_message(checks), error=Failed)
     return checks
 
 

@@ -58,8 +58,6 @@ class Settings:
     ----------
     warmup : int
         Steps before the first that is timed, the verified one included.
-    limits : Limits
-        When to stop repeating.
     order : int
         The seed of the order of rows, which is recorded.
     backend : str or None

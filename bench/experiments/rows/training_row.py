@@ -15,7 +15,7 @@ import mm3d
 from bench.cases.combined import TrainingCase
 from bench.checks.against_serial import TOLERANCES, failure_message, worst_error
 from bench.cluster.spec import Cluster
-from bench.errors import Failed
+from bench.errors import Failed, reject
 from bench.experiments.rows.dilation import Dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
@@ -42,8 +42,6 @@ class TrainingSettings:
 
     Attributes
     ----------
-    limits : Limits
-        When to stop repeating.
     order : int
         The seed of the order of rows, which is recorded.
     work : ModelledWork or None
@@ -152,8 +150,7 @@ def verify(model: mm3d.GPT, config: Config) -> list[Check]:
                   for name, a in wanted.items()]
     wait_patiently(comm)
     checks = comm.bcast(checks)
-    if problem := failure_message(checks):
-        raise Failed(problem)
+    reject(failure_message(checks), error=Failed)
     return checks
 
 

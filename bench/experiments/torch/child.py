@@ -28,8 +28,6 @@ class TorchProcesses:
 
     Parameters
     ----------
-    python : str
-        An interpreter that has PyTorch.
     subject : str
         The computation: "Layer", "ExpertsLayer", "Training", "ParallelTraining", "Stages" or
         "ColossalLayer".

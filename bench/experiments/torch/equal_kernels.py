@@ -80,12 +80,6 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
     ----------
     products : sequence of Product
         The products of rank 0 in a step; every rank calls this.
-    dtype, backend
-        The dtype and the backend of rank 0.
-    reference : TorchProcesses
-        PyTorch.
-    seed : int
-        The seed of the order.
 
     Returns
     -------

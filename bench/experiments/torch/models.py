@@ -85,8 +85,6 @@ class Experts:
         PyTorch.
     routing : dict
         See `bench.experiments.experts.problem.routing_settings`.
-    way : str
-        The way.
 
     Attributes
     ----------

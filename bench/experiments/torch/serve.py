@@ -36,8 +36,6 @@ def product_seconds(products: Sequence[Product], make: Callable[[int, int], Any]
 
     Parameters
     ----------
-    products : sequence of Product
-        The products.
     make : callable
         Makes a matrix of ones.
     multiply : callable

@@ -10,16 +10,16 @@ import numpy as np
 
 import mm3d
 from bench.errors import UsageError, reject
-from bench.experiments.products import operands
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
+from bench.experiments.training.record import mesh_settings
 from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from bench.records.measurements import Check, Measurements, Variable
 from mm3d.config import Model
 from mm3d.launcher import wait_patiently
 
@@ -60,8 +60,6 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         An interpreter that has PyTorch; None measures mm3d alone.
     kinds : sequence of str
         PyTorch's sides, of `bench.experiments.torch.parallel.KINDS`.
-    limits : Limits
-        When to stop repeating.
 
     Returns
     -------
@@ -120,16 +118,10 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
 
 def step_settings(subject: MeasuredTraining) -> dict:
     """Return the settings of a record: model, mesh and machine."""
-    mesh, division = subject.mesh, subject.division
     return {**subject.case.settings(), "optimizer": "adamw",
             **{name: value for name, value in OPTIMIZER.items() if name != "betas"},
             "beta1": OPTIMIZER["betas"][0], "beta2": OPTIMIZER["betas"][1],
-            "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
-            "stage_grids": "; ".join(map(str, mesh.grids)), "mesh": str(division),
-            "data": division.data, "stages": division.stages, "zero": division.zero,
-            "schedule": division.schedule, "microbatches": division.microbatches,
-            "recompute": division.recompute, "overlap": int(division.overlap or 0),
-            "transport": operands.transport_names(mesh.scheme.grid)}
+            "mesh": str(subject.division), **mesh_settings(subject.mesh, subject.division)}
 
 
 def compare_first_steps(subject: MeasuredTraining,

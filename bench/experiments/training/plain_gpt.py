@@ -193,8 +193,6 @@ def write_sample(state: State, model: Model, length: int, seed: int = 0,
         Global parameters by name.
     model : Model
         What it is of; its experts are never full.
-    seed : int
-        Seed of the draws.
     start : bytes
         The text before the sample, not returned; at least one byte.
     temperature : float

@@ -16,6 +16,7 @@ from mm3d.arrays.backend import Backend
 from mm3d.config import Config, Division
 from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
+from mm3d.training.mesh import Mesh
 
 KIND = "training"
 BESIDE = 0.02    # the largest difference of validation losses, a training beside another
@@ -70,21 +71,26 @@ def training_settings(training: Training, course: Course,
     """Return the settings of a record: what was trained, where, and how it ended."""
     mesh, division = training.mesh, training.division
     scaling = training.optimizer.loss_scaling
-    return {**training.settings(), "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
-            "stage_grids": "; ".join(map(str, mesh.grids)),
-            "data": division.data, "shards": division.shards or mesh.shape["d"],
+    return {**training.settings(), **mesh_settings(mesh, division),
+            "shards": division.shards or mesh.shape["d"],
             **({"context": division.context, "context_way": division.context_way}
                if division.context > 1 else {}),
-            "stages": division.stages, "zero": division.zero,
-            "schedule": division.schedule, "microbatches": division.microbatches,
-            "recompute": division.recompute, "overlap": int(division.overlap or 0),
             "rate_falls_to": "last step",
             **({"expert_parallel": division.expert_parallel} if training.plan.experts else {}),
-            "transport": operands.transport_names(mesh.scheme.grid),
             "validate_every": course.validate_every,
             "validation_batches": course.validation_batches,
             "began": outcome.began, "ended_by": outcome.ended_by,
             "skipped_steps": scaling.skipped if scaling else 0}
+
+
+def mesh_settings(mesh: Mesh, division: Division) -> dict[str, Setting]:
+    """Return the settings that every record of a training on a mesh has."""
+    return {"scheme": mesh.scheme.name, **grid_settings(mesh.shape),
+            "stage_grids": "; ".join(map(str, mesh.grids)),
+            **{name: getattr(division, name) for name in (
+                "data", "stages", "zero", "schedule", "microbatches", "recompute")},
+            "overlap": int(division.overlap or 0),
+            "transport": operands.transport_names(mesh.scheme.grid)}
 
 
 def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.agreement import broadcast_from_rank_0
 from bench.errors import UsageError
 
 VOCAB = 256             # a token is a byte
@@ -102,14 +103,8 @@ def share_text(path: str | None, batch: int, seq: int, comm) -> Text:
     UsageError
         On every rank alike, also when it is too short for batches of this size.
     """
-    text = problem = None
-    if comm.rank == 0:
-        try:
-            text = read_text(path)
-            text.check(batch, seq)
-        except UsageError as error:
-            problem = str(error)
-    text, problem = comm.bcast((text, problem))
-    if problem:
-        raise UsageError(problem)
-    return text
+    def checked() -> Text:
+        text = read_text(path)
+        text.check(batch, seq)
+        return text
+    return broadcast_from_rank_0(checked, comm)

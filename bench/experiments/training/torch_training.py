@@ -58,8 +58,6 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
 
     Parameters
     ----------
-    python : str
-        An interpreter that has PyTorch.
     state : mapping
         The initial parameters by name.
     steps : int

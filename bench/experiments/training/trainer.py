@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import mm3d
 from bench.agreement import make_on_rank_0
-from bench.errors import StoreError, UsageError, WrongResult, as_usage_error
+from bench.errors import StoreError, WrongResult, as_usage_error
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.stopping import Stop, stop_on_request
@@ -199,7 +199,7 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
 
     def write(entry: dict[str, Any]) -> None:
         if course.checkpoints is not None:    # a full disk ends the training on all ranks
-            make_on_rank_0(lambda: file.write(entry), comm, caught=StoreError, error=StoreError)
+            make_on_rank_0(lambda: file.write(entry), comm)
 
     def keep(entry: dict[str, Any]) -> None:
         if comm.rank == 0:
@@ -234,18 +234,9 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
     """Open the history on rank 0; None on the others, and without a folder."""
     if course.checkpoints is None:
         return None
-    made = problem = None
-    if training.comm.rank == 0:
-        try:
-            # Losses of other batches would be another curve of validation.
-            made = HistoryFile(course.checkpoints, {
-                **training.settings(), "validation_batches": course.validation_batches})
-        except (StoreError, UsageError) as error:
-            problem = error
-    problem = training.comm.bcast(problem)
-    if problem is not None:
-        raise problem
-    return made
+    # Losses of other batches would be another curve of validation.
+    return make_on_rank_0(lambda: HistoryFile(course.checkpoints, {
+        **training.settings(), "validation_batches": course.validation_batches}), training.comm)
 
 
 def restore_newest(training: Training, course: Course) -> int:

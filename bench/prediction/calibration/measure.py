@@ -49,8 +49,6 @@ class Extent:
         Products.
     sizes : sequence of int
         Bytes of the arrays of elementwise passes.
-    collectives : list of tuple
-        Collectives.
     """
 
     works: list[Work]

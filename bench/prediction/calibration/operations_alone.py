@@ -66,8 +66,6 @@ def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks, which share the cores.
-    cores : int
-        Number of cores.
     now : callable, optional
         Returns the processor time of this rank.
     """

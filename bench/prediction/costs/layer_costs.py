@@ -33,8 +33,6 @@ class LayerCosts:
     ----------
     scheme : str
         The name of the scheme, with its options.
-    grid : GridShape
-        Its grid.
     counted : dict of str to ndarray
         By each of `COUNTS`, the count on every rank.
     printed : dict of str to float

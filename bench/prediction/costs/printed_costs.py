@@ -72,10 +72,6 @@ class SchemeOnGrid:
     ----------
     name : str
         The name of the scheme.
-    options : dict
-        Its options.
-    grid : GridShape
-        The grid.
     printed : Printed or None
         Its costs in print, if there are any.
     """
@@ -125,8 +121,6 @@ class PairCosts:
     ----------
     scheme : str
         The name of the scheme, with its options.
-    grid : GridShape
-        Its grid.
     counted, printed : dict of str to float
         Each of `COSTS`: operations of the products, elements of the weights and of what forward
         keeps for backward, words and messages of both passes.

@@ -162,8 +162,6 @@ def make_tree(name: str, logs: Logs, links: Sequence[LinkFit], rates: dict[str, 
 
     Parameters
     ----------
-    name : str
-        The machine.
     logs, links, rates
         What was read and fitted.
     base : Machine or None

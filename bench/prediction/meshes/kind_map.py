@@ -1,8 +1,7 @@
 """Map which kind of grid is the fastest, over numbers of GPUs and rates of links between nodes.
 
-Closed forms of the search estimate all plans at the lowest and at the highest rate, and the best
-of both at every rate: the map is a model of a model, meant for where the kinds cross.  At the
-machine's own rate the fastest are predicted exactly beside.
+Closed forms of the search estimate all plans at every rate: the map is a model of a model, meant
+for where the kinds cross.  At the machine's own rate the fastest are predicted exactly beside.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
 from bench.prediction.meshes.narrow_training import NarrowTraining
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
-from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
 
@@ -126,22 +124,17 @@ def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],
 
     If none does, return {}, and add to `problems` why.
     """
-    searches = {}
+    found: dict[float, Best] = {}
     for rate in rates:
-        machine = asked.machine
-        network = msgspec.structs.replace(machine.network, bytes_per_second=rate)
-        machine = msgspec.structs.replace(machine, network=network)
-        searches[rate] = Search(NarrowTraining(asked.gpt, gpus, asked.batch, asked.seq,
-                                               asked.dtype, machine, keeps=keeps))
-        searches[rate].limit /= SLACK    # here nothing is looked at again
-    found: dict[Choice, None] = {}
-    try:
-        for rate in {min(rates), max(rates)}:
-            for plans in searches[rate].screen().values():
-                found |= dict.fromkeys(choice for _, choice in plans)
-    except UsageError as error:    # no plan, or none that fits
-        problems.append(str(error))
-        return {}
-    return {rate: min((Best(search.estimator.seconds(
-        choice, search.screened(Layer.of(choice))), choice) for choice in found),
-        key=lambda one: one.seconds) for rate, search in searches.items()}
+        network = msgspec.structs.replace(asked.machine.network, bytes_per_second=rate)
+        machine = msgspec.structs.replace(asked.machine, network=network)
+        search = Search(NarrowTraining(asked.gpt, gpus, asked.batch, asked.seq, asked.dtype,
+                                       machine, keeps=keeps))
+        search.limit /= SLACK    # here nothing is looked at again
+        try:
+            families = search.screen()
+        except UsageError as error:    # no plan, or none that fits
+            problems.append(str(error))
+            return {}
+        found[rate] = Best(*min(map(next, families.values()), key=lambda one: one[0]))
+    return found

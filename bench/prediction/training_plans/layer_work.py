@@ -12,7 +12,7 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork,
+from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork, Price,
                                                collectives_of, elementwise_coefficients,
                                                grid_work, line_elements)
 from bench.prediction.kernels import priced, with_kernels
@@ -234,9 +234,9 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
                          screened_bytes(training, layer)[0])
 
 
-def screened_work(training: Training, layer: Layer, screened: ScreenedLayer) -> LayerWork:
+def screened_work(layer: Layer, screened: ScreenedLayer, price: Price) -> LayerWork:
     """Price a layer by the result of `screen_layer`, which does not depend on strides."""
-    passes, ends = (tuple(one.seconds(training.machine, layer.placed) for one in both)
+    passes, ends = (tuple(one.seconds(price, layer.placed) for one in both)
                     for both in (screened.passes, screened.ends))
     return LayerWork(*passes, screened.weights * passes[1], ends, screened.filled)
 

@@ -1,11 +1,15 @@
 """Estimate all plans of a training, and keep the fastest of each family that may fit."""
 
 import heapq
+import itertools
 from bisect import bisect_right
 from functools import cache
 from typing import Callable, Iterable, Iterator
 
+import numpy as np
+
 from bench.errors import UsageError
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator, Held
@@ -14,12 +18,15 @@ from bench.prediction.training_plans.layer_work import (Layer, LayerWork, layer_
                                                         screened_work, trace_alone, trace_layer,
                                                         traced_work)
 
-KEPT = 100          # plans of a family that closed forms leave
+KEPT = 100          # plans of a family that are looked at, by closed forms the fastest
 REFINED = 24        # that fit by dry runs of a layer, in all
 OF_FAMILY = 4       # the same, of each family
+CERTAIN = 1.1       # of an estimate by closed forms: up to this a plan is as good as those after
 SLACK = 1.15        # of memory, by closed forms
 TRACED_SLACK = 1.02    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
+# What is known of a plan: a bound of all its work, of its layers, of all but hops; the estimate.
+LISTED, ALONE, PLACED, ESTIMATED = range(4)
 
 INFINITE = float("inf")
 
@@ -53,16 +60,17 @@ class Screening:
                              f"counts others")
         self.training, self.progress = training, progress
         self.limit = training.machine.memory_bytes
-        self.estimator = Estimator(training)
+        self.estimator, price = Estimator(training), collective_price(training.machine)
         self.filled = cache(lambda layer: screened_bytes(training, layer))
         self.counted = cache(lambda layer: screen_layer(training, layer))
         self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
-            training, layer, self.counted(layer.anywhere._replace(halves=False))))
+            layer, self.counted(layer.anywhere._replace(halves=False)), price))
         self.alone = cache(lambda layer: trace_alone(training, layer))
         self.traces = cache(lambda layer: trace_layer(training, layer, self.alone(layer)))
         self.traced: Callable[[Layer], LayerWork] = cache(
             lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
-        self.listed, self.fitting = cache(self._listed), cache(self._fitting)
+        self.listed, self.fitting, self.rates, self.placed = map(cache, (
+            self._listed, self._fitting, self._rates, self._in_every_place))
         self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
         self.least = INFINITE    # bytes of the smallest candidate
 
@@ -82,8 +90,8 @@ class Screening:
         """List what so many replicas divide."""
         return list_choices(self.training, OF_STATE, FIRST._replace(data=data))
 
-    def screen(self) -> dict[str, list[Scored]]:
-        """Return the best plans of each family by closed forms.
+    def screen(self) -> dict[str, Iterator[Scored]]:
+        """Return the `KEPT` best plans of each family by closed forms, the fastest first.
 
         Raises
         ------
@@ -108,7 +116,8 @@ class Screening:
             raise UsageError(self._no_mesh())
         if not bounded:
             raise UsageError(self.too_large())
-        return {family: self._fastest(ordered(plans)) for family, plans in bounded.items()}
+        return {family: itertools.islice(self._fastest(ordered(plans)), KEPT)
+                for family, plans in bounded.items()}
 
     def _listed(self, data: int) -> tuple[States, list[float]]:
         """List what so many replicas divide, and the bytes per parameter, ascending."""
@@ -122,16 +131,25 @@ class Screening:
         """
         states, ascending = self.listed(work.replicas)
         if self.training.gpt.experts:    # of which ZeRO divides other parts
-            needed = {one: max(self.estimator.needed(
-                one._replace(expert_parallel=work.expert_parallel), held)) for one in states}
-            return (tuple(one for one in states if needed[one] <= limit),
-                    min((more for more in needed.values() if more > limit), default=INFINITE))
+            shared, routed = self.rates(work.replicas, work.expert_parallel)
+            needed = np.max([shared * parameters + routed * experts + more
+                             for parameters, experts, more in held], axis=0)
+            fits = needed <= limit
+            return (tuple(itertools.compress(states, fits)),
+                    float(np.min(needed, where=~fits, initial=INFINITE)))
         fitting = bisect_right(ascending, min(
             (limit - more) / parameters for parameters, _, more in held))
         if fitting == len(states):
             return states, INFINITE
         least = max(ascending[fitting] * parameters + more for parameters, _, more in held)
         return self.fitting(work.replicas, fitting) if fitting else (), least
+
+    def _rates(self, data: int, experts: int) -> np.ndarray:
+        """Return the bytes per parameter of what so many replicas divide, and per one of experts.
+        """
+        return np.array([[self.estimator.state(one.zero, shards)
+                          for shards in self.estimator.shards_of(one)] for one in (
+            state._replace(expert_parallel=experts) for state in self.listed(data)[0])]).T
 
     def _families(self, work: Choice, states: States) -> dict[str, States]:
         """Return by family what replicas may divide."""
@@ -148,73 +166,81 @@ class Screening:
         return tuple(one for one in states
                      if self.estimator.state(one.zero, one.parts) <= ascending[count - 1])
 
-    def _fastest(self, plans: list[Bounded]) -> list[Scored]:
-        """Return the fastest of some plans, for each division of work and stage of ZeRO one.
+    def _fastest(self, plans: list[Bounded]) -> Iterator[Scored]:
+        """Yield the fastest of some plans, for each division of work and stage of ZeRO one.
 
-        They are ordered by a bound from below.
+        The plan with the lowest bound is bounded anew: by its layers alone, then in every place
+        by all but hops, which take the longest to price; at last it is estimated.  It is yielded
+        once no bound is lower, so none is estimated that is never asked for.
         """
-        heap: list = []    # the slowest first
-        for number, (bound, work, states) in enumerate(plans):
-            worst = -heap[0][0] if len(heap) == KEPT else INFINITE
-            if bound > worst:
-                break
-            if not number % 1000:
-                self.progress(f"{work._replace(zero=states[0].zero).family}: {number} of "
-                              f"{len(plans)} ways to divide the work estimated")
-            if worst < INFINITE and self._alone(work) > worst:
+        heap: list = [(bound, LISTED, number, 0, work, states)
+                      for number, (bound, work, states) in enumerate(plans)]    # ascending
+        yielded: set[tuple[int, int]] = set()
+        while heap:
+            bound, known, number, place, choice, rest = heapq.heappop(heap)
+            if known == LISTED:
+                self.progress(f"{choice.family}: {number} of {len(plans)} ways to divide the work "
+                              f"estimated")
+                heapq.heappush(heap, (self._alone(choice), ALONE, number, 0, choice, rest))
+            elif known == ALONE:
+                every = (self._in_places(choice._replace(zero=one.zero, shards=one.shards),
+                                         self.screened) for one in rest)
+                for place, (bound, one, work) in enumerate(itertools.chain.from_iterable(every)):
+                    heapq.heappush(heap, (bound, PLACED, number, place, one, work))
+            elif (number, choice.zero) in yielded:
                 continue
-            best: dict[int, Scored] = {}
-            for one in states:
-                known = best.get(one.zero)
-                scored = self._placed(work._replace(zero=one.zero, shards=one.shards),
-                                      self.screened, known[0] if known else worst)
-                if scored and not (known and known[0] <= scored[0]):
-                    best[one.zero] = scored
-            for zero, (seconds, choice) in best.items():
-                (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(
-                    heap, (-seconds, -number, zero, choice))
-        return ordered((-seconds, choice) for seconds, _, _, choice in heap)
+            elif known == PLACED:
+                heapq.heappush(heap, (self.estimator.seconds(choice, rest), ESTIMATED, number,
+                                      place, choice, None))
+            else:
+                yielded.add((number, choice.zero))
+                yield bound, choice
 
     def _alone(self, choice: Choice) -> float:
         """Return a bound of the seconds from below: layers alone, in their best place."""
-        found = []
-        for one in {name if name in choice.grid else "" for name in
-                    self.training.insides(choice)}:
-            layer = Layer.of(choice._replace(inside=one))
-            work = self.screened(layer._replace(recompute="none"))
-            again = LEAST_AGAIN * work.forward * (choice.recompute == "full")
-            found.append(self.estimator.alone(choice, work, again))
-        return min(found)
+        full = choice.recompute == "full"
+        return min(self.estimator.alone(choice, work, LEAST_AGAIN * work.forward * full)
+                   for work in self.placed(choice._replace(recompute="none", schedule="1f1b")))
 
-    def _placed(self, choice: Choice, priced: Callable[[Layer], LayerWork],
-                most: float = INFINITE) -> Scored | None:
-        """Return the fastest place of a plan on the nodes; None if all take more than `most`.
+    def _in_every_place(self, choice: Choice) -> list[LayerWork]:
+        """Price the layers of a division of work in each place on the nodes."""
+        states = [choice._replace(shards=one) for one in self.training.shards(
+            choice._replace(zero=1))]
+        return [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
+                                     for inside in self.training.insides(one)})]
 
-        Hops, which take the longest to price, are priced only where a place may be the fastest.
-        """
-        places = []
+    def _in_places(self, choice: Choice, priced: Callable[[Layer], LayerWork]
+                   ) -> Iterator[tuple[float, Choice, LayerWork]]:
+        """Yield a plan in each place on the nodes, with a bound of its seconds, and its work."""
         for inside in self.training.insides(choice):
             one = choice._replace(inside=inside) if inside else choice
             work = priced(Layer.of(one))
-            places.append((self.estimator.seconds(one, work, hops=False), len(places), one, work))
-        best: tuple[float, int, Choice] | None = None
-        for bound, number, one, work in sorted(places, key=_seconds):
-            if bound > (most if best is None else best[0]):
-                break
-            found = self.estimator.seconds(one, work), number, one
-            best = found if best is None else min(best, found)
-        return (best[0], best[2]) if best else None
+            yield self.estimator.seconds(one, work, hops=False), one, work
 
-    def refine(self, families: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
+    def _placed(self, choice: Choice) -> Scored:
+        """Return the fastest place of a plan on the nodes by dry runs of a layer."""
+        return min(((self.estimator.seconds(one, work), one)
+                    for _, one, work in self._in_places(choice, self.traced)), key=_seconds)
+
+    def refine(self, families: dict[str, Iterable[Scored]]) -> dict[str, list[Scored]]:
         """Return the best plans that fit, by dry runs of a layer, of all and of each family."""
         found: dict[str, list[Scored]] = {family: [] for family in families}
         total = 0
-        for _, choice in ordered(one for plans in families.values() for one in plans):
-            if total >= REFINED and len(found[choice.family]) >= OF_FAMILY:
-                continue
-            scored = self.scored(choice)
-            found[choice.family] += scored
-            total += bool(scored)
+
+        def enough(family: str, seconds: float) -> bool:
+            return total >= REFINED and OF_FAMILY <= sum(
+                one <= CERTAIN * seconds for one, _ in found[family])
+
+        def wanted(family: str) -> Iterator[Scored]:
+            for seconds, choice in families[family]:
+                yield seconds, choice
+                if enough(family, seconds):
+                    return
+        for seconds, choice in heapq.merge(*map(wanted, families), key=_seconds):
+            if not enough(choice.family, seconds):
+                scored = self.scored(choice)
+                found[choice.family] += scored
+                total += bool(scored)
         return {family: ordered(plans) for family, plans in found.items()}
 
     def scored(self, choice: Choice) -> list[Scored]:
@@ -228,7 +254,7 @@ class Screening:
         plain = [one._replace(inside="") for one in fitting if one.shards is None]
         found = [*[(self.estimator.seconds(one, self.traced(Layer.of(one))), one)
                    for one in plain],
-                 *sorted((self._placed(one, self.traced) for one in fitting), key=_seconds)[:1]]
+                 *ordered(map(self._placed, fitting))[:1]]
         return [*dict.fromkeys(ordered(found))]
 
     def may_fit(self, choice: Choice) -> bool:

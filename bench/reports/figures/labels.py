@@ -35,8 +35,6 @@ def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object
 
     Parameters
     ----------
-    figure : matplotlib.figure.Figure
-        The figure of their panels.
     labels : sequence of Label
         The labels, in the order in which they choose places.
     markers : sequence of (panel, x, y)

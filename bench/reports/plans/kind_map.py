@@ -64,6 +64,6 @@ def remarks(asked: Asked) -> list[str]:
             "x Z has more than one divided direction",
             f"links are those of a node of {per_node} GPUs to all others, in one direction; "
             f"inside a node each GPU has {inside / GB:g} GB/s",
-            "seconds are estimates by closed forms, of all plans at the lowest and the highest "
-            "rate, and of the best hundred of each family of both at the rates between; predicted "
-            "are the fastest by dry runs of a step, at the machine's own rate; none was measured"]
+            "layers are the model's own, with its grouped heads, gated units and experts",
+            "seconds are estimates by closed forms, of all plans at each rate; predicted are the "
+            "fastest by dry runs of a step, at the machine's own rate; none was measured"]

@@ -111,6 +111,7 @@ def _remarks(rules: Rules) -> Notes:
         *(line for rule in rules.rules for line in rule.contradictions),
         f"a rule names a mesh alone: plain is {plain}; else the planner chooses the rest, and "
         f"plain or sequence-parallel 1-D, so that a rule loses by its mesh alone",
+        "layers are each model's own, with its grouped heads, gated units and experts",
         "the tree: replicas alone where values, gradients, masters and moments fit one GPU, else "
         "as many ranks of tensor parallelism as they need, at most a node's; it derives the "
         "stages from the replicas and these from the stages, so the planner chooses both",

@@ -1,6 +1,5 @@
 """Compute attention with keys and values that ranks pass on, a block of each rank at a time."""
 
-import itertools
 import math
 from typing import Any, Iterator
 
@@ -36,6 +35,11 @@ class RingAttention(Attention):
         """List what the queries of this rank see in the block of a rank."""
         return [*self._visits(self.chunks.context.chunks(rank % self.chunks.axis.size))]
 
+    def _members(self, visits: list[Visit]) -> Iterator[tuple[int, Visit]]:
+        """Yield each visit for the members of a group; in a dry run one stands for the others."""
+        for n in self.space.grid.backend.alike(self.group):
+            yield from ((n, visit) for visit in visits)
+
     def _own_keys(self, x: Array) -> tuple[Array, Array]:
         """Return Q, K and V of this rank's positions, and the K and V that are passed on."""
         by_head = self._split_heads(x)
@@ -53,7 +57,7 @@ class RingAttention(Attention):
         for one in lse:
             one[...] = -math.inf
         for _, kv, visits in self._ring(own):
-            for n, (rows, keys, first, limit) in itertools.product(range(self.group), visits):
+            for n, (rows, keys, first, limit) in self._members(visits):
                 queries, k, v = q[:, rows, n, ...], kv[:, keys, 0, ...], kv[:, keys, 1, ...]
                 found = self.pair[0](queries, k, v, first, limit,
                                      out=library.empty(tuple(queries.shape), x.dtype))
@@ -86,7 +90,7 @@ class RingAttention(Attention):
                 dkv[...] = 0
             else:
                 dkv = self.chunks.shift(dkv, held - 1, 1)
-            for n, (rows, keys, first, limit) in itertools.product(range(self.group), visits):
+            for n, (rows, keys, first, limit) in self._members(visits):
                 queries, k, v = q[:, rows, n, ...], kv[:, keys, 0, ...], kv[:, keys, 1, ...]
                 terms = [library.empty(tuple(a.shape), x.dtype) for a in (queries, k, v)]
                 attend_backward(do[:, rows, :, n, :], (queries, k, v), lse[n][:, :, rows],

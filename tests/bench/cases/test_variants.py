@@ -135,8 +135,8 @@ def test_jobs_are_of_one_variant(tmp_path):
     one = make_case(ROW, "laptop", variant)
     assert {"--keep=both", "--causal"} <= {*scripts.row_script(work, one).split()}
     run_file.write_run(run_of(variant), tmp_path, one.name)
-    assert len(books.list_results(work, one)) == 1
-    assert not books.list_results(work, make_case(ROW, "laptop"))
+    assert len(books.read_results(work, one)[0]) == 1
+    assert not books.read_results(work, make_case(ROW, "laptop"))[0]
 
 
 @pytest.mark.parametrize("words, message", [

@@ -171,17 +171,6 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
     assert not list(shared_tmp_path.glob("*.h5"))
 
 
-@pytest.mark.slow
-def test_a_rank_count_that_no_row_has():
-    done = run_ranks(2, "-m", "bench", "run", "--scheme", "2d", *TINY)
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1
-    assert "no row of --table all --scheme 2d is for 2 ranks: there are rows for 16, 36, 64 " \
-           "ranks" in done.stderr
-    done = run_python("-m", "bench", "run", *TINY)
-    assert done.returncode == 2 and "the launcher started worlds of one" in done.stderr
-
-
 @pytest.mark.ranks(8)
 def test_a_folder_that_cannot_be_written(comm, shared_tmp_path):
     (shared_tmp_path / "file").touch()
@@ -286,12 +275,6 @@ def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     done = run_python("-c", "import bench, os, sys; assert 'mpi4py.MPI' not in sys.modules; "
                             "print(os.environ['MM3D_BACKEND'])", "--backend=numpy")
     assert done.stdout == "numpy\n", done.stderr
-
-
-@pytest.mark.slow
-def test_reproduce_is_not_for_mpirun(tmp_path):
-    done = run_ranks(2, "-m", "bench", "reproduce", *TINY, "--out", str(tmp_path))
-    assert done.returncode == 2 and "reproduce starts mpirun itself" in done.stderr
 
 
 def test_the_recorded_command_has_no_folders():

@@ -16,8 +16,8 @@ from bench.validation.files import check_file
 from bench.validation.rules import check_waits
 from refused import refused
 
-ROW = ("--preset", "emulated-tiny", "--rows", "weak:3d", "--repetitions", "2",
-       "--max-repetitions", "2", "--traced", "0", "--work-scale", "100", "--batch", "8")
+ROW = ("--preset", "emulated-tiny", "--repetitions", "2", "--max-repetitions", "2", "--traced",
+       "0", "--work-scale", "100", "--batch", "8")
 
 
 @pytest.mark.parametrize("software, predicted, share, factor", [
@@ -42,8 +42,9 @@ def cluster(monkeypatch):
 
 @pytest.mark.ranks(8)
 def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
-    arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "0.1",
-                                            "--out", str(shared_tmp_path)])
+    arguments = parser(["run"]).parse_args([
+        "run", *ROW, "--rows", "weak:3d", "--software-share", "0.1", "--out",
+        str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
     path, = shared_tmp_path.glob("*.h5")
     run = run_file.read_run(path)
@@ -64,19 +65,21 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
     assert "the group software is there, but not both" in "".join(check_waits(run))
 
 
-@pytest.mark.ranks(8)
-def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, capsys):
+@pytest.mark.ranks(2)
+def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, monkeypatch, capsys):
     """Each record names its rate, waits are the same, and all are joined.
 
     A row that is not slowed tells its software too, and is not to be quoted, whatever its share.
     """
-    arguments = parser(["run"]).parse_args(["run", *ROW, "--software-share", "none", "--links",
-                                            "unlimited,20Mbit", "--out", str(shared_tmp_path)])
+    monkeypatch.setenv("MM3D_CLUSTER", Cluster.parse("2x1:50Mbit").to_environment())
+    arguments = parser(["run"]).parse_args([
+        "run", *ROW, "--rows", "weak:1d-sp", "--software-share", "none", "--links",
+        "unlimited,20Mbit", "--out", str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
     rows = read_folder(shared_tmp_path).rows
     assert {run.environment["emulated_cluster"] for run in rows} == {
-        "2x4:20Mbit", "2x4:unlimited"}
-    row = next(row for row in select_rows("weak", "3d") if row.gpus == 8)
+        "2x1:20Mbit", "2x1:unlimited"}
+    row, = select_rows("weak", "1d-sp", 2)
     for run in rows:
         assert run.dilation == 1 and {"software", "predicted"} <= run.groups.keys()
         assert not of_run(row, run).quotable
@@ -88,7 +91,7 @@ def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, capsys):
         timed = [rate for rate in cluster if rate != 5e7]    # which is set after each row
         assert sorted(timed, key=str) == [2e7, *[None] * 7] and cluster[-1] == 5e7
         assert "links of 20Mbit:" in capsys.readouterr().out
-        assert [*shared_tmp_path.glob("where-each-is-fastest-weak-p008-*.png")]
+        assert [*shared_tmp_path.glob("where-each-is-fastest-weak-p002-*.png")]
 
 
 @pytest.mark.ranks(1, 8)

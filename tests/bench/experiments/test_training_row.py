@@ -57,7 +57,9 @@ def settings(link=None, predict=lambda config, ranks: {"actions": 1.0}):
 @pytest.mark.ranks(2, 4)
 def test_a_step_waits_for_all_of_its_work(comm, number):
     """Also for embedding, head, loss and optimizer: as much as a dry run of the rank has."""
-    division = MESHES[comm.size][number % len(MESHES[comm.size])]
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    division = MESHES[comm.size][number]
     found = training_row.measure_training(case(comm.size, division), settings(), comm)
     assert (found is None) == (comm.rank > 0)
     if found is not None:

@@ -28,10 +28,11 @@ def measured(comm, folder, *words: str):
     return path
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, 2, slow=(8,))
 def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path, capsys):
     path = measured(comm, shared_tmp_path, *(
-        ("--rows", "weak:3d") if comm.size > 1 else ("--rows", "weak:serial", "--traced", "1")))
+        {1: ("--rows", "weak:serial", "--traced", "1"), 2: ("--rows", "weak:1d-sp"),
+         8: ("--rows", "weak:3d")}[comm.size]))
     run = run_file.read_run(path)
     chosen = run.configuration
     assert [chosen[name] for name in ("work", "waited_machine", "waited_scale")] == [
@@ -61,12 +62,12 @@ def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path, capsys)
     assert not [*check_waits(run)]
 
 
-@pytest.mark.ranks(8)
+@pytest.mark.ranks(2)
 def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkeypatch, capsys):
     found = Trace.work
-    wrong = 1.001 if comm.rank == 5 else 1
+    wrong = 1.001 if comm.rank == 1 else 1
     monkeypatch.setattr(Trace, "work", lambda *given: wrong * found(*given))
-    arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, "--rows", "weak:1d", "--out",
+    arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, "--rows", "weak:1d-sp", "--out",
                                             str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 1
     assert not list(shared_tmp_path.glob("*.h5"))

@@ -9,6 +9,7 @@ from msgspec import structs
 import mm3d
 from bench.__main__ import main
 from bench.prediction import seconds
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.meshes.context_ways import Asked, list_places
 from bench.prediction.model_file import ModelFile
@@ -43,7 +44,7 @@ def made(way: str, **more) -> PipelineModel:
 
 
 @WAYS
-@pytest.mark.ranks(4, 8, slow=(8,))
+@pytest.mark.ranks(4, slow=(8,))
 def test_a_dry_step_moves_and_holds_what_a_real_one_does(comm, monkeypatch, way):
     """On every rank, with AdamW: calls, words, bytes and messages, and the bytes at the peak."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
@@ -179,6 +180,7 @@ def test_the_best_plan_with_contexts_is_that_of_all_predicted_exactly(monkeypatc
     assert len(fitting) < len(every)
     assert found.best.seconds == min(plan.seconds for plan in fitting)
     assert {plan.choice.family for plan in fitting} == set(found.families)
+    assert all(found.families[plan.choice.family].seconds <= plan.seconds for plan in fitting)
     for plan in every:
         assert plan.choice.replicas * plan.choice.stages == 4
 
@@ -198,7 +200,7 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(way, context):
     for sizes in ((1,), (4,)):
         layer = Layer("1d-sp", GridShape("x", sizes), 1, "none", False,
                       strides=(1, sizes[0]), context=context, way=way)
-        near = screened_work(asked, layer, screen_layer(asked, layer))
+        near = screened_work(layer, screen_layer(asked, layer), collective_price(asked.machine))
         exact = traced_work(asked, layer, trace_layer(asked, layer.anywhere))
         for name in ("forward", "backward"):
             assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.05), layer
@@ -214,7 +216,7 @@ def test_so_it_is_where_heads_share_keys_and_with_a_window(way, window):
         kv_heads=8, window=window))
     asked = Training(gpt, 64, 8, 16384, "float16", load_machine("dgx-h100"))
     layer = Layer("1d-sp", GridShape("x", (4,)), 1, "none", False, context=4, way=way)
-    near = screened_work(asked, layer, screen_layer(asked, layer))
+    near = screened_work(layer, screen_layer(asked, layer), collective_price(asked.machine))
     exact = traced_work(asked, layer, trace_layer(asked, layer))
     for name in ("forward", "backward"):
         assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.01)

@@ -6,10 +6,12 @@ import pytest
 
 from bench.__main__ import main
 from bench.prediction import hop_seconds, machine_model, pipeline_seconds
+from bench.prediction.chunk_events import run_few
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
+from mm3d.model.experts.layer import Experts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
@@ -138,6 +140,32 @@ def test_the_peak_of_a_stage_follows_from_fewer_stages(name, micro, per, more, s
     assert pipeline_seconds.shorter_steps(model, stage) is not None
     assert pipeline_seconds.peak_bytes(model, stage, optimizer=True) == model.whole_step(
         0, stage, optimizer=True).peak
+
+
+ROUTED = {"experts": Experts(4, top=2, every=1, gate="mixtral", capacity=None)}
+
+
+@pytest.mark.parametrize("name, stages, micro, stage, more, mesh", [
+    ("1f1b", 1, 3, 0, {}, {}), ("1f1b", 3, 5, 0, {"recompute": "full"}, {"data": 2, "zero": 3}),
+    ("zb-h1", 2, 4, 0, {"recompute": "selective"}, {"data": 2, "zero": 2, "vocab": 0}),
+    ("zb-h1", 2, 4, 1, {}, {"context": 2, "context_way": "ring"}),
+    ("interleaved:3", 2, 4, 1, {"layers": 8}, {"data": 2, "zero": 1}),
+    ("interleaved:2", 3, 6, 0, ROUTED, {"data": 2, "zero": 1, "expert_parallel": 2})])
+def test_few_micro_batches_tell_the_peak_of_all(name, stages, micro, stage, more, mesh):
+    """Chunks have a layer or two, so that not all are alike."""
+    stack = Stack(**{"layers": 6, "dtype": "float16", "causal": True} | more, hidden=64, heads=4,
+                  batch=2 * micro, seq=16)
+    grid = GridShape("xyz", (1, 2, 1))
+    model = PipelineModel(build(name, stages, micro), "3d", (grid,) * stages, stack, named=name,
+                          **{"vocab": 64} | mesh)
+    chunks = []
+
+    def few(gpt):
+        run_few(gpt)
+        chunks.extend(getattr(gpt, "pipeline", gpt).worker.chunks)
+    known = model.whole_step(0, stage, optimizer=True).peak
+    assert model.whole_step(0, stage, 0, True, few).peak == known
+    assert sum(one.runs for one in chunks) < micro * len(chunks)
 
 
 @pytest.mark.parametrize("recompute, layers, micro", [

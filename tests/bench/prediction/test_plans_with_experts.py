@@ -7,11 +7,12 @@ import pytest
 from msgspec import structs
 
 from bench.__main__ import main
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipeline_seconds import predict_pipeline
-from bench.prediction.training_plans import search
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans import screening, search
+from bench.prediction.training_plans.choices import LONG_SEQ, Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
                                                         trace_layer, traced_work)
 from bench.prediction.training_step import expert_parameters, layer_parameters
@@ -60,6 +61,29 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib, every)
     assert {2, 4} <= {plan.choice.expert_parallel for plan in fitting}
     assert found.best.seconds == min(plan.seconds for plan in fitting)
     assert {plan.choice.family for plan in fitting} == set(found.families)
+    assert all(found.families[plan.choice.family].seconds <= plan.seconds for plan in fitting)
+
+
+@pytest.mark.parametrize("mib, more", [
+    (13, {"experts": None}), (45, {}), (40, {"experts": replace(EXPERTS, every=2)}),
+    (400, {"experts": None, "seq": LONG_SEQ})])
+def test_plans_come_in_the_order_of_their_estimates_and_none_is_left_out(mib, more):
+    """Bounds are no higher than estimates, in any place on the nodes; contexts are among plans."""
+    asked = training(8, 4, mib)
+    gpt = structs.replace(ROUTED, **more)
+    asked = search.Search(replace(asked, gpt=gpt, seq=gpt.seq))
+    found = {family: [seconds for seconds, _ in plans]
+             for family, plans in asked.screen().items()}
+    every: dict[str, dict[Choice, float]] = {}
+    for choice in asked.choices():
+        filled, _ = asked.filled(Layer.of(choice, whole=True))
+        if asked.estimator.memory(choice, filled) <= screening.SLACK * asked.limit:
+            seconds = asked.estimator.seconds(choice, asked.screened(Layer.of(choice)))
+            best = every.setdefault(choice.family, {})
+            work = choice._replace(shards=None, inside="")
+            best[work] = min(seconds, best.get(work, seconds))
+    assert found == {family: sorted(best.values())[:screening.KEPT]
+                     for family, best in every.items()}
 
 
 @pytest.mark.parametrize("zero, shards, parts", [(0, None, 1), (1, None, 4), (3, 2, 4), (2, 4, 2)])
@@ -97,7 +121,8 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(parts, recompute):
         if grid.sizes in ((1,), (4,), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False, parts,
                           (*map(grid.stride, grid), grid.ranks) if parts > 1 else ())
-            near = screened_work(asked, layer, screen_layer(asked, layer.anywhere))
+            near = screened_work(layer, screen_layer(asked, layer.anywhere),
+                                 collective_price(asked.machine))
             exact = traced_work(asked, layer, trace_layer(asked, layer))
             for name in ("forward", "backward"):
                 assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.11), layer

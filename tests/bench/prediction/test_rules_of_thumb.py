@@ -1,5 +1,8 @@
 """Rules of thumb for meshes beside the planner, and the map of where X x Y x Z is faster."""
+from dataclasses import replace
+
 import pytest
+from msgspec import structs
 
 from bench.__main__ import main
 from bench.errors import UsageError
@@ -9,6 +12,7 @@ from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.meshes.rules_of_thumb import (PLAIN, check_rules, fitting_tensor, load_rules)
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
+from mm3d import Architecture, Experts
 from support import status_of
 
 H100 = load_machine("dgx-h100")
@@ -33,15 +37,33 @@ batch = {batch}
 '''
 
 
+LLAMA = """[architecture]
+norm = "rms"
+kv_heads = 4
+perceptron = "swiglu"
+inner = 96
+biases = "none"
+"""
+
+
 @pytest.fixture
 def rules(tmp_path):
     """Write a file of one rule for a tiny model; return its path."""
-    def write(tensor="[2]", batch=8) -> str:
-        (tmp_path / "tiny.toml").write_text(TINY)
+    def write(tensor="[2]", batch=8, layers="", model="") -> str:
+        (tmp_path / "tiny.toml").write_text(TINY + layers)
         path = tmp_path / "rules.toml"
-        path.write_text(RULE.format(model=tmp_path / "tiny.toml", tensor=tensor, batch=batch))
+        path.write_text(RULE.format(model=model or tmp_path / "tiny.toml", tensor=tensor,
+                                    batch=batch))
         return str(path)
     return write
+
+
+def test_a_model_that_is_unknown_is_named_before_the_first_search(rules, capsys):
+    path = rules(model="llama-2-71b")
+    assert status_of(main, ["plan", "--rules", path, "--machine", "dgx-h100"]) == 2
+    said = capsys.readouterr()
+    assert "'llama-2-71b' is unknown" in said.err and "did you mean llama-2-7" in said.err
+    assert not said.out
 
 
 def test_what_the_supplied_rules_contradict():
@@ -57,8 +79,11 @@ def test_the_tree_takes_as_many_ranks_as_the_state_needs(rules, tmp_path):
     assert [*found.values()] == [1, 2, 4, 8, 8]
 
 
-def test_rules_have_their_mesh_and_the_planner_is_the_fastest(rules):
-    (found,) = check_rules(load_rules(rules("[2, 4]")), H100, "float16")
+def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules):
+    (found,) = check_rules(load_rules(rules("[2, 4]", layers=LLAMA)), H100, "float16")
+    for one in found:
+        architecture = one.plan.model.stack.architecture
+        assert architecture.kv_heads == 4 and architecture.perceptron == "swiglu"
     assert [one.by for one in found] == ["TP 2, plain", "TP 2", "TP 4, plain", "TP 4",
                                          "tree, TP 1", "planner"]
     for one, (tensor, data) in zip(found, ((2, 2), (2, 2), (4, 1), (4, 1))):
@@ -117,6 +142,18 @@ def test_a_map_has_the_fastest_plan_of_each_kind():
         on_8, on_16 = ([one.best[kind].seconds for one in places if one.gpus == gpus]
                        for gpus in (8, 16))
         assert on_8[0] == on_8[1] == on_8[2] and on_16[0] >= on_16[1] >= on_16[2]
+
+
+@pytest.mark.parametrize("more", [
+    {"architecture": Architecture(kv_heads=2, perceptron="swiglu", inner=96)},
+    {"experts": Experts(4, top=2, every=1, capacity=None)}])
+def test_a_map_prices_the_layers_of_the_model(more):
+    """Grouped heads, gated units and experts take other seconds than a GPT's layers."""
+    found = [[one.seconds for one in place.best.values()]
+             for gpt in (TINY_GPT, structs.replace(TINY_GPT, **more))
+             for place in map_kinds(replace(ASKED, gpt=gpt), [8], [1e9])]
+    assert len(found[0]) == len(found[1]) == 2
+    assert all(one != other for one, other in zip(*found))
 
 
 def test_a_map_at_the_rate_of_the_machine_is_its_search():

@@ -13,6 +13,7 @@ from bench.command_line import config_options
 from bench.errors import UsageError
 from bench.instruments.placement import mesh_order
 from bench.prediction import hop_seconds
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
@@ -71,7 +72,7 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
     assert found.best.seconds == min(plan.seconds for plan in fitting)
     for plan in fitting:
         choice = plan.choice
-        assert plan.choice.family in found.families
+        assert found.families[choice.family].seconds <= plan.seconds
         filled, _ = asked.filled(Layer.of(choice, whole=True))
         assert asked.estimator.memory(choice, filled) <= screening.SLACK * limit
         assert asked.may_fit(choice)
@@ -134,6 +135,7 @@ def test_so_it_is_with_uneven_grids_shards_and_places(kind, gpt, batch, mib):
     assert 10 < len(fitting) < len(every) and not asked.refused
     assert found.best.seconds == min(plan.seconds for plan in fitting)
     assert {plan.choice.family for plan in fitting} == set(found.families)
+    assert all(found.families[plan.choice.family].seconds <= plan.seconds for plan in fitting)
 
 
 @pytest.mark.parametrize("sizes", [(3,), (6,), (1, 2, 3), (3, 1, 2), (2, 3, 1)])
@@ -142,8 +144,8 @@ def test_closed_forms_price_the_largest_rank(sizes):
     asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
     scheme, grid = next(one for one in asked.shapes() if one[1].sizes == sizes)
     layer = Layer(scheme, grid, 6, "none", False)
-    near, traces = screened_work(asked, layer, screen_layer(asked, layer)), trace_layer(
-        asked, layer)
+    near, traces = screened_work(layer, screen_layer(asked, layer),
+                                 collective_price(asked.machine)), trace_layer(asked, layer)
     exact = traced_work(asked, layer, traces)
     for name in ("forward", "backward"):
         assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.03)
@@ -223,7 +225,8 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(model, machine, error, rec
     for scheme, grid in asked.shapes():
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
-            near = screened_work(asked, layer, screen_layer(asked, layer))
+            near = screened_work(layer, screen_layer(asked, layer),
+                                 collective_price(asked.machine))
             exact = traced_work(asked, layer, trace_layer(asked, layer))
             for name in ("forward", "backward"):
                 assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=error), layer

@@ -269,13 +269,6 @@ def test_a_full_disk_ends_nothing(tmp_path):
     process.join()
 
 
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = reproduce(tmp_path / "file" / "out")
-    assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
-
-
 def test_ranks_that_no_row_has(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     assert main(["reproduce", "--preset", "tiny", "--scheme", "3d", "--ranks", "7", "--out",
@@ -298,6 +291,10 @@ def test_rows_of_other_rank_counts(named):
     assert [one.row.gpus for one in found] == [64] * len(named.split(","))
     own, = run.make_cases(selection.rows_by_name("weak:1d-sp", 5), 5, arguments, Variant())
     assert own.row.gpus == 5
+    arguments = parser(["run"]).parse_args(["run", "--scheme", "2d"])
+    with pytest.raises(UsageError, match="no row of --table all --scheme 2d is for 1 rank: .*the "
+                                         "launcher started worlds of one"):
+        run.make_cases(select_rows("all", "2d"), 1, arguments, Variant())
 
 
 def test_a_row_is_there_once_however_often_it_is_named():

@@ -21,7 +21,7 @@ from bench.verbs import validate
 from jobs import scripts, site, standings
 from jobs.__main__ import main as jobs_main
 from bench.cases.case import make_case
-from records import made_up
+from records import draw_only, made_up
 
 ROW = make_case(select_rows("weak", "3d")[0], "laptop")
 HOLD = """
@@ -146,7 +146,8 @@ def test_one_bad_run_leaves_itself_out_of_a_merged_file(tmp_path, capsys):
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("mask", [0o002, 0o027, 0o077])
-def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, mask):
+def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, monkeypatch, mask):
+    draw_only(monkeypatch, "average-step-time")
     folder, before = tmp_path / "results", os.umask(mask)
     try:
         run_file.check_folder(folder)

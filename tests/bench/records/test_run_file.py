@@ -3,7 +3,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import time
 
 import h5py
@@ -138,27 +137,6 @@ def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
     assert {p.name for p in tmp_path.glob("*.h5")} >= set(finished)
     for path in tmp_path.glob("*.h5"):
         run_file.read_run(path)
-
-
-def write_with_limit(folder, size: int, pipe) -> None:
-    """Write a run where no file may have more than `size` bytes; tell what comes of it."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    try:
-        pipe.send(run_file.write_run(made_up(ROW), folder, "a").name)
-    except StoreError as error:
-        pipe.send(str(error))
-
-
-def test_a_full_disk_loses_nothing(tmp_path):
-    # A limit on the size of a file is as final as a full disk, and can be had anywhere.
-    finished = run_file.write_run(made_up(ROW), tmp_path, "a")
-    message, pipe = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=write_with_limit, args=(tmp_path, 4096, pipe))
-    process.start()
-    assert f"a could not be written in {tmp_path} (File too large)" in message.recv()
-    process.join()
-    assert list(tmp_path.iterdir()) == [finished]
-    run_file.read_run(finished)
 
 
 def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Predicted beside measured: what is read from records, and the table and errors of it."""
 import dataclasses
+import functools
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,6 +31,7 @@ def test_the_table_says_which_direction_is_inside():
     assert "planner's" in text    # the two orders are two plans to choose from
 
 
+@functools.cache
 def made(slower=1.25) -> list[Measured]:
     """Grids of 8 ranks, measured as predicted but for a factor; 8 x 1 x 1 far faster."""
     found = []

@@ -15,7 +15,8 @@ from bench.cases.selection import select_rows
 from bench.prediction import machine_model, planner, schedule_costs
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory, schedules
+from bench.reports.figures import (cube, every_figure, prediction, roofline_and_memory, schedules,
+                                   style)
 from bench.reports.figures.frames import MOST_RANKS, colour_of
 from bench.reports.figures.layer_parts import LayerParts
 from bench.reports.figures.rank_panels import RankPanels
@@ -28,7 +29,6 @@ from records import limited
 from support import ROOT
 
 LONGHORN = machine_model.load_machine("longhorn")
-MEASURED = ROOT / "results" / "paper-laptop"
 SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
 # What draws, by the modules that make figures; each is covered below.
 MAKERS = {"cube", "prediction", "style"}
@@ -77,18 +77,21 @@ def test_figures_are_made_where_these_tests_look():
     assert found == MAKERS
 
 
-def test_figures_of_measured_results(tmp_path, texts):
+@pytest.fixture(scope="module")
+def measured():
+    return read_folder(ROOT / "results" / "paper-laptop")
+
+
+def test_figures_of_measured_results(tmp_path, texts, measured):
     """All, which `bench report` shows too, of rows whose rates lie close together."""
-    for path in MEASURED.glob("*.h5"):
-        (tmp_path / path.name).symlink_to(path)
-    files, left_out = every_figure.draw_figures(tmp_path)
+    files, left_out = style.save_drawings(every_figure.make_drawings(measured), tmp_path)
     assert len(files) == len(every_figure.FIGURES) and not left_out
     assert list(texts.problems()) == [] and texts.pictures == len(files)
 
 
-def test_points_lie_under_the_roof_that_they_are_compared_with():
+def test_points_lie_under_the_roof_that_they_are_compared_with(measured):
     """What is measured of a rank while others wait, under what one rank has alone."""
-    runs = read_folder(MEASURED).results[0].runs.values()
+    runs = measured.results[0].runs.values()
     assert runs
     for run in runs:
         intensity, products, step = roofline_and_memory.roofline_point(run)
@@ -183,7 +186,7 @@ def test_numbers_that_would_not_fit_into_their_boxes_are_left_out(tmp_path, text
 def test_texts_that_are_wrong_are_found(tmp_path, texts):
     """The checks above can fail."""
     run_file.write_run(limited(select_rows("weak", "3d")[0]), tmp_path, "weak")
-    with every_figure.style.figure_style():
+    with style.figure_style():
         figure = roofline_and_memory.draw_roofline(read_folder(tmp_path).results[0])
         panel = figure.axes[0]
         for where in ((0.5, 0.5), (0.51, 0.5)):

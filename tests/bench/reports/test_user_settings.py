@@ -13,7 +13,7 @@ from bench.records import run_file
 from bench.reports import page
 from bench.reports.figures import every_figure, style
 from bench.reports.finish import write_tables_and_figures
-from records import made_up
+from records import draw_only, made_up
 
 RC = """
 text.usetex: True
@@ -52,45 +52,32 @@ assert main(["cube", "--grid=2x1x1", "--out", "cube.png"]) == 0
 """
 
 
-def draw(folder, **variables):
-    done = subprocess.run([sys.executable, "-c", DRAW], cwd=folder, text=True,
-                          capture_output=True, env=os.environ | variables)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-
-
 def pictures(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()
             if path.suffix in (".png", ".svg")}
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("kind, value", [
-    ("MPLBACKEND", "module://matplotlib_inline.backend_inline"), ("rc", RC),
-    ("rc", b"\xff\xfe nothing")])
-def test_settings_of_the_user_change_no_figure(plain, tmp_path, kind, value):
-    folder = tmp_path / plain.name
+@pytest.mark.parametrize("place, value", [
+    ("MPLBACKEND", "module://matplotlib_inline.backend_inline"), ("settings", RC),
+    ("settings", b"\xff\xfe nothing"), ("working folder", RC.replace("backend: nonsense", ""))])
+def test_settings_of_the_user_change_no_figure(plain, tmp_path, place, value):
+    folder, settings = tmp_path / plain.name, tmp_path / "settings"
     folder.mkdir()
     [run] = plain.glob("*.h5")
     (folder / run.name).symlink_to(run)
-    settings = tmp_path / "settings"
-    if kind == "rc":
-        settings.mkdir()
-        (settings / "matplotlibrc").write_bytes(value if isinstance(value, bytes)
-                                                else value.encode())
-    draw(folder, **({"MPLCONFIGDIR": str(settings), "MATPLOTLIBRC": str(settings)}
-                    if kind == "rc" else {kind: value}))
+    variables = {"MPLBACKEND": value}
+    if place != "MPLBACKEND":
+        where = settings if place == "settings" else folder
+        where.mkdir(exist_ok=True)
+        (where / "matplotlibrc").write_bytes(value if isinstance(value, bytes)
+                                             else value.encode())
+        variables = {} if where == folder else {"MPLCONFIGDIR": str(where),
+                                                "MATPLOTLIBRC": str(where)}
+    done = subprocess.run([sys.executable, "-c", DRAW], cwd=folder, text=True,
+                          capture_output=True, env=os.environ | variables)
+    assert done.returncode == 0 and not done.stderr, done.stderr
     assert len(pictures(plain)) == 2 and pictures(folder) == pictures(plain)
-
-
-@pytest.mark.slow
-def test_settings_in_the_working_folder_change_no_figure(plain, tmp_path):
-    folder = tmp_path / plain.name
-    folder.mkdir()
-    (folder / "matplotlibrc").write_text(RC.replace("backend: nonsense", ""))
-    for path in plain.glob("*.h5"):
-        (folder / path.name).symlink_to(path)
-    draw(folder)
-    assert pictures(folder) == pictures(plain)
 
 
 def test_variables_and_settings_of_a_program_stay(monkeypatch):
@@ -108,8 +95,7 @@ def test_variables_and_settings_of_a_program_stay(monkeypatch):
 def one_run(tmp_path, monkeypatch):
     """A folder with a run, of which two figures are drawn."""
     run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
-    for name in every_figure.FIGURES.keys() - {"average-step-time", "roofline"}:
-        monkeypatch.delitem(every_figure.FIGURES, name)
+    draw_only(monkeypatch, "average-step-time", "roofline")
     return tmp_path
 
 

@@ -64,7 +64,8 @@ for leave, unit in ((leave_bytes, 4096), (leave_files, 1)):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [
+    2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_every_size_of_a_disk_and_every_number_of_files(tmp_path, ranks):
     """In a process of its own: HDF5 on a full disk ends in a segmentation fault."""
     disk, script = tmp_path / "disk", tmp_path / "sweep.py"

@@ -1,5 +1,4 @@
 """Recomputation: the same bits from less memory, at the price that the closed forms state."""
-import gc
 from itertools import cycle
 
 import numpy as np
@@ -20,8 +19,6 @@ from mm3d.tracing.trace import Trace
 from models import SIZES, SOME, Parallelism
 from reference import total
 
-AGAIN = ("selective", "full", "uniform:2", "full+selective", "uniform:2+selective")
-EVERY = ("none", *AGAIN)
 SOME_AGAIN = ("selective", "uniform:2", "full+selective")
 # Three layers are a group of two and one of one.
 MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
@@ -124,40 +121,6 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert dried.flops_again() == trace.flops_again(), case
             assert dried.flops() == trace.flops(), case
             assert dried.traffic == counted and dried.saved == kept, case
-
-
-@pytest.mark.ranks(1, slow=(8,))
-def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
-    """On every rank, as the pool counts it."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    for parallelism in EXAMPLES[comm.size]:
-        for name in filter(lambda name: allowed(parallelism, name), SOME_AGAIN):
-            with parallelism.on(comm, "numpy") as scheme:
-                pool = scheme.grid.backend.pool
-                gc.collect()
-                before = pool.in_use
-                pool.reset_peak()
-                model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=name)
-                x, dy = model.random("input"), model.random("output gradient")
-                y, saved = model.forward(x)
-                model.backward(dy, saved)
-                peak, shape = pool.peak - before, tuple(scheme.grid.shape.values())
-                del model, x, dy, y, saved
-            trace = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
-                                       backend.Backend.block,
-                                       parallelism.options, **MODELS["uneven"], recompute=name)
-            assert trace.pool_peak == peak, (str(parallelism), name)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_layers_beyond_three_groups_follow_from_two_and_three(name):
-    """Nine layers: four groups of two, and one of one."""
-    sizes = dict(hidden=20, heads=5, batch=3, seq=7, recompute=name)
-    whole, extended = (make("3d", 6, (2, 1, 3), layers=9, **sizes)
-                       for make in (dry_run.trace_step, dry_run.extrapolate_step))
-    assert extended.events == whole.events and extended.traffic == whole.traffic
-    for field in ("parameters", "saved", "peak", "held", "pool_peak"):
-        assert getattr(extended, field) == getattr(whole, field), field
 
 
 def test_each_policy_takes_less_memory_than_the_one_before():

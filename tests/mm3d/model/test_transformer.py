@@ -6,6 +6,8 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
+from llamas import plain_layers
+from mm3d.model.architecture import PLAIN
 from mm3d.model.saved_arrays import saved_arrays
 from models import (EACH_ONCE, PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial,
                     train)
@@ -16,44 +18,20 @@ pytestmark = pytest.mark.usefixtures("transport")
 every_grid_once = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))    # of EACH_ONCE
 
 
-def layer_norm(x, weight, bias):
-    mean = x.mean(-1, keepdims=True)
-    return weight * (x - mean) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) + bias
-
-
-def plain_transformer(x, state, layers, heads, causal):
-    """The definition of the model, in NumPy without further ado."""
-    batch, seq, hidden = x.shape
-    later = np.triu(np.full((seq, seq), -np.inf if causal else 0), 1)
-    for n in range(layers):
-        p = {name.removeprefix(f"layers.{n}."): a for name, a in state.items()}
-        z = layer_norm(x, p["ln1.weight"], p["ln1.bias"])
-        qkv = z @ p["attention.qkv.weight"] + p["attention.qkv.bias"]
-        q, k, v = (a.reshape(batch, seq, heads, -1) for a in np.split(qkv, 3, axis=-1))
-        scores = np.exp(np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(hidden // heads) + later)
-        scores /= scores.sum(-1, keepdims=True)
-        z = np.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape)
-        x = x + z @ p["attention.proj.weight"] + p["attention.proj.bias"]
-        z = layer_norm(x, p["ln2.weight"], p["ln2.bias"])
-        u = z @ p["mlp.up.weight"] + p["mlp.up.bias"]
-        u = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u ** 3)))
-        x = x + u @ p["mlp.down.weight"] + p["mlp.down.bias"]
-    return x
-
-
 @pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True), ("few", False)])
 def test_serial_model_is_the_definition(sizes, causal):
     """Forward against plain NumPy; every gradient against central differences of that."""
     size = SIZES[sizes]
     x, dy, state = data(**size)
-    model, results = (size["layers"], size["heads"], causal), serial(sizes, causal)
-    assert relative_error(results["y"], plain_transformer(x, state, *model)) <= 1e-12
+    model = size["layers"], size["heads"], PLAIN, causal
+    results = serial(sizes, causal)
+    assert relative_error(results["y"], plain_layers(x, state, *model)) <= 1e-12
     rng, h = np.random.default_rng(3), 1e-5
     for name, a in {"dx": x, **state}.items():
         v = rng.standard_normal(a.shape)
         v /= np.linalg.norm(v)
-        up, down = (np.vdot(dy, plain_transformer(x + t * v, state, *model) if name == "dx" else
-                            plain_transformer(x, state | {name: a + t * v}, *model))
+        up, down = (np.vdot(dy, plain_layers(x + t * v, state, *model) if name == "dx" else
+                            plain_layers(x, state | {name: a + t * v}, *model))
                     for t in (h, -h))
         slope = np.vdot(results[name], v)
         assert abs((up - down) / (2 * h) - slope) <= 1e-6 * np.linalg.norm(results[name]), name

@@ -124,7 +124,7 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
             assert getattr(trace, name) == real[name], (str(case), name)
 
 
-@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
+@pytest.mark.ranks(1, slow=(4, 6, 8))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_memory_is_dry_as_it_is_real_in_every_dtype(comm, dtype):
     """On every rank, to the byte: sums of 16 bits are made in float32, beside the pool."""
@@ -184,16 +184,18 @@ def test_all_memory_within_five_percent(comm, dtype, monkeypatch):
         assert abs(measured - trace.held) <= most, (str(case), measured, trace.held)
 
 
-def test_layers_beyond_three_follow_from_two_and_three():
-    """`extended` is what all the layers give."""
-    for name, grid, options in (("3d", (2, 1, 3), {}), ("1d-sp", None, {}), ("3d", (2, 3, 1), {}),
-                                ("3d", (3, 2, 1), {"overlap": True})):
-        sizes = dict(hidden=20, heads=5, batch=3, seq=7, options=options)
-        whole = dry_run.trace_step(name, 6, grid, layers=7, **sizes)
-        extended = dry_run.extrapolate_step(name, 6, grid, layers=7, **sizes)
-        assert extended.events == whole.events and extended.traffic == whole.traffic
-        for field in ("parameters", "saved", "peak", "held", "pool_peak"):
-            assert getattr(extended, field) == getattr(whole, field), field
+@pytest.mark.parametrize("name, grid, options, recompute", [
+    ("1d-sp", None, {}, "none"), ("3d", (2, 3, 1), {}, "none"),
+    ("3d", (3, 2, 1), {"overlap": True}, "none"), *(("3d", (2, 1, 3), {}, policy) for policy in (
+        "none", "selective", "full", "uniform:2", "full+selective", "uniform:2+selective"))])
+def test_layers_beyond_three_follow_from_two_and_three(name, grid, options, recompute):
+    """`extended` is what all nine layers give, also as groups: four of two, and one of one."""
+    sizes = dict(layers=9, hidden=20, heads=5, batch=3, seq=7, recompute=recompute)
+    whole, extended = (make(name, 6, grid, options=options, **sizes)
+                       for make in (dry_run.trace_step, dry_run.extrapolate_step))
+    assert extended.events == whole.events and extended.traffic == whole.traffic
+    for field in ("parameters", "saved", "peak", "held", "pool_peak"):
+        assert getattr(extended, field) == getattr(whole, field), field
 
 
 def test_every_rank_adds_up_to_the_closed_form():

@@ -21,7 +21,7 @@ MESHES = {
     2: [(dict(context=2, scheme="serial"), dict(zero=1), "llama", 7, {}),
         (dict(context=2, scheme="serial"), dict(recompute="selective"), None, 3, {})],
     4: [(dict(context=4, scheme="serial"), dict(microbatches=2, zero=3), "llama", 13, {}),
-        (dict(context=2, scheme="1d"), dict(zero=1), "qwen", 7, dict(tied=False)),
+        (dict(context=2, scheme="1d-sp"), dict(zero=1), "qwen", 7, dict(tied=False)),
         (dict(context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(zero=3), None, 9,
          dict(dropout=0.2)),
         (dict(stages=2, context=2, scheme="serial"), dict(microbatches=2, schedule="zb-h1"),
@@ -31,11 +31,11 @@ MESHES = {
         (dict(context=2, scheme="3d", grid=(2, 1, 1)), dict(recompute="full"), "llama", 5, {}),
         (dict(data=2, context=2, scheme="serial"), dict(zero=3, microbatches=2), "window", 9,
          {})],
-    8: [(dict(context=2, scheme="3d", grid=(2, 2, 1)), dict(zero=1), "llama", 10, {}),
-        (dict(context=4, scheme="1d-sp"), dict(zero=3), "biases", 17, dict(dropout=0.2)),
-        (dict(context=2, scheme="2d"), dict(microbatches=2), "gelu", 8, {}),
-        (dict(stages=2, context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(
+    8: [(dict(stages=2, context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(
             microbatches=2, zero=3), "window", 14, {}),
+        (dict(context=4, scheme="1d"), dict(zero=3), "biases", 17, dict(dropout=0.2)),
+        (dict(context=2, scheme="2d"), dict(microbatches=2), "gelu", 8, {}),
+        (dict(context=2, scheme="3d", grid=(2, 2, 1)), dict(zero=1), "llama", 10, {}),
         (dict(data=2, context=2, shards=2, scheme="3d", grid=(2, 1, 1)), dict(
             zero=3, recompute="full+selective"), "llama", 7, dict(tied=False))]}
 
@@ -53,7 +53,7 @@ def sizes_of(name, seq):
     return SIZES | dict(seq=seq) | ({} if name is None else dict(hidden=10, heads=6))
 
 
-@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.ranks(2, 4, 8, first=(8,))
 @pytest.mark.parametrize("number", [*range(4), *(
     pytest.param(n, marks=pytest.mark.slow) for n in range(4, 8))])
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
@@ -82,7 +82,7 @@ COUNTED = {4: [(dict(context=4, scheme="serial"), {}), (dict(context=2, scheme="
                (dict(data=2, context=2, scheme="1d-sp"), dict(recompute="selective"))]}
 
 
-@pytest.mark.ranks(4, 8, slow=(8,))
+@pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.parametrize("way", ["gather", "ring"])
 def test_words_are_those_of_the_closed_form_and_of_a_dry_run(comm, way):
     """Exactly, with uneven chunks and grouped queries; a dry run counts all that a rank moves."""

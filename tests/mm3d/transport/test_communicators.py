@@ -31,7 +31,8 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("ranks, kind", [(1, "scheme"), (2, "mesh"), (2, "GPT")])
+@pytest.mark.parametrize("ranks, kind", [
+    (1, "scheme"), pytest.param(2, "mesh", marks=pytest.mark.slow), (2, "GPT")])
 def test_no_communicators_left_is_one_line_that_says_to_free(ranks, kind):
     done = run_ranks(ranks, "-c", PROGRAM.format(kind=kind), timeout=120)
     if "enough communicators" in done.stdout:

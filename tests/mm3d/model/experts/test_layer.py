@@ -4,10 +4,10 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from experts import SIZES, activations, expert_layer, looped, state_of, step
+from bench.experiments.experts.plain import WEIGHTS, PlainExperts
+from experts import SIZES, activations, expert_layer, state_of, step
 from mm3d.arrays.grouped_products import (cut_segments, grouped_matmul, grouped_matmul_nt,
                                           grouped_matmul_tn, segments_of)
-from mm3d.model.experts.capacity import capacity_of
 
 ALL = mm3d.Experts(4, every=1, gate="mixtral", capacity=None)
 
@@ -69,11 +69,10 @@ def test_all_experts_with_equal_gates_are_their_mean():
     layer, x = expert_layer(many), activations(many)[0]
     y, _ = layer.forward(x)
     name = "layers.1.experts."
-    alone = [looped(x.reshape(-1, 12), {
+    alone = [PlainExperts(mm3d.Experts(1, top=1, capacity=None), {
         "router.weight": np.zeros((1, 12)),
-        **{part: state[name + part][e:e + 1] for part in ("up.weight", "up.bias", "down.weight",
-                                                          "down.bias")}},
-        mm3d.Experts(1, top=1), None)[0] for e in range(3)]
+        **{part: state[name + part][e:e + 1] for part in WEIGHTS}},
+        x.reshape(-1, 12)).output() for e in range(3)]
     np.testing.assert_allclose(y.reshape(-1, 12), np.mean(alone, axis=0), atol=1e-13)
 
 
@@ -107,9 +106,9 @@ def test_the_output_is_that_of_a_loop_over_tokens(experts, fields):
     y, _ = layer.forward(x)
     own = {name.removeprefix("layers.1.experts."): a for name, a in state.items()
            if name.startswith("layers.1.experts.")}
-    expected, dropped = looped(x.reshape(-1, 12), own, experts, capacity_of(experts, 15))
-    np.testing.assert_allclose(y.reshape(-1, 12), expected, atol=1e-12)
-    assert many.routings.totals[-1].dropped.sum() == dropped
+    plain = PlainExperts(experts, own, x.reshape(-1, 12))
+    np.testing.assert_allclose(y.reshape(-1, 12), plain.output(), atol=1e-12)
+    assert many.routings.totals[-1].dropped.sum() == (~plain.kept).sum()
 
 
 def test_one_dropped_token_passes_through_the_residual():
