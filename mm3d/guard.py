@@ -197,15 +197,15 @@ def disarm() -> None:
 def end_job(error: BaseException) -> NoReturn:
     """Print an exception, once for all ranks that have the same, and end the job with status 1.
 
-    For a program that installs no guard.  Of an interrupt, which finds each rank at another line,
-    a word is printed, and the status is 130.
+    For a program that installs no guard.  An interrupt is a word, of any rank, with status 130.
     """
-    guard, interrupted = Guard(), isinstance(error, KeyboardInterrupt)
-    if not interrupted:
+    guard = Guard()
+    if not isinstance(error, KeyboardInterrupt):
         guard.print_once(error)
-    elif not guard.is_told("interrupted"):
+        guard.abort(1)
+    if not guard.is_told("interrupted"):
         console.complain("interrupted")
-    guard.abort(130 if interrupted else 1)
+    guard.abort(130)
 
 
 def _tag() -> int:
