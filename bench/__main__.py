@@ -18,7 +18,7 @@ from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.command_line.parser import Parser  # noqa: E402
 from bench.document import Part  # noqa: E402
-from bench.errors import UsageError, as_usage_error, in_options, in_short  # noqa: E402
+from bench.errors import UsageError, as_usage_error, in_options, in_short, status_of  # noqa: E402
 from bench.reports import formats  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect, say  # noqa: E402
@@ -93,7 +93,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     mpi.start()
     from mpi4py import MPI
-    from bench.errors import StoreError, too_large
+    from bench.errors import StoreError
     from mm3d.tracing.watchdog import Watchdog
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
@@ -118,12 +118,9 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
         comm.Barrier()
         return 2
     except BaseException as error:
-        if comm.size == 1:
-            if isinstance(error, MemoryError):
-                complain(f"error: {too_large(error)}")
-                return 2
-            raise
-        guard.end_job(error)
+        if comm.size > 1:
+            guard.end_job(error)
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,14 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launcher.launcher_rank():
             return 0    # one rank is enough to refuse
         from bench.cluster.run import run_verb_inside
-        from bench.errors import status_of
         return status_of(lambda: run_verb_inside(cluster, words, on_all_ranks))
     with shown(arguments):
         if on_all_ranks:
-            return run_on_all_ranks(run, arguments)
+            return status_of(lambda: run_on_all_ranks(run, arguments))
         if launcher.launcher_rank():
             return 0  # one rank is enough
-        from bench.errors import status_of
         return status_of(lambda: run_verb(run, arguments))
 
 

@@ -11,7 +11,7 @@ ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
 
 def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
-    """Call `work` and return its exit status; 2, after printing why, if it cannot be done.
+    """Call `work`, return its exit status; 2 after printing why it cannot be done, 130 on Ctrl-C.
 
     Parameters
     ----------
@@ -31,6 +31,10 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
             what = in_short(str(what))
         complain(f"error: {f'{error.filename}: {error.strerror}' if named else what}")
         return 2
+    except KeyboardInterrupt:
+        from mm3d.console import complain
+        complain("interrupted")
+        return 130
 
 
 def in_short(message: str) -> str:

@@ -98,7 +98,20 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
         problem = _in_words(str(error))
     except ValueError as error:    # no TOML
         problem = str(error)
-    raise UsageError(f"{what} file {name}: {problem}")
+    raise UsageError(f"{what} file {name}: {problem}" + (
+        f"; python -m bench plan --{what} help describes all" if "missing required" in problem
+        and what in ("machine", "model") else ""))
+
+
+def decode(text: str, kind: type) -> Any:
+    """Decode TOML that describes a `kind`; ValueError names a wrong field, or line, in words."""
+    tree = tomllib.loads(text)
+    if problem := _wrong_field(tree, kind):
+        raise ValueError(problem)
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_in_words(str(error))) from error
 
 
 def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:

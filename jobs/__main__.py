@@ -166,14 +166,14 @@ def foretold(work: Work, cases: list[Row]) -> list[str]:
     for count in sorted({one.ranks for one in cases if isinstance(one, combined.TrainingCase)}):
         machine, reason = find_machine(work.machine, count)
         ranks.setdefault(f"predicted before by {machine.name}" if machine else
-                         f"measured, but not predicted: {reason}", []).append(count)
+                         f"measured, but not predicted: {reason}"
+                         f"{' (--machine)' * (not work.machine)}", []).append(count)
     return [f"rows of {texts(counts)} ranks: {what}" for what, counts in ranks.items()]
 
 
 def render(work: Work, cases: list[Row], arguments) -> None:
     """Write the script of every row, and of the last job."""
-    for folder in (work.folder, work.folder / "logs"):
-        folder.mkdir(parents=True, exist_ok=True)
+    single.make_folders(work)
     for one in cases:
         # As a whole: a job may be reading the old script.
         atomic.replace(work.script(one), scripts.row_script(work, one), scripts.MODE)

@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.records import atomic
+from bench.records import atomic, run_file
 from jobs import scripts, site as sites, slurm, standings
 from jobs.own_options import list_verb_problems
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
-from mm3d.console import say
+from mm3d.console import complain, say
 from mm3d.hugging_face.config_file import CONFIG
 
 VERBS = {"pipeline": "measure pipeline", "train": "train"}    # of bench
@@ -62,6 +62,8 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     kind = "pipeline" if verb == "pipeline" else "training"
     if kind == "training":
         say(f"{name}: {standing(work, name)}")
+    if not times:
+        complain("nothing is submitted: --submit would do that")
     cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(times):
         job = slurm.submit(script, *slurm.on_cluster(cluster))
@@ -138,6 +140,11 @@ def make_work(site: str, out: str | None) -> Work:
     """Make the work of a site, and its folders."""
     work = Work(sites.load_site(site), site, scripts.check_path(
         Path(out or atomic.LOCAL / Path(site).stem)))
-    for folder in (work.folder, work.folder / "logs"):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folders(work)
     return work
+
+
+def make_folders(work: Work) -> None:
+    """Make the folders of scripts and of logs; StoreError if they cannot be written."""
+    for folder in (work.folder, work.folder / "logs"):
+        run_file.check_folder(folder)

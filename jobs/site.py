@@ -2,7 +2,6 @@
 
 import math
 import re
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any, Iterator
@@ -50,7 +49,9 @@ def load_site(name: str) -> Site:
     try:
         site = decode_site(read_text(path, f"--site {name}", f"a .toml file, or one of "
                                      f"{', '.join(supplied_sites())},"))
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except UsageError:
+        raise
+    except ValueError as error:
         raise UsageError(f"--site {name}: {error}") from error
     problem = next(list_problems(site), None)
     if problem:

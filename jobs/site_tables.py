@@ -1,10 +1,11 @@
 """Define the tables and keys of the site file that describes a cluster."""
 
 import sys
-import tomllib
 from typing import Literal
 
 import msgspec
+
+from bench.text_files import decode
 
 
 class SiteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,11 +208,5 @@ class Site(SiteTable):
 
 
 def decode_site(text: str) -> Site:
-    """Decode the text of a site file; its values are not checked.
-
-    Raises
-    ------
-    tomllib.TOMLDecodeError, msgspec.ValidationError
-        When it is no TOML, or has other keys or types.
-    """
-    return msgspec.convert(tomllib.loads(text), Site)
+    """Decode the text of a site file, whose values are not checked; ValueError as of `decode`."""
+    return decode(text, Site)

@@ -197,11 +197,15 @@ def disarm() -> None:
 def end_job(error: BaseException) -> NoReturn:
     """Print an exception, once for all ranks that have the same, and end the job with status 1.
 
-    For a program that installs no guard.
+    For a program that installs no guard.  An interrupt is a word, of any rank, with status 130.
     """
     guard = Guard()
-    guard.print_once(error)
-    guard.abort(1)
+    if not isinstance(error, KeyboardInterrupt):
+        guard.print_once(error)
+        guard.abort(1)
+    if not guard.is_told("interrupted"):
+        console.complain("interrupted")
+    guard.abort(130)
 
 
 def _tag() -> int:

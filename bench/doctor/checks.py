@@ -111,8 +111,8 @@ def blas(facts: Facts) -> Finding:
     worst = max(facts.world, key=lambda rank: (rank["blas_threads"] * rank["ranks_on_node"]
                                                / rank["cores"]))
     threads, ranks, cores = (worst[key] for key in ("blas_threads", "ranks_on_node", "cores"))
-    text = (f"{worst['blas']}, kernels for {worst['blas_architecture']}, {threads} threads a "
-            f"rank, {ranks} ranks on {cores} cores")
+    text = (f"{worst['blas']}, kernels for {worst['blas_architecture']}, {threads} thread"
+            f"{'s' * (threads != 1)} a rank, {ranks} ranks on {cores} cores")
     if worst.get("cpu_quota") is not None:
         text += f" by a CPU quota of {worst['cpu_quota']:g}"
     if worst.get("compiler"):

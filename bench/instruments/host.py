@@ -225,7 +225,9 @@ def describe_blas() -> dict[str, Setting]:
 
 
 def source_version(root: Path = ROOT) -> tuple[str, bool]:
-    """Return the git commit of the source in `root`, and whether all but results is unchanged.
+    """Return the git commit of the source in `root`, and whether it is unchanged.
+
+    Results are no source, nor are new files outside of the packages, such as programs of a user.
 
     The commit is `UNKNOWN` where there is no git, where the source lies in somebody else's
     repository, or where git refuses or fails.
@@ -250,4 +252,5 @@ def source_version(root: Path = ROOT) -> tuple[str, bool]:
     changes = git("status", "--porcelain", "--", ".", ":!results")
     if tracked is None or commit is None or changes is None:
         return UNKNOWN, False
-    return commit, changes == ""
+    return commit, not [line for line in changes.splitlines() if not line.startswith("?? ")
+                        or line[3:].startswith(("bench/", "jobs/", "mm3d/"))]

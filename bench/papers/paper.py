@@ -12,7 +12,7 @@ import msgspec
 from bench.cases.paper import load_tables
 from bench.errors import UsageError, require_known
 from bench.papers.numbers import MEANINGS, Cell, Interval, Rounded, compute, compute_reach, judge
-from bench.text_files import read_text
+from bench.text_files import decode, read_text
 
 ENDING = ".toml"
 Value = bool | int | float | str    # a text of digits is rounded, another number is exact
@@ -103,8 +103,8 @@ def load(name: str) -> Paper:
         path = resources.files("bench.papers").joinpath("printed", known + ENDING)
     text = read_text(path, name, "a file such as those in bench/papers/printed")
     try:
-        return msgspec.toml.decode(text, type=Paper)
-    except msgspec.DecodeError as error:
+        return decode(text, Paper)
+    except ValueError as error:
         raise UsageError(f"paper {name}: {error}; files in bench/papers/printed would do"
                          ) from error
 

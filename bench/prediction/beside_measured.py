@@ -91,5 +91,5 @@ def read_measured_folder(folder: str) -> tuple[list[Measured], list[str]]:
     runs, problems = read_runs(folder)
     found = [one for run in runs for one in read_measured(run)]
     if not found:
-        raise StoreError(f"{folder}: no measured products or Transformers")
+        raise StoreError("; ".join([f"{folder}: no measured products or Transformers", *problems]))
     return found, problems

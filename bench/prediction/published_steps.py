@@ -71,8 +71,8 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
     heads = {name: place for place, name in enumerate(names)}
     missing = [name for name in COLUMNS.values() if _plain(name) not in heads]
     if missing:
-        raise UsageError(f"--steps {path}: no column {', '.join(map(repr, missing))}: a first "
-                         f"line with {', '.join(COLUMNS.values())} would do")
+        raise UsageError(f"--steps {path}: its first line names no column "
+                         f"{', '.join(map(repr, missing))}")
     if twice := [name for name in heads if name and names.count(name) > 1]:
         raise UsageError(f"--steps {path}: column {twice[0]!r} is there "
                          f"{names.count(twice[0])} times: one would do")

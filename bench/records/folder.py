@@ -142,8 +142,6 @@ def read_folder(folder: str | Path) -> FolderContents:
     StoreError
         When there is nothing, or no run in it.
     """
-    if not Path(folder).exists():
-        raise StoreError(f"{folder} is no folder of results, and no file")
     runs, problems = read_runs(folder)
     latest = {run_identity(run): run for run in runs if not isinstance(run, Run)}
     rows = [run for run in runs if isinstance(run, Run)]
@@ -160,6 +158,8 @@ def read_runs(path: str | Path) -> tuple[list[Measurements], list[str]]:
     StoreError
         When there is none.
     """
+    if not os.path.lexists(path):
+        raise StoreError(f"{path} is no folder of results, and no file")
     runs: list[Measurements] = []
     problems: list[str] = []
     for file in run_file.list_files(path) if Path(path).is_dir() else [Path(path)]:

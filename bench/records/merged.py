@@ -123,8 +123,8 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
             except StoreError as error:
                 problems.append(str(error))
         if not written:
-            raise StoreError("\n".join([f"there are no runs to merge in {target}: name files that "
-                                        f"have some", *problems]))
+            raise StoreError("\n".join([f"there are no runs to merge into {target}: name files "
+                                        f"that have some", *problems]))
         count = len(made["runs"])
     try:
         (atomic.replace if anew else atomic.create)(target, image.getbuffer())

@@ -40,9 +40,9 @@ def largest_error(checks: Iterable[Check]) -> str:
     return f"errors at most {100 * worst:.2g} % of the tolerance"
 
 
-def count_threads(count: int) -> str:
-    """Return a number of threads for a reader."""
-    return f"{count} thread{'s' * (count != 1)}"
+def counted(count: int, what: str) -> str:
+    """Return a number of things for a reader, such as "1 thread" and "2 threads"."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def words_note(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from bench.cases.paper import Row, title
 from bench.instruments import step_seconds
 from bench.records.folder import is_crowded
 from bench.records.model_run import Run
+from bench.records.notes import counted
 from bench.document import Cell, Column, Number, Rows, Table, number_cell
 from bench.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
 from mm3d.tracing.events import PHASES
@@ -82,10 +83,12 @@ def certainty_notes(runs: Sequence[Run]) -> list[str]:
                        for reason, count in ended.items() if count)
     reached = sorted(max(median_interval(step_seconds.slowest(run.times[phase])).width
                          for phase in PHASES) for run in runs)
+    least, median, most = (f"{100 * float(width):.2g}" for width in (
+        reached[0], np.median(reached), reached[-1]))
+    spread = f"{least} to {most} % wide, {median} % in the median" * (len(runs) > 1)
     text.append(f"Asked for: a width of {widths} of the median. What ended the repetitions, of "
-                f"{len(runs)} rows: {counts}. Reached: the wider interval of a row is "
-                f"{100 * reached[0]:.2g} to {100 * reached[-1]:.2g} % wide, "
-                f"{100 * float(np.median(reached)):.2g} % in the median.")
+                f"{counted(len(runs), 'row')}: {counts}. Reached: the wider interval of a row is "
+                f"{spread or f'{most} % wide'}.")
     late = np.concatenate([found.max(axis=1) for run in runs for found in run.late.values()])
     text.append(f"Clock: resolution {max(run.clock['resolution'] for run in runs):.2g} s, "
                 f"error between nodes {max(run.clock['offset_error'] for run in runs):.2g} "

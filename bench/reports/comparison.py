@@ -5,7 +5,7 @@ two runs of the same code differ by more than their repetitions do.  With fewer 
 side only medians are shown; from three on differences are tested.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Sequence
 
 import numpy as np
@@ -15,7 +15,7 @@ from bench.errors import UsageError
 from bench.records.folder import EFFORT, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
-                                            read_cases)
+                                            read_cases, shorten_names)
 from bench.document import Column, Notes, Part, Table, number_cell
 from bench.statistics import Difference, compare_runs
 
@@ -98,7 +98,9 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
     (before, lost), (after, also_lost) = read_cases(first), read_cases(second)
     before, after = name_cases(before, after)
     common = common_cases(names, before, after)
-    verdicts = judge_cases(before, after, common)
+    short, shared = shorten_names({name: before[name] for name in common})
+    verdicts = [replace(one, name=short[one.name])
+                for one in judge_cases(before, after, common)]
     few = [one for one in verdicts if one.difference is None]
     if few and limit is not None:
         raise UsageError(
@@ -107,8 +109,10 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
             f"{abbreviate([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
     slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
                                        and one.ratio > 1 + limit / 100]
-    parts: list[Part] = [verdict_table(verdicts), Notes(
-        "About this comparison:", comparison_notes(before, after, common, verdicts))]
+    notes = comparison_notes(before, after, common, verdicts)
+    if shared:
+        notes.append(f"The same in all cases of microbenchmarks: {shared}.")
+    parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:", notes)]
     if lost + also_lost:
         parts.append(Notes("Left out:", lost + also_lost))
     if slower:

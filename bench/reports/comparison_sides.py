@@ -4,10 +4,11 @@ A case is a row of the tables or a point of a microbenchmark.  Each run counts w
 median of its repetitions.
 """
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
 from bench.instruments import step_seconds
 from bench.records.folder import EFFORT, natural_key, read_runs
-from bench.records.measurements import Measurements
+from bench.records.measurements import Measurements, Setting
 from bench.records.model_run import Run
 
 # Settings of a run's work, the same in all runs of a case. Differences in others become notes.
@@ -24,7 +25,7 @@ WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "cau
                  "tf32", "grid", "grid_axes", "waited_machine", "waited_scale", "waited_shrink")
 # Settings of a microbenchmark that say how it was measured, and name no case.
 MEASURING_SETTINGS = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
-MAX_NAMES = 6
+MAX_NAMES, MAX_LETTERS = 3, 120    # in lines that list cases
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,7 @@ def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
 
 def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
     """Return the cases of a microbenchmark of any kind: the points of its samples."""
-    what = " ".join(f"{name} {value}" for name, value in sorted(record.configuration.items())
-                    if name not in MEASURING_SETTINGS)
+    what = _in_words(_settings(record))
     for variable in record.variables.values():
         if variable.units != "s" or "repetition" not in variable.dims:
             continue
@@ -129,6 +129,34 @@ def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
                 yield f"{record.kind} {where}" + f", {what}" * bool(what), Timed(samples, record)
 
 
+def _settings(record: Measurements) -> dict[str, Setting]:
+    """Return the settings of a microbenchmark that name its cases, sorted."""
+    return {name: value for name, value in sorted(record.configuration.items())
+            if name not in MEASURING_SETTINGS}
+
+
+def _in_words(settings: Mapping[str, Setting]) -> str:
+    return " ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
+    """Name the cases of microbenchmarks without the settings that all of these have in common.
+
+    Returns
+    -------
+    dict of str to str, str
+        The short name of each case, and the settings in common; "" for none.
+    """
+    found = {name: _settings(timed[0].run) for name, timed in cases.items()
+             if not isinstance(timed[0].run, Run)}
+    common = dict(set.intersection(*(set(one.items()) for one in found.values()))) if found else {}
+    short = {name: name for name in cases}
+    for name, settings in found.items():
+        left = _in_words({key: value for key, value in settings.items() if key not in common})
+        short[name] = name.replace(f", {_in_words(settings)}", f", {left}" * bool(left))
+    return short, _in_words(dict(sorted(common.items())))
+
+
 def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
     """Return the cases that both sides have.
 
@@ -139,8 +167,9 @@ def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[st
     """
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:
+        short, _ = shorten_names({**first, **second})
         raise UsageError("nothing in common: " + "; ".join(
-            f"{name} has {abbreviate(list(found))}"
+            f"{name} has {abbreviate([short[one] for one in found])}"
             for name, found in zip(names, (first, second))))
     differ = []
     for name in common:
@@ -157,6 +186,8 @@ def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[st
 
 
 def abbreviate(names: list[str], between: str = ", ") -> str:
-    """Join the first few of `names`, and the number of the others."""
+    """Join the first few of `names`, of long ones the beginning, and the number of the others."""
     more = len(names) - MAX_NAMES
-    return between.join(names[:MAX_NAMES]) + (f"{between}and {more} more" if more > 0 else "")
+    return between.join(textwrap.shorten(name, MAX_LETTERS, placeholder=" ...")
+                        for name in names[:MAX_NAMES]) + (
+        f"{between}and {more} more" if more > 0 else "")

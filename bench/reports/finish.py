@@ -140,10 +140,12 @@ def state_emulated(runs: list[Run], groups: list[list[Emulated]]) -> list[str]:
     crowded = most_oversubscribed(runs)
     cores = f" on {crowded.environment['cores']} cores" if crowded else ""
     above = [share for group in groups for share in emulation_tables.marked_shares(group)]
-    allowed = " or ".join(sorted({f"{float(run.configuration.get('software_share', 0)):.0%}"
-                                  for run in runs}))
-    shares = (f"software took more than {allowed} of a step of rows whose ratios have a "
-              f"{emulation_tables.MARK}, which are not to be quoted: {'; '.join(above)}"
+    shares = sorted({float(run.configuration.get("software_share", 0)) for run in runs})
+    allowed = " or ".join(f"{share:.0%}" for share in shares)
+    limit = (f"software took more than {allowed} of a step of rows" if any(shares) else
+             "links and waits were not slowed until software takes little of a step, in rows")
+    shares = (f"{limit} whose ratios have a {emulation_tables.MARK}, which are not to be quoted: "
+              f"{'; '.join(above)}"
               if above else f"in all of them software took at most {allowed} of a step")
     return [
         f"EMULATED CLUSTER: {bare_clusters(runs)}{cores}; ranks sleep for {machines}'s modelled "

@@ -54,7 +54,8 @@ def _aligned(table: Table) -> str:
     over = ""
     for group, first, last in spans:
         over = over.ljust(sum(widths[:first]) + 2 * first)
-        over += f" {group} ".center(sum(widths[first:last]) + 2 * (last - first - 1), "-")
+        room = sum(widths[first:last]) + 2 * (last - first - 1)
+        over += f" {group} ".center(room, "-" if room >= len(group) + 4 else " ")
     left = [True, *(column.align == "<" for column in columns[1:])]
     lines = ["  ".join(cell.ljust(width) if before else cell.rjust(width)
                        for cell, width, before in zip(row, widths, left)).rstrip()

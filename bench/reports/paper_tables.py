@@ -249,7 +249,8 @@ def _title(key: Key) -> str:
 
 def _all(runs: list[Run], setting: str) -> str:
     """Return the value of a setting in all runs, or its values joined by "or"."""
-    return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
+    found = sorted({run.configuration[setting] for run in runs})
+    return " or ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in found)
 
 
 def _column(seconds: Iterable[float | None]) -> list[Number]:

@@ -29,7 +29,7 @@ from typing import NoReturn, Sequence
 from bench.command_line import options
 from bench.command_line.parser import Parser
 from bench.document import Part
-from bench.errors import UsageError
+from bench.errors import UsageError, in_options
 from bench.reports.formats import FORMATS, render
 from mm3d.console import say
 
@@ -99,7 +99,10 @@ def check_words(name: str, words: Sequence[str], ranks: int = 0) -> None:
     add_options(parser, verb)
     arguments = parser.parse_args(words)
     if ranks and hasattr(verb, "check_ranks"):
-        verb.check_ranks(arguments, ranks)
+        try:
+            verb.check_ranks(arguments, ranks)
+        except UsageError as error:
+            raise UsageError(in_options(str(error), vars(arguments))) from error
 
 
 def show(parts: Sequence[Part]) -> None:

@@ -202,7 +202,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
         for phase, times in (("forward", 2), ("backward", 4), ("backward_input", 4)):
             useful[phase] += times * stage_sizes.tokens * stage_sizes.hidden * model.vocab
     useful = {phase: count // model.context for phase, count in useful.items()}    # a replica's
-    parts = [_title(arguments, model.grids[stage], stack.sizes), "", "One micro-batch:", "",
+    parts = [_title(arguments, model.grids[stage], stack.sizes), "One micro-batch:",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]

@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     files = [path for path in list_files(arguments.sources)
              if os.path.realpath(path) != os.path.realpath(target)]
     count, problems = merged.merge_files(files, target)
-    say(f"{arguments.target}: {count} runs of {len(files)} files")
+    say(f"{arguments.target}: {count} run{'s' * (count > 1)} of {len(files)} "
+        f"file{'s' * (len(files) > 1)}")
     for problem in problems:
         complain(f"left out: {problem}")
     return int(bool(problems))

@@ -17,7 +17,7 @@ from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
-from bench.document import Part
+from bench.document import Column, Part, Table
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
@@ -168,7 +168,8 @@ def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
     """Print the numbers of a paper, published beside computed; 1 if one is not as expected."""
     from bench.papers import paper, tables    # not needed to measure
     if name == "list":
-        say(*(f"{one:15} {paper.load(one).title}" for one in paper.names()))
+        show([Table("Papers", [Column("name"), Column("title", align="<")],
+                    [[one, paper.load(one).title] for one in paper.names()])])
         return 0
     found = {one: (text := paper.load(one), list(paper.evaluate(text)))
              for one in (paper.names() if name == "all" else [name])}
@@ -230,8 +231,10 @@ def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
                  for row in select_rows(arguments.table, arguments.scheme, ranks)
                  if row.gpus == ranks]
     if not found:
-        raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
-                         f"for {' or '.join(map(str, wanted))} ranks")
+        counts = sorted({row.gpus for row in select_rows(arguments.table, arguments.scheme)})
+        raise UsageError(f"--ranks {','.join(map(str, wanted))}: no row of --table "
+                         f"{arguments.table} --scheme {arguments.scheme} has so many: "
+                         f"{', '.join(map(str, counts))} would do")
     return found + (equal_token_rows(found) if arguments.equal_tokens else [])
 
 

@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     out = claim_folder(arguments.out, comm)
     trace = check_trace_file(arguments.trace, comm, arguments.traced)
     if comm.rank == 0:
-        for line in describe_left_out(arguments.rows, comm.size):
+        unnamed = [f"results in {out}"] * (arguments.out is None)
+        for line in [*unnamed, *describe_left_out(arguments.rows, comm.size)]:
             say(line)
     peaks = None if variant.waits else measure_peaks(
         backends.get(arguments.backend), variant.dtype, comm, quick=arguments.preset == "tiny")
@@ -269,7 +270,7 @@ def summarize(record: model_run.Run) -> str:
     worst = max((check.share for check in own), default=0.0)
     step = f", residuals up to {worst:.1g} of their tolerance" if own else ""
     slowed = (f", links and waits slowed {record.dilation:.2g} times"
-              if "dilation" in record.configuration else "")
+              if record.configuration.get("dilation", 1) != 1 else "")
     return (f"forward {forward:.3g} s, backward {backward:.3g} s{slowed}, {checked} from serial "
             f"by {error:.1g}{step}")
 

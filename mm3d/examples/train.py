@@ -5,6 +5,7 @@ same on every mesh.
 """
 
 import argparse
+import sys
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -25,10 +26,13 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
     parser.add_argument("--zero", type=int, default=0, help="stage of ZeRO among replicas")
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args(words)
-    mesh = mm3d.Mesh(comm, data=options.data, stages=options.stages, scheme=options.scheme,
-                     grid=options.grid and tuple(options.grid))
-    model = mm3d.GPT(mesh, layers=4, hidden=64, heads=4, vocab=256, batch=BATCH, seq=SEQ,
-                     microbatches=2 * options.stages, zero=options.zero, dtype="float64")
+    try:
+        mesh = mm3d.Mesh(comm, data=options.data, stages=options.stages, scheme=options.scheme,
+                         grid=options.grid and tuple(options.grid))
+        model = mm3d.GPT(mesh, layers=4, hidden=64, heads=4, vocab=256, batch=BATCH, seq=SEQ,
+                         microbatches=2 * options.stages, zero=options.zero, dtype="float64")
+    except ValueError as error:    # the same on every rank
+        sys.exit(f"error: {error}")
     optimizer = mm3d.AdamW(model, lr=3e-3)
 
     text = np.frombuffer("".join(topics[name] for name in sorted(topics)).encode(), np.uint8)

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import sys
 
 import numpy as np
 
@@ -19,7 +20,10 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
     parser.add_argument("--scheme", default="3d")
     parser.add_argument("--grid", type=int, nargs="+")
     options = parser.parse_args(words)
-    scheme = mm3d.scheme(options.scheme, comm, grid=options.grid and tuple(options.grid))
+    try:
+        scheme = mm3d.scheme(options.scheme, comm, grid=options.grid and tuple(options.grid))
+    except ValueError as error:    # before any communication, the same on every rank
+        sys.exit(f"error: {error}")
     found, words = step(scheme)
     # Drawn from the same seed, the model is the same on every scheme and grid.
     expected, _ = step(mm3d.scheme("serial", MPI.COMM_SELF))

@@ -43,6 +43,9 @@ class ModelSizes(Mapping[str, Any]):
     def __post_init__(self) -> None:
         keep_plain_numbers(self)
 
+    def __repr__(self) -> str:
+        return f"ModelSizes({', '.join(f'{name}={self[name]!r}' for name in self)})"
+
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ModelSizes":
         """Return the sizes among `settings`, such as the configuration of a run.

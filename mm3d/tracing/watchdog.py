@@ -69,6 +69,9 @@ class Watchdog:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="mm3d watchdog")
 
+    def __repr__(self) -> str:
+        return f"Watchdog({self.seconds:g} s, rank {self.comm.rank} of {self.comm.size})"
+
     def __enter__(self) -> "Watchdog":
         self._thread.start()
         return self

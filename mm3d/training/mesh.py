@@ -199,11 +199,9 @@ def stage_grids(kind: type[Scheme], ranks: int, stages: int,
                                                   for one in grid)
     grids = [kind.grid_shape(one) for one in ([grid] * stages if same else grid)]
     if len(grids) != stages:
-        raise ValueError(f"{len(grids)} grids for {stages} stages: one for all of them, or one "
-                         f"for each would do")
-    for stage, one in enumerate(grids):
+        raise ValueError(f"{len(grids)} grids for {stages} stages: one, or one each, would do")
+    for k, one in enumerate(grids):
         if one.ranks != share:
-            raise ValueError(f"a grid of {one} has {one.ranks} ranks, but stage {stage} has "
-                             f"{share}: {stages} stages divide {ranks} ranks")
+            raise ValueError(f"a grid of {one} has {one.ranks} ranks, but stage {k} has {share}")
         kind.check_grid(one)
     return tuple(grids)

@@ -37,3 +37,16 @@ def test_a_grid_is_advised_as_it_is_typed(comm, shared_tmp_path, words):
     with pytest.raises(UsageError, match="such as --grid 2x1x1") as caught:
         run_verb(arguments.verb_file.run, arguments, comm)
     assert "grid=" not in str(caught.value)
+
+
+@pytest.mark.parametrize("main, verb", [
+    (bench_main, ["merge", "a.h5", "b"]), (bench_main, ["measure", "gemm"]),
+    (jobs_main, ["render", "--site", "gpu4"])])
+def test_an_interrupt_is_a_word(main, verb, capsys, monkeypatch):
+    """On this machine alone, on ranks, and of jobs: Ctrl-C leaves no traceback."""
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("bench.__main__.run_verb", interrupted)
+    monkeypatch.setattr("jobs.__main__.run_verb", interrupted)
+    assert status_of(main, verb) == 130
+    assert capsys.readouterr().err == "interrupted\n"

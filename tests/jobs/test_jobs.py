@@ -83,10 +83,11 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ("[node]", "[node]\ncolour = 3", "Object contains unknown field `colour` - at `$.node`"),
-    ("ranks = 4", "ranks = 'four'", "Expected `int`, got `str` - at `$.node.ranks`"),
+    ("[node]", "[node]\ncolour = 3", "node: there is no field 'colour': "),
+    ("ranks = 4", "ranks = 'four'", "node.ranks: a whole number would do, not a text"),
     ("ranks = 4", "ranks = 0", "node.ranks = 0: must be at least 1"),
-    ('time = "1:00:00"', "", "missing required field `time` - at `$.slurm`"),
+    ("[node]", "[node]\ngpu_memry = '8 GB'", "there is no field 'gpu_memry': gpu_memory would"),
+    ('time = "1:00:00"', "", "slurm: missing required field time"),
     ("1:00:00", "an hour", "slurm.time = 'an hour': may have letters, digits"),
     ("1:00:00", "soon", "slurm.time = 'soon': give it as 2:00:00 or 1-12:00:00"),
     ("[node]", "options = ['mem=0']\n[node]", "slurm.options: 'mem=0' is no option of sbatch"),
@@ -208,7 +209,7 @@ def test_a_training_step_on_a_mesh_is_a_row_like_the_others(tmp_path, capsys, co
     assert main(["submit", *given, "--array"]) == 0
     said = capsys.readouterr().out
     assert "11 rows: 0 done, 0 under way, 11 to submit" in said
-    assert "rows of 8 ranks: measured, but not predicted: no machine given" in said
+    assert "rows of 8 ranks: measured, but not predicted: no machine given (--machine)\n" in said
     array = (mine.folder / "array-p008-tiny.sh").read_text()
     assert "--array=0-10" in array and "--signal" not in array
     mine.runs(row).mkdir(parents=True)
@@ -374,8 +375,10 @@ def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
     env, out = stubs(tmp_path), tmp_path / "out"
     name = site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
     assert main(["pipeline", "--site", name, "--ranks", "8", "--out", str(out), "--", "--stages",
-                 "4", "--schedule", "1f1b,zb-h1"]) == 0
-    script = Path(capsys.readouterr().out.strip())
+                 "4", "--grid", "2x1x1", "--schedule", "1f1b,zb-h1"]) == 0
+    said = capsys.readouterr()
+    script = Path(said.out.strip())
+    assert said.err == "nothing is submitted: --submit would do that\n"
     assert script.stat().st_mode & stat.S_IXUSR and "#SBATCH --ntasks=8" in script.read_text()
     done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
                           capture_output=True, timeout=60)
@@ -397,15 +400,22 @@ def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
              str(tmp_path / "out")]
     names = []
     for words in (["4"], ["4"], ["2"], ["2", "--schedule", "zb-h1"]):
-        assert main([*given, "--", "--stages", *words]) == 0
+        assert main([*given, "--", "--scheme", "1d", "--stages", *words]) == 0
         names.append(Path(capsys.readouterr().out.strip()).stem)
     assert names[0] == names[1] and len(set(names)) == 3
     assert all(name.startswith("pipeline-p008-") for name in names)
-    assert main([*given, "--name", "whale", "--", "--stages", "2"]) == 0
+    assert main([*given, "--name", "whale", "--", "--scheme", "1d", "--stages", "2"]) == 0
     script = Path(capsys.readouterr().out.strip())
     assert script.name == "whale.sh" and "--job-name=mm3d-whale" in script.read_text()
-    assert main([*given, "--name", "a b", "--", "--stages", "2"]) == 2
+    assert main([*given, "--name", "a b", "--", "--scheme", "1d", "--stages", "2"]) == 2
     assert "--name a b: letters, digits" in capsys.readouterr().err
+    for words, said in ((["4"], "name a grid of 2, such as --grid 2x1x1"),
+                        (["3"], "3 stages do not divide 8 ranks"),
+                        (["2", "--grid", "3x1x1"], "a grid of 3 x 1 x 1 has 3 ranks"),
+                        (["2", "--grid=4x1x1", "--schedule=interleaved:2", "--layers=3"],
+                         "3 layers")):
+        assert main([*given, "--", "--stages", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_training_is_a_job_that_the_next_one_continues_until_it_is_complete(tmp_path, capsys):
@@ -459,7 +469,8 @@ def test_a_job_finds_the_files_that_were_named_here(tmp_path, monkeypatch, capsy
     (["--", "--stop-after=5"],
      "after --: --stop-after: the job says it, or has no use for it; leave it out"),
     (["--", "--checkpoints", "x"], "--checkpoints: "), (["--", "--compare"], "--compare: "),
-    (["--", "--data", "3"], "after --: "), (["--", "--model", "nosuch"], "nosuch"),
+    (["--", "--data", "3"], "after --: --data 3 does not"),
+    (["--", "--model", "nosuch"], "nosuch"),
     (["--", "--data", "8", "--batch", "4", "--scheme", "serial"], "after --: "),
     (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
 def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):
@@ -538,7 +549,7 @@ def test_how_pipelines_and_trainings_stand(tmp_path, commands, capsys):
     commands.answer("scontrol", "echo JobState=TIMEOUT")
     given = ["--site", site_file(tmp_path), "--out", str(tmp_path / "out")]
     single = [*given, "--ranks", "8", "--submit", "--name"]
-    assert main(["pipeline", *single, "flow", "--", "--stages", "4"]) == 0
+    assert main(["pipeline", *single, "flow", "--", "--scheme=1d", "--stages=4"]) == 0
     assert main(["train", *single, "whale", "--jobs", "2", "--", "--steps", "5"]) == 0
     folder = tmp_path / "out" / "jobs"
     capsys.readouterr()

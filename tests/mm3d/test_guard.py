@@ -148,6 +148,19 @@ if comm.rank == 0:
     assert len(re.findall("^(ValueError: )?the same", text, re.M)) == 1, text
 
 
+@pytest.mark.slow_but_first
+def test_an_interrupt_is_a_word():
+    """Ctrl-C finds ranks at other lines: no tracebacks, which differ, and the shell's status."""
+    text = tell(3, """
+from mm3d import guard
+try:
+    raise KeyboardInterrupt(comm.rank)
+except KeyboardInterrupt as error:
+    guard.end_job(error)
+""")
+    assert text.count("interrupted") == 1 and "Traceback" not in text, text
+
+
 def test_errors_that_differ_are_all_printed():
     """Each with its rank and its whole traceback; those that are the same once."""
     text = tell(4, """

@@ -168,7 +168,7 @@ def describe(about: Mapping[str, Any], ranks: int) -> str:
     """Describe PyTorch: version, threads, products and settings."""
     words = [f"ColossalAI {about['colossal']}"] if "colossal" in about else []
     words += [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),
-              f"{about['threads']} threads{' a rank' * (ranks > 1)}"]
+              f"{about['threads']} thread{'s' * (about['threads'] != 1)}{' a rank' * (ranks > 1)}"]
     if about["blas"]:
         words.append(f"products by {about['blas'].upper()} "
                      f"({about['instructions'] or 'it does not say by which instructions'})")

@@ -5,7 +5,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, each, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import equal_rate_notes, largest_error
+from bench.records.notes import counted, equal_rate_notes, largest_error
 from mm3d.model.experts.totals import utilisation_entropy
 
 KINDS = ["layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
@@ -131,7 +131,7 @@ def _notes(record: Measurements) -> list[str]:
     return [
         f"{chosen['dtype']}, gate {chosen['gate']}, "
         f"{'nothing is dropped' if capacity is None else f'capacity {capacity:g}'}; "
-        f"{replicas} replicas of {chosen['scheme']} {chosen['grid']}"
+        f"{counted(replicas, 'replica')} of {chosen['scheme']} {chosen['grid']}"
         + f", experts divided among each {parts}" * (parts != replicas) + f", transport "
         f"{chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
         f"{env.get('cpu_model', '')}; {len(record.scales['repetition'])} repetitions, ended by "

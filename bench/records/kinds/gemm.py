@@ -5,7 +5,7 @@ import numpy as np
 from bench.records.kinds import BOUND, each, medians
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.measurements import Measurements, Variable, list_places
-from bench.records.notes import count_threads, describe_machine
+from bench.records.notes import counted, describe_machine
 
 SCHEMAS = {
     "gemm": {
@@ -31,7 +31,7 @@ def tables(record: Measurements) -> list[Part]:
     columns = [Column("size", of=lambda at: int(at["size"]))]
     for series in list_places(record, "dtype", "threads"):
         columns += spread(lambda at, series=series: _rates(record, series.at | at.at), ".1f",
-                          f"{series['dtype']}, {count_threads(series['threads'])}",
+                          f"{series['dtype']}, {counted(series['threads'], 'thread')}",
                           ("rate", "low", "high"), ("(GFLOP/s)", "95 %", "95 %"))
     return [make_table("Rate of C = A B of square matrices on one rank", columns,
                        list_places(record, "size")),

@@ -8,7 +8,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import describe_cluster, equal_rate_notes, largest_error
+from bench.records.notes import counted, describe_cluster, equal_rate_notes, largest_error
 from bench.statistics import elapsed
 from mm3d import ModelSizes
 from mm3d.model import cost
@@ -42,8 +42,9 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
     """Make one table of all records, a row for each layer."""
     rows = [at for record in sorted(records, key=lambda record: record.configuration["hidden"])
             for at in list_places(record)]
-    return [make_table("One Transformer layer, forward and backward, beside another library",
-                       COLUMNS, rows), Notes("About these layers:", _notes(records))]
+    beside = any(at["reference"] != "none" for at in rows)
+    title = "One Transformer layer, forward and backward" + ", beside another library" * beside
+    return [make_table(title, COLUMNS, rows), Notes("About these layers:", _notes(records))]
 
 
 def _took(kind: int) -> Callable[[Place], float]:
@@ -84,12 +85,12 @@ COLUMNS = [
     Column("rate", "(GFLOP/s)", of=lambda at: at("flops") / _took(0)(at) / 1e9, form=".1f"),
     Column("products", "alone (s)", of=_took(1), form=".3f"),
     Column("beside", of=_beside),
-    Column("it", "(s)", of=_took(2), form=".3f"),
-    *spread(lambda at: at("ratio")[2], ".3f", "it / layer", units=("", "95 %", "95 %")),
+    Column("other", "(s)", of=_took(2), form=".3f"),
+    *spread(lambda at: at("ratio")[2], ".3f", "other / layer", units=("", "95 %", "95 %")),
     Column("calls", "", COUNTED, of=_counted("calls", 0), form=".1f"),
-    Column("of it", "", COUNTED, of=_counted("calls", 1), form=".1f"),
+    Column("of other", "", COUNTED, of=_counted("calls", 1), form=".1f"),
     Column("words", "", COUNTED, of=_counted("words", 0), form=".0f"),
-    Column("of it", "", COUNTED, of=_counted("words", 1), form=".0f"),
+    Column("of other", "", COUNTED, of=_counted("words", 1), form=".0f"),
     Column("time", "(s)", OVERLAP, of=_took(3), form=".3f"),
     Column("ratio", "", OVERLAP, of=lambda at: at("ratio")[3, 0], form=".3f"),
     Column("hidden", "share", OVERLAP, of=lambda at: at("hidden"), form=".2f"),
@@ -107,8 +108,9 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         cluster = describe_cluster(env)
         found.append(
             f"hidden {chosen['hidden']}: {chosen['batch']} sequences of {chosen['seq']}, "
-            f"{chosen['heads']} heads, {chosen['dtype']}; {len(record.scales['repetition'])} "
-            f"repetitions, ended by {chosen['ended_by']}; reference {chosen['reference']}; "
+            f"{counted(chosen['heads'], 'head')}, {chosen['dtype']}; "
+            f"{counted(len(record.scales['repetition']), 'repetition')}, ended by "
+            f"{chosen['ended_by']}; reference {chosen['reference']}; "
             f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
             f"{cluster}{', ' * bool(cluster)}"
             f"{env['blas']} {env['blas_architecture']}; verified, "

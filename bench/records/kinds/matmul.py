@@ -10,7 +10,7 @@ from bench.records.kinds import BOUND, medians
 from bench.records.kinds.products import copied_operands
 from bench.records.measurements import (Measurements, Place, Setting, Variable, grid_shape,
                                         list_places)
-from bench.records.notes import count_threads, describe_machine, largest_error, words_note
+from bench.records.notes import counted, describe_machine, largest_error, words_note
 from bench.statistics import elapsed
 from mm3d.model import cost
 
@@ -96,13 +96,14 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     for record in records:
         chosen, cores = record.configuration, record.environment["cores"]
         notes.append(f"{_product(chosen)} {chosen['dtype']}, {chosen['scheme']} {chosen['grid']}, "
-                     f"transport {chosen['transport']}: {len(record.scales['repetition'])} "
-                     f"repetitions of {chosen['calls']} calls, ended by {chosen['ended_by']}; one "
-                     f"process with {count_threads(chosen['one_process_threads'])}; verified, "
+                     f"transport {chosen['transport']}: "
+                     f"{counted(len(record.scales['repetition']), 'repetition')} of "
+                     f"{counted(chosen['calls'], 'call')}, ended by {chosen['ended_by']}; one "
+                     f"process with {counted(chosen['one_process_threads'], 'thread')}; verified, "
                      f"{largest_error(record.checks)}.")
         if chosen["one_process_threads"] < cores:
-            notes.append(f"WARNING: BLAS takes {chosen['one_process_threads']} threads at most, "
-                         f"of {cores} cores: no fair reference.")
+            notes.append(f"WARNING: BLAS takes {counted(chosen['one_process_threads'], 'thread')} "
+                         f"at most, of {cores} cores: no fair reference.")
         if chosen["one_process_cores"] < cores:
             notes.append(f"WARNING: the one process was bound to {chosen['one_process_cores']} of "
                          f"{cores} cores: no fair reference.")

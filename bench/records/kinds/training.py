@@ -7,7 +7,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table
 from bench.records.kinds import each
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import CROWDED, equal_rate_notes, first_grid
+from bench.records.notes import CROWDED, counted, equal_rate_notes, first_grid
 
 SCHEMAS = {
     "training": {
@@ -85,13 +85,14 @@ def _notes(record: Measurements) -> list[str]:
     tokens = int(chosen["batch"]) * int(chosen["seq"])
     speed, began = record.values("tokens_per_second"), chosen["began"]
     notes = [
-        f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads; batches "
-        f"of {chosen['batch']} x {chosen['seq']} bytes of {chosen['text']}; "
-        f"{chosen['optimizer']}, {chosen['dtype']}, dropout {chosen['dropout']:g}.",
+        f"{counted(chosen['layers'], 'layer')}, hidden {chosen['hidden']}, "
+        f"{counted(chosen['heads'], 'head')}; batches of {chosen['batch']} x {chosen['seq']} "
+        f"bytes of {chosen['text']}; {chosen['optimizer']}, {chosen['dtype']}, dropout "
+        f"{chosen['dropout']:g}.",
         f"{env['ranks']} ranks on {env['cores']} cores: data {chosen['data']}, ZeRO "
-        f"{chosen['zero']}, {chosen['stages']} stages ({chosen['schedule']}, "
-        f"{chosen['microbatches']} micro-batches), {chosen['scheme']} on "
-        f"{first_grid(chosen)}.",
+        f"{chosen['zero']}, {counted(chosen['stages'], 'stage')} ({chosen['schedule']}, "
+        f"{chosen['microbatches']} micro-batch{'es' * (chosen['microbatches'] > 1)}), "
+        f"{chosen['scheme']} on {first_grid(chosen)}.",
         "No step was trained in this run." if np.isnan(speed) else
         f"{speed:.0f} tokens a second{f' from step {began}, where this run began' * (began > 0)}: "
         f"tokens of a step over its median seconds, of the slowest rank, forward to optimizer; "

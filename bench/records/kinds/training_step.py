@@ -5,7 +5,8 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, each, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import CROWDED, equal_rate_notes, first_grid, largest_error
+from bench.records.notes import (CROWDED, counted, equal_rate_notes, first_grid,
+                                 largest_error)
 from bench.statistics import elapsed
 
 SCHEMAS = {
@@ -70,8 +71,9 @@ PARTS = [
 def _notes(record: Measurements) -> list[str]:
     chosen, env = record.configuration, record.environment
     notes = [
-        f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads, "
-        f"vocabulary {chosen['vocab']}, tied; a batch of {chosen['batch']} x {chosen['seq']} "
+        f"{counted(chosen['layers'], 'layer')}, hidden {chosen['hidden']}, "
+        f"{counted(chosen['heads'], 'head')}, vocabulary {chosen['vocab']}, tied; a batch of "
+        f"{chosen['batch']} x {chosen['seq']} "
         f"random tokens; AdamW, {chosen['dtype']}. {len(record.scales['repetition'])} "
         f"repetitions, ended by {chosen['ended_by']}.",
         f"mm3d: {chosen['mesh'] or chosen['scheme']}, grid "

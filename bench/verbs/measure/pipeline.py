@@ -25,6 +25,8 @@ from bench.command_line.publish import (check_pictures, check_trace_file, publis
 from bench.command_line.scheme_options import add_scheme
 from mm3d import Mesh, ModelSizes
 from mm3d.console import say
+from mm3d.schemes import find_scheme
+from mm3d.training.mesh import stage_grids
 from mm3d.training.schedules import registry
 
 ON_ALL_RANKS = True
@@ -109,6 +111,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
         arguments.show(make_parts(records))
     mesh.free()
     return status
+
+
+def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
+    """Raise UsageError if so many ranks cannot run the pipeline: its stages, grid or schedules."""
+    with as_usage_error():
+        list_cases(arguments)
+        stage_grids(find_scheme(arguments.scheme), ranks, arguments.stages, arguments.grid)
 
 
 def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:

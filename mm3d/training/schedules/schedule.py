@@ -75,6 +75,9 @@ class Schedule:
     stages: tuple[tuple[int, ...], ...]
     rows: tuple[tuple[Action, ...], ...]
 
+    def __repr__(self) -> str:
+        return f"Schedule(stages={self.stages}, microbatches={self.microbatches})"
+
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""

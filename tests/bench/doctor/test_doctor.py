@@ -36,7 +36,7 @@ def test_a_sound_environment(tmp_path):
     assert {states[name] for name in ("software", "launcher", "nodes", "hdf5", "clock")} == {"ok"}
     assert "one world of 2 ranks, " in text["launcher"]
     assert text["nodes"] == "1 node with 2 ranks"
-    assert re.search(r"kernels for \w+, 1 threads a rank, 2 ranks on \d+ cores", text["blas"])
+    assert re.search(r"kernels for \w+, 1 thread a rank, 2 ranks on \d+ cores", text["blas"])
     assert re.search(r"resolution .*e-\d+ s, error between nodes 0 s", text["clock"])
     assert not list(tmp_path.rglob("*"))    # nothing stays behind
 

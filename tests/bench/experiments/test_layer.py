@@ -80,13 +80,14 @@ def test_a_layer_is_measured_beside_a_reference(comm, shared_tmp_path, monkeypat
     assert (found["memory"][0] > 0).all()
     assert found["product_samples"].shape[0] == 2 and found["product_flops"] < found["flops"]
     assert found["torch_flops"] == found["flops"] and (found["product_samples"] > 0).all()
-    assert "it / layer" in text and "one thread multiplies at" in text
+    assert "other / layer" in text and "one thread multiplies at" in text
     # What a user sets for PyTorch, without folders, which may name a person.
     settings = "LD_PRELOAD=fake.so MALLOC_ARENA_MAX=3"
     assert run.configuration["reference"].startswith("PyTorch made up, ")
     assert run.configuration["reference"].endswith(settings) and settings in text
     assert settings in run.environment["tuning_variables"]
-    assert tables([run])[0].rows[0][0] == 32
+    table = tables([run])[0]
+    assert table.rows[0][0] == 32 and table.title.endswith(", beside another library")
 
 
 @pytest.mark.ranks(4)
@@ -156,7 +157,7 @@ def test_calls_and_words_stand_beside_those_of_colossalai(comm, shared_tmp_path)
     words, calls = run.raw["words"].values, run.raw["calls"].values
     assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
     assert (calls == 36).all()
-    assert "it / layer" in text and "(ColossalAI)" in text
+    assert "other / layer" in text and "(ColossalAI)" in text
     (row,) = tables([run])[0].rows
     assert {"ColossalAI", "both", "36.0", "20024"} <= set(map(str, row))
 

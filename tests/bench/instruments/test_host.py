@@ -60,7 +60,8 @@ def test_the_commit_of_the_source_whatever_the_environment_names(source, tmp_pat
     (tree / "bench" / "more.py").write_text("")
     assert host.source_version(tree) == (commit, False)
     (source / "results").mkdir()
-    (source / "results" / "new").touch()
+    for new in ("results/new", "multiply.py"):    # what was measured, and a user's program
+        (source / new).touch()
     assert host.source_version(source) == (commit, True)
 
 

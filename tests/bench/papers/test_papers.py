@@ -198,6 +198,9 @@ def test_papers_are_listed(capsys):
     assert main(["reproduce", "--paper", "list"]) == 0
     out = capsys.readouterr().out
     assert all(re.search(rf"^{name}  ", out, re.MULTILINE) for name in paper.names())
+    assert main(["reproduce", "--paper", "list", "--format", "csv"]) == 0
+    out = capsys.readouterr().out
+    assert f"{(one := paper.names()[0])}," in out and paper.load(one).title.split(",")[0] in out
 
 
 def test_all_are_one_line_each():
@@ -219,9 +222,9 @@ def test_an_unknown_paper_is_refused(name, match, capsys):
 
 
 @pytest.mark.parametrize("change, match", [
-    (('title = "Made up"', ""), "missing required field `title`"),
-    (('name = "Table 1"', ""), r"missing required field `name` - at `\$.tables\[0\]`"),
-    (('source = "nowhere"', 'sauce = "no"'), "unknown field `sauce`|missing required field"),
+    (('title = "Made up"', ""), "made.toml: missing required field title"),
+    (('name = "Table 1"', ""), r"tables\[0\]: missing required field name"),
+    (('source = "nowhere"', 'sauce = "no"'), "there is no field 'sauce': source would do"),
     (("constants = {per = 2}", "constants = {per 2}"), "made.toml: "),
     (('formula = "ratio"\ngiven = {over = ["count", "size"]}', 'formula = "ratoi"'),
      "formula 'ratoi' is unknown.*did you mean ratio?"),

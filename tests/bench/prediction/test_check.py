@@ -289,3 +289,5 @@ def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
 def test_a_folder_without_results(capsys, tmp_path):
     assert main(["predict", "--results", str(tmp_path)]) == 2
     assert f"no results in {tmp_path}" in capsys.readouterr().err
+    assert main(["predict", "--results", f"{tmp_path}/nowhere"]) == 2
+    assert "nowhere is no folder of results, and no file" in capsys.readouterr().err

@@ -75,7 +75,9 @@ def test_dry_runs_with_experts_take_the_planned_grid_and_stages(capsys):
     assert "Direction e has the replicas" in out
     assert main(["dry", *WORDS, "--grid", "2x1x1", "--stages", "2", "--schedule", "zb-h1",
                  "--memory", "1 GB"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert "\n\nOne micro-batch:\n\n" in out and "\n\n\n" not in out
+    out = " ".join(out.split())
     assert "of 32 tokens that are routed together" in out and "it fits" in out
 
 

@@ -21,12 +21,12 @@ GRID = (2, 2, 2)
 
 
 @pytest.mark.parametrize("text, count", [("16 GB", 16 * 10 ** 9), ("15GiB", 15 * 2 ** 30),
-                                         ("1.5 KiB", 1536), ("7", 7), ("7 B", 7)])
+                                         ("1.5 KiB", 1536), ("7000000", 7000000), ("7 B", 7)])
 def test_sizes_of_memory(text, count):
     assert memory_fit.parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1 GB", "16 gigabytes", "0 GB", "16 iB", "1e9"])
+@pytest.mark.parametrize("text", ["", "GB", "-1 GB", "16 gigabytes", "0 GB", "16 iB", "1e9", "80"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UsageError, match="give it as 16 GB"):
         memory_fit.parse_size(text)

@@ -1,5 +1,6 @@
 """Steps of training: their prediction, and files of steps that others measured."""
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +18,7 @@ from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
-from support import status_of
+from support import ROOT, status_of
 
 A100 = machine_model.load_machine("dgx-a100")
 HEAD = ",".join(["Parameters (billion)", *COLUMNS.values()])
@@ -158,6 +159,21 @@ def test_rows_of_grids_count_all_of_their_gpus(tmp_path):
         head=HEAD + ",scheme"))
     assert [(row.gpus, row.config.division.grid) for row in rows] == [(16, (2, 2, 2))]
     assert len(problems) == 1 and "line 3" in problems[0] and "4" in problems[0]
+
+
+@pytest.mark.parametrize("name, machine", [("korthikanti", "dgx-a100"),
+                                           ("megatron-core-h100", "dgx-h100")])
+def test_committed_tables_are_those_of_the_code(name, machine, tmp_path, capsys):
+    """Of the first two rows, which take the shortest; the others change with them."""
+    kept, table = tmp_path / "kept.csv", ROOT / "results/predictions/steps" / name
+    lines = table.with_suffix(".csv").read_text("utf-8").splitlines(keepends=True)
+    kept.write_text("".join(lines[:3]), "utf-8")
+    assert main(["predict", "--steps", str(kept), "--machine", machine]) == 0
+    rows, committed = ({tuple(line.split()) for line in text.splitlines() if line[:1].isdigit()
+                        and re.search(r" [+-]\d", line)}    # those with an error
+                       for text in (capsys.readouterr().out, table.with_suffix(".txt").read_text(
+                           "utf-8")))
+    assert len(rows) == 2 and rows <= committed, rows - committed
 
 
 def test_a_file_without_a_column_is_refused(tmp_path):

@@ -273,7 +273,8 @@ def test_ranks_that_no_row_has(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     assert main(["reproduce", "--preset", "tiny", "--scheme", "3d", "--ranks", "7", "--out",
                  str(tmp_path)]) == 2
-    assert "is for 7 ranks" in capsys.readouterr().err
+    assert ("--ranks 7: no row of --table all --scheme 3d has so many: 8, 64 would do"
+            in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("named", ["weak:3d", "weak:3d,strong:3d"])

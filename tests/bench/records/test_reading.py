@@ -140,7 +140,7 @@ def test_one_bad_run_leaves_itself_out_of_a_merged_file(tmp_path, capsys):
     capsys.readouterr()
     assert main(["merge", str(again), str(target)]) == 1    # the others are not lost
     said = capsys.readouterr()
-    assert "1 runs of 1 files" in said.out and said.err.count("left out: ") == 2
+    assert "1 run of 1 file\n" in said.out and said.err.count("left out: ") == 2
     assert main(["validate", str(target)]) == 1
 
 

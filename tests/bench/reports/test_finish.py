@@ -48,6 +48,8 @@ def test_of_an_emulated_cluster_ratios_stand_beside_predictions(tmp_path, capsys
         assert column in text
     first, *others = (line.removeprefix("- ") for line in ends(text))
     assert first.startswith("EMULATED CLUSTER: 16 nodes x 4 ranks, 50 Mbit/s on 32 cores; ranks ")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "shrunk by 8 and times 1600, in which" in " ".join(capsys.readouterr().out.split())
     assert len(others) == 4 and "an unknown share of 2-D on 64 ranks, weak" in others[1]
     assert others[2].startswith("* Table 1, weak scaling, 3-D on 64 GPUs: the paper prints")
 
@@ -62,6 +64,19 @@ def test_a_mark_is_explained_where_it_is_and_nowhere_else(tmp_path, capsys):
     assert "of a step of rows whose ratios have a *" in text and (
         "not to be quoted: 30% of 1-D on 8 ranks, weak. " in text)
     assert "the paper prints" not in text
+
+
+def test_rows_that_were_not_slowed_for_software_are_said_to_be(tmp_path, capsys):
+    """Where no share was asked for, none is exceeded."""
+    for row in (one for one in select_rows("weak") if one.gpus == 8):
+        run = emulated_run(row, 1.0)
+        run.configuration["software_share"] = 0.0
+        run_file.write_run(run, tmp_path, row.scheme)
+    finish.write_tables_and_figures(tmp_path, figures=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("links and waits were not slowed until software takes little of a step, in rows "
+            "whose ratios have a *, which are not to be quoted: ") in text
+    assert "0% of a" not in text
 
 
 def test_the_preset_that_was_measured_last_is_shown(tmp_path, capsys):

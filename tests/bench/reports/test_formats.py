@@ -39,6 +39,13 @@ def test_text_is_aligned_and_bars_stand_between_groups():
     assert max(map(len, lines[first + 7:])) <= formats.WIDTH
 
 
+def test_the_title_of_columns_has_dashes_on_both_sides_or_none():
+    for title, said in (("a group", "a group"), ("a grou", " a grou"), ("a gro", "- a gro -")):
+        table = Table("T", [Column("", "x"), Column("four", group=title),
+                            Column("fou", group=title)], [["x", "1", "2"]])
+        assert formats.format_text([table]).splitlines()[2].strip() == said.strip()
+
+
 def test_csv_is_one_table_with_numbers_in_full():
     rows = list(csv.DictReader(io.StringIO(render(DOCUMENT + [
         Table("Another", [Column("n"), Column("m")], [[5, 6]])], "csv"))))
@@ -136,6 +143,7 @@ def test_whatever_a_verb_prints_is_one_document(tmp_path, capsys, command, table
     said = capsys.readouterr()
     found = [part for part in json.loads(said.out) if "table" in part]
     assert len(found) == tables and all(part["rows"] for part in found)
+    assert not any("beside" in part["table"] for part in found)    # a layer alone
     assert said.err.count("written: ") == len(list(tmp_path.glob("*.h5")))
 
 
@@ -185,7 +193,7 @@ def test_products_of_several_runs_share_a_table():
     assert str(table.rows[0][-1]) == "2.352"
     assert notes.items[0].startswith(
         "abt 64 x 32 x 16 float32, 3d 2 x 2 x 1, transport mpi: 6 repetitions of 7 calls")
-    assert "BLAS takes 1 threads at most, of 2 cores: no fair reference" in notes.items[1]
+    assert "BLAS takes 1 thread at most, of 2 cores: no fair reference" in notes.items[1]
     assert "bound to 1 of 2 cores: no fair reference" in notes.items[2]
     assert any(note.startswith("WARNING: the one process was bound to 1 of 2")
                for note in notes.items)

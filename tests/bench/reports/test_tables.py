@@ -162,6 +162,8 @@ def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
     run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
     text = " ".join(format_tables(tmp_path).split())
     assert "Missing, 17 of 18 rows: weak 1-D 8," in text
+    assert "the repetitions, of 1 row: " in text
+    assert re.search(r"Reached: the wider interval of a row is [\d.]+ % wide\. ", text)
     assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
            "32 cores" in text
 

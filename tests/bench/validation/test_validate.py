@@ -353,7 +353,7 @@ def test_nothing_to_merge_and_what_a_killed_merge_left(one, tmp_path, capsys):
     target, part = tmp_path / "all.h5", tmp_path / "all.h5.part"
     assert main(["merge", str(target), str(one)]) == 0
     assert main(["merge", str(target), str(tmp_path)]) == 2    # which has nothing else
-    assert f"there are no runs to merge in {target}" in capsys.readouterr().err
+    assert f"there are no runs to merge into {target}" in capsys.readouterr().err
     target.rename(part)
     assert main(["merge", str(target), str(one)]) == 2
     said = capsys.readouterr().err

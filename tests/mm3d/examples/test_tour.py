@@ -9,6 +9,7 @@ import pytest
 from bench.__main__ import main as bench
 from mm3d.child_process import run_child
 from mm3d.examples import product, train, transformer
+from mpi4py import MPI
 from support import ROOT
 
 PROGRAMS = {"product": product, "transformer": transformer, "train": train}
@@ -91,6 +92,13 @@ def test_commands_print_what_the_page_shows(comm, capfd):
         assert differences(printed, shown if comm.rank == 0 else []) == [], words
         ran += 1
     assert ran == 4
+
+
+@pytest.mark.parametrize("program, words", [
+    (transformer, ["--grid", "3", "1", "1"]), (train, ["--data", "3"]), (train, ["--zero", "7"])])
+def test_a_grid_that_the_ranks_do_not_have_is_a_line(program, words):
+    with pytest.raises(SystemExit, match="^error: .*"):
+        program.main(words, MPI.COMM_SELF)
 
 
 @pytest.mark.slow

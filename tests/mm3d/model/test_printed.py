@@ -8,6 +8,7 @@ import mm3d
 from mm3d.arrays import backend as backends
 from mm3d.grid.axis import Traffic, TrafficCounts
 from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.training.schedules import build
 from mm3d.transport.communicators import DryCommunicator
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "batch": 8, "seq": 16}
@@ -49,6 +50,19 @@ def test_an_optimizer_says_its_numbers_and_what_it_changes():
     assert said.startswith("AdamW(lr=0.001, ") and "beta1=0.9" in said
     assert said.endswith("steps=0) of 24 parameters, 7224 elements here")
     assert repr(mm3d.LossScaling(8.0)).startswith("LossScaling(scale=8.0, skipped=0; growth 2.0 ")
+
+
+def test_small_things_are_a_line():
+    """Also a schedule of many actions; an architecture is said where it is not the default."""
+    assert repr(build("1f1b", 2, 9)) == "Schedule(stages=((0,), (1,)), microbatches=9)"
+    plain = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
+    assert repr(plain) == "ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)"
+    assert eval(repr(plain), {"ModelSizes": mm3d.ModelSizes}) == plain
+    own = mm3d.ModelSizes(2, 48, 4, 8, 16, mm3d.Architecture(norm="rms"))
+    assert "architecture=Architecture(norm='rms', " in repr(own)
+    watchdog = object.__new__(mm3d.Watchdog)    # which would watch
+    watchdog.seconds, watchdog.comm = 120.0, DryCommunicator(8)
+    assert repr(watchdog) == "Watchdog(120 s, rank 0 of 8)"
 
 
 def test_words_are_a_table_by_phase():
