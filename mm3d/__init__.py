@@ -6,7 +6,7 @@
 >>> y, saved = model.forward(model.shard(X))
 >>> dx = model.backward(dy, saved)
 >>> model.parameters[2].name, model.parameters[2].layout
-('layers.0.attention.qkv.weight', Layout('z,,yx', units={0: 1, 2: 12}))
+('layers.0.attention.qkv.weight', Layout('zx,,y', units={0: 1, 2: 12}))
 """
 
 from importlib import import_module

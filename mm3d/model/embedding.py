@@ -10,7 +10,6 @@ from mm3d.arrays.elementwise import as_rows
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout, divided_directions
-from mm3d.grid.split import Split
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.token_functions import add_rows_by_id, look_up_rows
@@ -44,9 +43,9 @@ class Embedding:
         if seq is not None:
             self.parameters.append(build.create_parameter("positions.weight", layout,
                                                           (seq, hidden)))
-        vocabulary, features = layout.dims
-        self._tables = [_Table(p, grid, layout, features[len(outer.features):])
-                        for p in self.parameters]
+        along = product.gathered_along and product.gathered_along.axis.name
+        self._tables = [_Table(p, grid, layout, along) for p in self.parameters]
+        vocabulary = layout.dims[0].replace(along or " ", "")
         self._rows = [outer.rows_split(c) for c in vocabulary if c in outer.rows]
         self._sums = [grid[c] for c in vocabulary if c not in outer.rows]
         self._copies = [grid[c] for c in divided_directions(outer.rows)
@@ -99,7 +98,7 @@ class Embedding:
 
 
 class _Table:
-    """Gather a block of a table along the directions that divide its features but not x's.
+    """Gather a block of a table along the direction that products gather a weight along.
 
     Parameters
     ----------
@@ -107,31 +106,29 @@ class _Table:
         The table.
     grid, layout
         How it is divided.
-    letters : str
-        These directions.
+    along : str or None
+        This direction.
 
     Attributes
     ----------
     first, count : int
-        The first row of this rank's block, and the number of its rows.
+        The first row of the gathered block, and the number of its rows.
     """
 
-    def __init__(self, parameter: Parameter, grid: Grid, layout: Layout, letters: str) -> None:
+    def __init__(self, parameter: Parameter, grid: Grid, layout: Layout, along: str | None
+                 ) -> None:
         self.parameter, shape = parameter, parameter.shape
-        self.splits: list[Split] = [layout.split(grid, shape, c) for c in letters
-                                    if grid[c].size > 1]
-        rows, columns = layout.slices(grid, shape)
+        self._split = layout.split(grid, shape, along) if along and grid[along].size > 1 else None
+        gathered = Layout(re.sub(f"{along}0?", "", layout.spec)) if along else layout
+        rows, columns = gathered.slices(grid, shape)
         self.first, self.count = rows.start, rows.stop - rows.start
-        # The columns of the features of x, before the directions of `splits` divide them.
-        self._width = self.splits[0].extent if self.splits else columns.stop - columns.start
-        self._empty = self.splits[0].term if self.splits else grid.backend.empty
+        self._width = columns.stop - columns.start
+        self._empty = self._split.term if self._split else grid.backend.empty
 
     def gather(self) -> Array:
-        """Gather the features of x."""
+        """Gather the block."""
         value = self.parameter.value
-        for split in reversed(self.splits):
-            value = split.all_gather(value)
-        return value
+        return self._split.all_gather(value) if self._split else value
 
     def begin_gradient(self) -> Array:
         """Return zeros to which the rows of the gradient of this pass are added."""
@@ -143,6 +140,4 @@ class _Table:
         """Sum the gradient over the ranks that have other rows of x, and add it."""
         for axis in copies:
             terms = axis.all_reduce(terms)
-        for split in self.splits:
-            terms = split.reduce_scatter(terms)
-        self.parameter.accumulate(terms)
+        self.parameter.accumulate(self._split.reduce_scatter(terms) if self._split else terms)

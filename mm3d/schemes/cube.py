@@ -183,7 +183,7 @@ class Cube(Scheme):
     name = "3d"
     title = "3-D"
     directions = "xyz"
-    down_weight = "y,zx"
+    down_weight = "yx,z"
     matrix_product = CubeMatrixProduct
 
     options = {
@@ -228,7 +228,8 @@ class Cube(Scheme):
         # terms of the same C_ij, for other l: so z divides its rows, and their sum is scattered.
         y, z = target.features, source.features    # down, they are exchanged
         middle = "," * (len(shape) - 1)
-        weight = Layout(f"{z}{middle}{y}x", {0: units[0], len(shape) - 1: units[1]})
+        # The paper's B_lji has its columns divided by x.  Rows travel without being copied first.
+        weight = Layout(f"{z}x{middle}{y}", {0: units[0], len(shape) - 1: units[1]})
         return CubeProduct(source.rows_split(y), weight.split(self.grid, shape, "x"),
                            target.rows_split(z), weight, self.keep, self.overlap)
 

@@ -108,6 +108,8 @@ def _said_of(dump: Dump, c: float) -> str:
         return "a mean over all targets, with the ignored ones"
     if c == 0:
         return "lost"
+    if c > max(patterns.COUNTS):
+        return "the scale of a loss, which was not taken away again"
     if c > 1.5:
         return f"a sum over {patterns.say_number(c)} ranks that should be a mean, or added twice"
     if 0 < c < 0.7:

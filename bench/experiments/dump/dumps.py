@@ -247,7 +247,8 @@ class _Reading:
                  model.architecture.head or model.hidden // model.heads)
         for own, a in tensors.items():
             try:
-                yield from ((own, *one) for one in translate(own, a, self.rules, sizes))
+                yield from ((own, *one) for one in translate(
+                    own, a, self.rules, sizes, self.shapes))
             except (ValueError, TypeError) as error:
                 raise UsageError(f"{self.folder}: {file}: {own!r} has the shape {a.shape}, which "
                                  f"its parts do not fit") from error

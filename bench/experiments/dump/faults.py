@@ -50,6 +50,13 @@ def mean_of_means(shop: Workshop, loss: bool) -> Tensors:
                         if place.kind in (LOSS, "gradient")} | forward)
 
 
+def shifted_again(shop: Workshop) -> Tensors:
+    """Shift the targets by one more position."""
+    targets = np.roll(shop.start.targets, -1, axis=1)
+    targets[:, -1] = shop.start.model.ignored
+    return shop.finish(shop.step(replace(shop.start, targets=targets)))
+
+
 def loss_of_one(shop: Workshop) -> Tensors:
     """Report the loss of the first replica alone."""
     middle = len(shop.start.tokens) // 2
@@ -131,6 +138,15 @@ def swapped_heads(shop: Workshop) -> Tensors:
         a[:, :third] = np.roll(a[:, :third], third // 2, axis=1)
         return a
     return shop.with_weight(f"{LAYER}.attn.c_attn.weight", swap)
+
+
+def unmasked(shop: Workshop) -> Tensors:
+    """Let all queries of the last layer see all keys."""
+    def look(gpt: Any) -> None:
+        layer = next(one for one in gpt.chunks[0].layers.layers[2].layers if hasattr(one, "pair"))
+        forward, back = layer.pair
+        layer.pair = lambda q, k, v, first, limit, out: forward(q, k, v, first, False, out), back
+    return shop.finish(shop.step(look=look))
 
 
 def half_rows(a: np.ndarray) -> np.ndarray:
@@ -274,6 +290,7 @@ FAULTS = [
           Place("activation gradient", "lm_head"), "1/2 times"),
     Fault("gradients summed over 4 replicas", lambda shop: shop.with_gradients(4.0),
           Place("activation gradient", "lm_head"), "4 times"),
+    Fault("targets shifted twice", shifted_again, Place(LOSS), "of targets one position later"),
     Fault("loss divided by all targets, with ignored ones", loss_over_all, Place(LOSS),
           "divided by all 128 targets"),
     Fault("loss: mean of 2 replicas' means", lambda shop: mean_of_means(shop, True), Place(LOSS),
@@ -296,6 +313,7 @@ FAULTS = [
           Place("weight after", TABLE), "another norm in clipping", "sgd"),
     Fault("no decay of weights", lambda shop: shop.finish(shop.step(), weight_decay=0.0),
           Place("weight after", TABLE), "decays", "plain"),
+    Fault("no causal mask", unmasked, Place("activation", LAYER), "but the last"),
     Fault("positions of the second shard begin at 0", positions_again,
           Place("activation", FIRST), "positions"),
     Fault("row-parallel bias added on both ranks", lambda shop: shop.with_weight(

@@ -1,6 +1,7 @@
 """Recognise wrong means of losses, and wrong norms: one number each."""
 
 import math
+from itertools import combinations
 from typing import Any, Iterator
 
 import numpy as np
@@ -10,6 +11,8 @@ from bench.experiments.dump.computation import target_losses
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.places import Place
 from bench.experiments.dump.verdicts import Judged, Verdict
+
+SMOOTHED = (0.01, 0.02, 0.05, 0.1, 0.2)    # shares of a target that all words have
 
 
 def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
@@ -52,7 +55,25 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
             yield f"of targets one position {what}: they were shifted twice, or not at all"
     if same(float(losses.sum())):
         yield "a sum over all targets, and not a mean"
+    logits = verdict.exact[Place("activation", "lm_head")]
+    goals = np.take_along_axis(logits, np.where(ignored, 0, dump.targets)[..., None], -1)
+    more = (goals - logits.mean(-1, keepdims=True))[~ignored].mean()
+    for share in SMOOTHED:
+        if same(exact + share * float(more)):
+            yield f"of targets that are smoothed by {share}"
     yield from alone
+    tried = 0
+    for parts in (2, 3, 4):
+        tried += math.comb(len(losses) - 1, parts - 1)
+        if 100 * tried > one.ratio:    # of which one may be near by chance
+            break
+        for cuts in combinations(range(1, len(losses)), parts - 1):
+            means = [part[~out].mean() for part, out in zip(
+                np.split(losses, cuts), np.split(ignored, cuts)) if not out.all()]
+            unequal = np.ptp(np.diff((0, *cuts, len(losses))))
+            if unequal and same(float(np.mean(means))):
+                yield (f"a mean of the means of {parts} micro-batches or ranks, of the sequences "
+                       f"before {', '.join(map(str, cuts))} and the rest")
 
 
 def norm_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:

@@ -149,11 +149,13 @@ def _rule(source: str, pattern: str, meaning: Any) -> Rule:
     return Rule(re.compile(r"(\d+)".join(map(re.escape, pattern.split("{}")))), name, how)
 
 
-def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int]
+def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int],
+              shapes: Mapping[str, tuple[int, ...]] | None = None
               ) -> Iterator[tuple[str, tuple[str, ...], np.ndarray]]:
     """Yield the names that a tensor has in Hugging Face's files, and how each part is arranged.
 
-    `sizes` are the numbers of heads of keys, and of features of each.
+    `sizes` are the numbers of heads of keys, and of features of each; `shapes` tell how many rows
+    each of several names has, which else have equally many.
 
     Raises
     ------
@@ -171,7 +173,9 @@ def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int
                     parts = [one.reshape(-1, *block.shape[1:]) for one in np.split(
                         by_head, [by_head.shape[1] - 2, by_head.shape[1] - 1], axis=1)]
                 else:
-                    parts = [block] if len(names) == 1 else np.split(block, len(names))
+                    rows = [(shapes or {}).get(one, (0,))[0] for one in names]
+                    parts = [block] if len(names) == 1 else np.split(
+                        block, np.cumsum(rows)[:-1] if sum(rows) == len(block) else len(names))
                 for one, part in zip(names, parts):
                     yield one.replace("[]", str(number)), how, part
             return

@@ -14,6 +14,7 @@ import numpy as np
 
 from mm3d.model.attention.windows import window_mask
 from mm3d.model.functional import causal_mask
+from mm3d.model.rotary import Turns, frequencies
 
 # How many operations of a layer round one after another, if none is fused.  Forward, and each has
 # a gradient: of a norm the mean, two differences, the square, the root, the factor and the bias;
@@ -22,6 +23,9 @@ OPERATIONS = {"LayerNorm": 7, "RMSNorm": 4, "Gelu": 8, "ErfGelu": 5, "SwiGLU": 4
               "Linear": 2, "Residual": 1, "DropoutResidual": 2, "Embedding": 2, "ExpertsLayer": 3}
 SCORES, PROBABILITIES, GRADIENTS_OF_SCORES = 2, 2, 3    # of attention
 LOSS = 3    # of the logits' gradient: the exponential, the one of the target, the factor
+SEEDS = 1000    # from those of one kind of errors to those of another
+# Layers that programs may compute in another type than products, with attention and the loss.
+INSIDE = {"LayerNorm", "RMSNorm", "Rotary", "ExpertsLayer"}
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,16 @@ class Program:
         The types of computation, of weights and their gradients, and of the loss.
     ranks : mapping of str to int
         Among how many ranks it divides what, as it says.
+    inside : str
+        The type of norms, rotary angles, softmax, routers and the gradient of the loss, where it
+        is narrower than `dtype`; else "".
     """
 
     dtype: str
     kept: str
     loss: str = "float32"
     ranks: Mapping[str, int] = field(default_factory=dict)
+    inside: str = ""
 
     def added(self, *what: str) -> float:
         """Return how many roundings of the result a sum over ranks makes, one after another.
@@ -68,9 +76,12 @@ class Rounder:
         The type.
     seed : int
         Of the errors.
+    inside : Rounder, optional
+        That of what is computed in a narrower type, see `Program`.
     """
 
-    def __init__(self, dtype: str, seed: int) -> None:
+    def __init__(self, dtype: str, seed: int, inside: "Rounder | None" = None) -> None:
+        self.inside = inside or self
         self.unit = epsilon(dtype) / 2
         self.sums = epsilon("float32") / 2 if is_narrow(dtype) else self.unit
         self.least = 2.0 ** -25 if dtype == "float16" else 0.0    # half of its smallest number
@@ -100,18 +111,25 @@ class Rounder:
 
 def imitate(gpt: Any, program: Program, seed: int) -> None:
     """Let a model of float64 on one rank round like a program; its batch is one micro-batch."""
-    rounder, model = Rounder(program.dtype, seed), gpt.config.model
+    model = gpt.config.model
+    rounder = Rounder(program.dtype, seed, Rounder(program.inside, seed + SEEDS) if (
+        program.inside) else None)
     (chunk,), ends = gpt.chunks, gpt.chains[-1]
     tensor = program.added("tensor")
     for block in chunk.layers.layers:
         for layer in block.layers:
             _round(layer, rounder, tensor)
         _round(block, rounder)
+    turns = next((layer.turns for layer in chunk.layers.layers[0].layers if hasattr(
+        layer, "turns")), None)    # which all layers share
+    if turns is not None:
+        _round_angles(turns, model.architecture, Rounder("float32", seed + 2 * SEEDS) if (
+            is_narrow(program.dtype)) else rounder.inside)
     _round(ends.embedding, rounder, tensor)
     _round(ends.output.norm, rounder)
     _wrap(ends.output.head, rounder, 1 + tensor, model.hidden, model.vocab)
     logs = math.log(model.vocab) ** 2 if is_narrow(program.loss) else 0    # a logarithm's size
-    _wrap_backward(ends.output.loss, rounder, LOSS + logs, 0)
+    _wrap_backward(ends.output.loss, rounder.inside, LOSS + logs, 0)
     # Sequences may be as many micro-batches, or on as many replicas, whose gradients are added.
     more = model.batch / 2 if is_narrow(program.kept) else 0
     once, count = gpt.step, 2 + more + program.added("data", "sequence")
@@ -119,9 +137,29 @@ def imitate(gpt: Any, program: Program, seed: int) -> None:
     def step(tokens: np.ndarray, targets: np.ndarray) -> float:
         loss = once(tokens, targets)
         for p in gpt.trained:
-            rounder(p.grad, count + _row_sums(p, tokens) * is_narrow(program.dtype), tokens.size)
+            own = rounder.inside if _of_norm(p) or "router" in p.name else rounder
+            own(p.grad, count + _row_sums(p, tokens) * is_narrow(program.dtype), tokens.size)
         return loss
     gpt.step = step
+
+
+def _round_angles(turns: Turns, architecture: Any, rounder: Rounder) -> None:
+    """Turn by angles as programs compute them, in float32 at least.
+
+    The errors of frequencies and angles are relative: they grow with the positions.  A power is
+    off by its exponent's roundings, of two factors and their product, times its logarithm; the
+    first one is 1 whatever the way.
+    """
+    own = frequencies(architecture, turns.head)[:, None]
+    rounder(own, (own != 1) * (2 + 3 * np.log(own) ** 2))
+    angles = np.arange(len(turns.cos))[:, None, None] * own
+    rounder(angles, np.broadcast_to(own != 1, angles.shape))
+    turns.cos[...], turns.sin[...] = np.cos(angles)[..., 0], np.sin(angles)[..., 0]
+
+
+def _of_norm(p: Any) -> bool:
+    """Return whether a parameter is that of a norm."""
+    return "ln" in p.name or p.name.startswith("norm.")
 
 
 def _row_sums(p: Any, tokens: np.ndarray) -> float | np.ndarray:
@@ -131,21 +169,22 @@ def _row_sums(p: Any, tokens: np.ndarray) -> float | np.ndarray:
     """
     if p.name == "embedding.weight":
         return np.bincount(tokens.ravel(), minlength=p.shape[0])[:, None] / 2
-    return tokens.size / 2 if "ln" in p.name or p.name.startswith("norm.") else 0.0
+    return tokens.size / 2 if _of_norm(p) else 0.0
 
 
 def _round(layer: Any, rounder: Rounder, tensor: float = 0.0) -> None:
     """Round what a layer puts out, forward and backward; `tensor` is of a sum over ranks."""
     kind = type(layer).__name__
     if hasattr(layer, "pair"):
-        layer.pair = straightforward_attention(rounder)
+        layer.pair = straightforward_attention(rounder.inside)
     for part in ("up", "down"):    # of experts
         if hasattr(layer, part):
             _wrap_product(getattr(layer, part).product, rounder, tensor)
     terms = (0, 0)
     if kind == "Linear":
         terms = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
-    _wrap(layer, rounder, OPERATIONS.get(kind, 1) + tensor * (kind == "Linear"), *terms)
+    _wrap(layer, rounder.inside if kind in INSIDE else rounder,
+          OPERATIONS.get(kind, 1) + tensor * (kind == "Linear"), *terms)
 
 
 def _wrap(layer: Any, rounder: Rounder, operations: float, terms: int = 0,

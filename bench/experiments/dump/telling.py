@@ -20,10 +20,10 @@ def tell(dump: Dump, verdict: Verdict) -> list[str]:
     """
     model = dump.model
     lines = [f"{dump.folder}: {dump.family}, {model.layers} layers of {model.hidden} features, "
-             f"{model.batch} x {model.seq} tokens, {type_of(dump)}"]
+             f"{model.batch} x {model.seq} tokens, {type_of(dump, verdict)}"]
     if verdict.imitated:
-        lines.append(f"envelope: of {SAMPLES} steps in float64 with the roundings of "
-                     f"{type_of(dump)}; 1 of {1 / ALARMS:.0f} right dumps has a tensor outside")
+        lines.append(f"envelope: of {SAMPLES} steps in float64 with the roundings of its types; "
+                     f"1 of {1 / ALARMS:.0f} right dumps has a tensor outside")
     counts = count_outside(verdict)
     lines.append("inside: " + ", ".join(f"{every - wrong} of {every} {NAMES[kind]}" if (
         every > 1) else f"{NAMES[kind]} {'outside' if wrong else 'inside'}"
@@ -41,7 +41,7 @@ def tell(dump: Dump, verdict: Verdict) -> list[str]:
 
 def summary(dump: Dump, verdict: Verdict) -> str:
     """Return a verdict in one line."""
-    one, what = verdict.first, f"{dump.folder.name} ({type_of(dump)})"
+    one, what = verdict.first, f"{dump.folder.name} ({type_of(dump, verdict)})"
     if one is None:
         ratio = max((each.ratio for each in verdict.judged), default=0.0)
         left = f"; not judged: {', '.join(verdict.left)}" if verdict.left else ""
@@ -57,7 +57,7 @@ def verdict_parts(found: list[tuple[Dump, Verdict]], both: bool) -> list[Part]:
     rows: Rows = []
     for dump, verdict in found:
         one = verdict.first
-        rows.append([str(dump.folder), type_of(dump), len(verdict.judged),
+        rows.append([str(dump.folder), type_of(dump, verdict), len(verdict.judged),
                      str(one.place) if one else "", number_cell(one.ratio if one else np.nan),
                      explain(dump, verdict, MPI.COMM_SELF) if one else "",
                      ", ".join(map(str, verdict.left))])

@@ -5,7 +5,7 @@ all of them: each stage is judged by itself.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.envelopes import (OF_NORM, Distance, Reference, measure_norm,
                                               measure_reference, measure_update, rounding)
 from bench.experiments.dump.places import LOSS, NORM, Place, in_order
-from bench.experiments.dump.roundings import Program, is_narrow
+from bench.experiments.dump.roundings import Program, epsilon, is_narrow
 
 NAMES = {"mask": "masks", "activation": "activations", LOSS: "loss",
          "activation gradient": "activation gradients", "gradient": "gradients", NORM: "norm",
@@ -77,11 +77,17 @@ class Verdict:
         What was not judged, with the reason.
     exact : dict of Place to ndarray
         The exact tensors.
+    program : Program
+        How the program computes whose envelopes were taken.
+    scale : float
+        By which factor the loss was scaled whose gradients went back; 1 for none.
     """
 
     judged: list[Judged]
     left: dict[str, str]
     exact: Tensors
+    program: Program
+    scale: float = 1.0
 
     @property
     def first(self) -> Judged | None:
@@ -104,10 +110,14 @@ def start_of(dump: Dump) -> Start:
 def program_of(dump: Dump) -> Program:
     """Return how the program of a dump computes, as far as the dump says.
 
-    A loss of 16 bits was computed in these; else it was in float32 at least.
+    A loss of 16 bits was computed in these, also if it is stored in more: a sum of such ones has
+    few bits more.  Else it was computed in float32 at least.
     """
-    model, loss = dump.model, str(dump.tensors.get(Place(LOSS), np.float32(0)).dtype)
-    if not is_narrow(loss) and model.dtype != "float64":
+    model, value = dump.model, dump.tensors.get(Place(LOSS), np.float32(0.1))
+    loss = str(value.dtype)
+    if is_narrow(model.dtype) and np.frexp(float(value))[0] * 32 / epsilon(model.dtype) % 1 == 0:
+        loss = model.dtype
+    elif not is_narrow(loss) and model.dtype != "float64":
         loss = "float32"
     return Program(model.dtype, model.master or model.dtype, loss, dump.ranks)
 
@@ -121,6 +131,9 @@ def lost_masks(dump: Dump) -> list[Place]:
 def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     """Judge a dump; every rank of `comm` must call it.
 
+    Programs in float64 may compute parts in float32, see `Program.inside`, as transformers does:
+    a dump that is outside the envelope of those that do not is judged by that of those that do.
+
     Parameters
     ----------
     dump : Dump
@@ -133,6 +146,7 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     left: dict[str, str] = {}
     judged: list[Judged] = []
     exact: Tensors = {}
+    program, scale = program_of(dump), 1.0
     wanted = {place for place in in_order(dump.family, dump.model)
               if (place.kind != "mask" or dump.model.dropout) and place.name not in dump.absent}
     lost = lost_masks(dump)
@@ -140,13 +154,12 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
         left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED}
         judged = [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"]
     else:
-        reference = reference or measure_reference(start_of(dump), comm, program_of(dump))
-        exact |= reference.exact
-        for place, a in dump.tensors.items():
-            if place.kind == "mask":
-                judged.append(_judge_mask(dump, place))
-            elif place.kind in IMITATED:
-                judged.append(_judged(place, a, exact[place], reference.spread[place]))
+        reference = reference or measure_reference(start_of(dump), comm, program)
+        judged, exact, scale = _judge_step(dump, reference, left)
+        if dump.model.dtype == "float64" and any(one.outside for one in judged):
+            program = replace(program, inside="float32", loss="float32")
+            reference = measure_reference(start_of(dump), comm, program)
+            judged, exact, scale = _judge_step(dump, reference, left)
     judged += _judge_ends(dump, comm, reference, exact, left)
     for kind, name in NAMES.items():
         some = {place for place in wanted if place.kind == kind}
@@ -154,7 +167,42 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
         if missing and name not in left:
             left[name] = ("not dumped" if missing == some else
                           f"{len(missing)} of {len(some)} not dumped")
-    return Verdict(judged, left, exact)
+    return Verdict(judged, left, exact, program, scale)
+
+
+def _judge_step(dump: Dump, reference: Reference,
+                left: dict[str, str]) -> tuple[list[Judged], Tensors, float]:
+    """Judge masks, and what was imitated; return also the exact tensors, and `Verdict.scale`.
+
+    Where no later target counts, activations are taken for right: programs mask such padding in
+    several ways.  A loss may be scaled for the way back, if the gradients are right at the end.
+    """
+    exact = {**reference.exact}
+    counts = np.flip(np.maximum.accumulate(np.flip(
+        dump.targets != dump.model.ignored, 1), 1), 1)[..., None]
+    if not counts.all() and not (dump.model.experts and dump.model.experts.balance):
+        left["padding"] = f"activations at {(~counts).sum()} positions after the last target"
+        exact |= {place: np.where(counts, exact[place], np.float64(a)) for place, a in
+                  dump.tensors.items() if place.kind == "activation"}
+
+    def judged(scale: float) -> list[Judged]:
+        found = []
+        for place, a in dump.tensors.items():
+            c = scale if place.kind == "activation gradient" else 1.0
+            if place.kind == "mask":
+                found.append(_judge_mask(dump, place))
+            elif place.kind in IMITATED:
+                found.append(_judged(place, a, c * exact[place], reference.spread[place].times(c)))
+        return found
+    every = judged(1.0)
+    wrong = {one.place.kind for one in every if one.outside}
+    first = next((one.place for one in every if one.place.kind == "activation gradient"), None)
+    if wrong != {"activation gradient"} or not any(one.place.kind == "gradient" for one in every):
+        return every, exact, 1.0
+    size, a = exact[first], np.float64(dump.tensors[first])
+    c = float(np.abs((a * size).sum() / (size * size).sum()))
+    scaled = judged(c) if np.isfinite(c) else every
+    return (every, exact, 1.0) if any(one.outside for one in scaled) else (scaled, exact, c)
 
 
 def _judged(place: Place, a: np.ndarray, exact: np.ndarray, spread: Distance,
@@ -220,7 +268,9 @@ def count_outside(verdict: Verdict) -> dict[str, tuple[int, int]]:
     return {kind: (wrong[kind], every[kind]) for kind in NAMES if every[kind]}
 
 
-def type_of(dump: Dump) -> str:
-    """Return the type of computation, and that of weights where it is another."""
-    model = dump.model
-    return model.dtype + (f" with weights in {model.master}" if model.master else "")
+def type_of(dump: Dump, verdict: Verdict) -> str:
+    """Return the type of computation, and that of weights or parts where it is another."""
+    model, inside = dump.model, verdict.program.inside
+    return model.dtype + (f" with weights in {model.master}" if model.master else "") + (
+        f" with norms, angles, softmax and loss in {inside}" if inside else "") + (
+        f", of the loss times {verdict.scale:.6g}" if verdict.scale != 1 else "")

@@ -1,6 +1,7 @@
 """A judge of steps that any program dumped: right ones pass, and planted faults are named."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +16,15 @@ from mpi4py import MPI
 from bench.__main__ import main
 from bench.errors import UsageError
 from bench.experiments.dump import names, planted
+from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
-from bench.experiments.dump.envelopes import Distance
+from bench.experiments.dump.envelopes import Distance, measure_reference
 from bench.experiments.dump.faults import FAULTS as SIMPLE
 from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.reported import REPORTED
 from bench.experiments.dump.tensor_files import read_tensors, write_tensors
-from bench.experiments.dump.verdicts import judge, start_of
+from bench.experiments.dump.verdicts import judge, program_of, start_of
 from support import ROOT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -37,6 +39,11 @@ def right(tmp_path_factory):
     """A right step in float32, as a dump."""
     shop = planted.make_shop("plain", "float32", ALONE)
     return planted.dump_of(shop, shop.finish(shop.step()), tmp_path_factory.mktemp("d") / "right")
+
+
+@pytest.fixture(scope="module")
+def reference(right):
+    return measure_reference(start_of(right), ALONE, program_of(right))
 
 
 @pytest.fixture
@@ -94,7 +101,7 @@ def test_nothing_of_a_right_step_is_outside(kind, dtype, tmp_path):
     dump = planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump")
     assert dump.model.dtype == dtype
     verdict = judge(dump, ALONE)
-    assert verdict.first is None, verdict.first
+    assert verdict.first is None and not verdict.program.inside, verdict.first
     names_of = {place for place in in_order(dump.family, dump.model)
                 if place.kind != "mask" or dump.model.dropout}
     assert {one.place for one in verdict.judged} == names_of and not verdict.left
@@ -121,6 +128,53 @@ def test_gelu_by_the_error_function_and_no_biases_are_nanogpts(tmp_path, capsys)
     assert main(["judge", str(dump.folder)]) == 0
     text = capsys.readouterr().out
     assert "15 of 15 gradients" in text and "not judged" not in text, text
+
+
+def test_a_loss_may_be_scaled_on_its_way_back_if_the_gradients_are_right(right, reference):
+    tensors = {place: a * np.float32(1024) if place.kind == "activation gradient" else a
+               for place, a in right.tensors.items()}
+    verdict = judge(replace(right, tensors=tensors), ALONE, reference)
+    assert verdict.first is None and verdict.scale == pytest.approx(1024, 1e-6), verdict.first
+    place = Place("gradient", "transformer.ln_f.bias")
+    verdict = judge(replace(right, tensors=tensors | {place: 1.1 * right.tensors[place]}), ALONE,
+                    reference)
+    assert verdict.scale == 1 and verdict.first.place.kind == "activation gradient"
+
+
+@pytest.mark.parametrize("loss, cause", [
+    (lambda own, counts, logits: (own[:3].sum() / counts[:3].sum()
+                                  + own[3:].sum() / counts[3:].sum()) / 2,
+     "the means of 2 micro-batches or ranks, of the sequences before 3 and the rest"),
+    (lambda own, counts, logits: (0.9 * own.sum() - 0.1 * (logits * counts[..., None]).mean(
+        -1).sum()) / counts.sum(), "targets that are smoothed by 0.1")])
+def test_other_means_of_losses_are_named(right, reference, loss, cause):
+    logits = reference.exact[Place("activation", "lm_head")]
+    logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    counts = right.targets != right.model.ignored
+    own = -np.take_along_axis(logits, (right.targets * counts)[..., None], -1)[..., 0] * counts
+    dump = replace(right, tensors={Place(LOSS): np.float32(loss(own, counts, logits))})
+    assert cause in explain(dump, judge(dump, ALONE, reference), ALONE)
+
+
+def test_activations_of_padding_are_not_judged(right, reference):
+    """After the last target that counts programs mask in several ways."""
+    place, targets = Place("activation", "transformer.h.0"), right.targets.copy()
+    targets[2, 11:] = right.model.ignored
+    for at, outside in ((11, False), (10, True)):
+        a = np.array(right.tensors[place])
+        a[2, at] += 1
+        padded = replace(right, targets=targets, tensors={place: a})
+        verdict = judge(padded, ALONE, reference)
+        assert (verdict.first is not None) == outside
+        assert verdict.left["padding"] == "activations at 5 positions after the last target"
+
+
+def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
+    for loss, dtype, found in ((3.015625, "bfloat16", "bfloat16"), (3.0157, "bfloat16", "float32"),
+                               (3.015625, "float32", "float32"), (3.0157, "float64", "float64")):
+        dump = replace(right, model=replace(right.model, dtype=dtype),
+                       tensors={Place(LOSS): np.float64(loss)})
+        assert program_of(dump).loss == found
 
 
 def test_orders_of_summation_change_rounding_alone(right):
@@ -264,6 +318,9 @@ def test_one_tensor_may_be_several_of_hugging_face():
         f"{layer}.self_attn.{one}_proj.weight" for one in "qkv"]
     assert all(np.array_equal(part, a.reshape(-1, 5)) for (_, _, part), a in zip(
         found, (q, k, v), strict=True))
+    rows, one = {"q": (4,), "k": (2,), "v": (2,)}, names.Rule(re.compile("qkv"), "q k v", ())
+    found = [*names.translate("qkv", np.arange(8), [one], sizes, rows)]
+    assert [part.tolist() for _, _, part in found] == [[0, 1, 2, 3], [4, 5], [6, 7]]
     rules = names.find_rules("transformers", "mixtral")
     up = random.random((3, 4, 5))
     found = [*names.translate("model.layers.7.mlp.experts.gate_up_proj", up, rules, sizes)]

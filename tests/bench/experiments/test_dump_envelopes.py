@@ -1,5 +1,6 @@
 """Envelopes of the judge: their false alarms, what roundings are imitated, and several ranks."""
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, Sample, exceeded,
                                               measure_norm, measure_reference)
 from bench.experiments.dump.places import LOSS, Place
-from bench.experiments.dump.roundings import Program, Rounder, imitate
+from bench.experiments.dump.roundings import Program, Rounder, _round_angles, imitate
+from bench.experiments.dump.verdicts import judge
+from mm3d.model.rotary import frequencies
 from support import run_ranks
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -72,6 +75,44 @@ def test_envelopes_are_as_wide_as_the_type_and_grow_with_ranks():
     assert 2 ** 12 < narrow[place].whole / wide[place].whole < 2 ** 17
     assert 1.5 < many[place].whole / narrow[place].whole < 6
     assert narrow[loss].whole > 100 * wide[loss].whole
+
+
+def single(angles_of_one_step, positions):
+    """Angles as a program computes them in float32 throughout."""
+    return np.outer(np.float32(np.arange(positions)), angles_of_one_step)
+
+
+def test_angles_are_off_as_those_of_float32_and_more_at_later_positions():
+    half, positions = np.arange(0, 64, 2, dtype="float32") / 64, np.arange(2000)
+    exact = np.outer(positions, frequencies(planted.LLAMA, 64))
+    turns = SimpleNamespace(head=64, cos=np.cos(exact), sin=np.sin(exact))
+    _round_angles(turns, planted.LLAMA, Rounder("float32", 1))
+    off = np.hypot(turns.cos - np.cos(exact), turns.sin - np.sin(exact))
+    real = np.float64(single(1 / np.float32(1e4) ** half, len(positions))) - exact
+    assert not off[0].any() and not off[:, 0].any()
+    for late in (slice(50, 100), slice(1000, 2000)):
+        size = np.sqrt(np.square(off[late]).mean())
+        assert size / 3 < np.sqrt(np.square(real[late]).mean()) < size
+
+
+@pytest.mark.parametrize("part", ["angles", pytest.param("norms", marks=pytest.mark.slow)])
+def test_a_step_in_float64_may_have_parts_in_float32(part, tmp_path):
+    """As transformers has them."""
+    shop = planted.make_shop("llama", "float64", ALONE)
+
+    def look(gpt):
+        layers = [one for block in gpt.chunks[0].layers.layers for one in block.layers]
+        for one in layers:
+            if part == "norms" and type(one).__name__ == "RMSNorm":
+                one.forward = lambda x, *more, once=one.forward: once(
+                    np.float64(np.float32(x)), *more)
+        turns = next(one.turns for one in layers if hasattr(one, "turns"))
+        if part == "angles":
+            angles = single(np.float32(frequencies(planted.LLAMA, turns.head)), len(turns.cos))
+            turns.cos[...], turns.sin[...] = np.cos(angles), np.sin(angles)
+    tensors = shop.finish(shop.step(look=look))
+    verdict = judge(planted.dump_of(shop, tensors, tmp_path / "right"), ALONE)
+    assert verdict.first is None and verdict.program.inside == "float32", verdict.first
 
 
 def test_a_norm_in_16_bits_may_be_off_by_four_roundings():

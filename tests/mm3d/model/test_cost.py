@@ -265,7 +265,7 @@ def test_ranks_along_x_and_y_combine_the_two(comm):
     outer, inner = scheme.spaces(8, 3)
     linear = scheme.product(outer, inner, (10, 12), (1, 1))
     scheme.grid.reset_traffic()
-    linear.forward(np.ones((2, 3, 10)), np.ones((10, 3)))
+    linear.forward(np.ones((2, 3, 10)), np.ones((5, 6)))
     assert words(scheme.grid) == {("y", "all_gather"): 2 * 3 * 10, ("x", "all_gather"): 10 * 3}
     scheme.grid.free()
 

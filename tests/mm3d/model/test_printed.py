@@ -27,7 +27,7 @@ def test_a_model_lists_its_parameters_equal_layers_once():
                      "7224 here")
     assert heads.split() == ["parameter", "shape", "layout", "here"] and len(rows) == 10
     assert rows[6].split("  ")[0] == "layers.*.mlp.up.weight, 2 times"
-    assert rows[6].split()[-5:] == ["(48,", "192)", '"z,yx"', "(24,", "48)"]
+    assert rows[6].split()[-5:] == ["(48,", "192)", '"zx,y"', "(12,", "96)"]
     assert repr(model.parameters[0]) == ("Parameter('layers.0.ln1.weight', (48,) in layout "
                                          "'zx@y'; here (12,) of float32)")
 
