@@ -258,7 +258,7 @@ def submit_group(work: Work, group: list[Row], array: bool) -> list[str]:
         number, sign, cluster = slurm.submit(script).partition(";")
         jobs = [f"{number}_{index}{sign}{cluster}" for index in range(len(group))]
     for one, job in zip(group, jobs):
-        standings.record_submission(work, one, job)
+        standings.record_job(work, "row", one.name, one.title, job)
         say(f"job {job}: {one.title}")
     return jobs
 

@@ -53,24 +53,13 @@ def locked(work: Work) -> Iterator[None]:
         yield
 
 
-def record_submission(work: Work, case: Row, job: str) -> None:
-    """Record that `case` was submitted as `job`.
-
-    Raises
-    ------
-    StoreError
-        When it cannot be recorded; the message names the job, which is in the queue.
-    """
-    record_job(work, "row", case.name, case.title, job)
-
-
 def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
     """Record that the job of this `kind` and `name`, `title` in messages, was submitted as `job`.
 
     Raises
     ------
     StoreError
-        As from `record_submission`.
+        When it cannot be recorded; the message names the job, which is in the queue.
     """
     path = submissions_file(work)
     cancel = " ".join(["scancel", *slurm.on_cluster(slurm.cluster_of(job)),

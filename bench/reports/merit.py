@@ -27,40 +27,32 @@ class Figure:
     expected: float = math.nan
 
 
-def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """Compute the model flops utilization (MFU): useful operations over those at the peak rate.
+def throughput(run: Run) -> tuple[float, float]:
+    """Return the tokens a second, and the useful operations a second of a rank.
 
-    Parameters
-    ----------
-    flops : float
-        Useful operations of all ranks.
-    seconds : float
-        The seconds that they took.
-    peak : float
-        Peak operations a second of a rank.
+    A step is the median forward and backward, both untraced.
     """
-    return flops / seconds / ranks / peak
+    seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
+    return (run.configuration["batch"] * run.configuration["seq"] / seconds,
+            int(run.values("flops")) / seconds / run.ranks)
 
 
 def figures_of_merit(run: Run) -> list[Figure]:
-    """Compute all figures of a run; a step is its median forward and backward, both untraced."""
-    batch, seq = run.configuration["batch"], run.configuration["seq"]
-    seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
-    flops, ranks = int(run.values("flops")), run.ranks
-    found = [Figure("average step time", step_seconds.average_step_time(run.times, batch),
-                    "s a sequence"),
-             Figure("tokens a second", batch * seq / seconds, "1/s"),
-             Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s"),
+    """Compute all figures of a run; the MFU is its useful rate over the peak of products."""
+    tokens, rate = throughput(run)
+    found = [Figure("average step time", step_seconds.average_step_time(
+                        run.times, run.configuration["batch"]), "s a sequence"),
+             Figure("tokens a second", tokens, "1/s"),
+             Figure("useful rate a rank", rate / 1e9, "GFLOP/s"),
              *recomputation_figures(run)]
     rates = {name: time_parts.machine_rate(run, name) for name in (
         "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
     for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
         peak = rates[f"gemm_{name}"]
         found += [Figure(f"peak of products, {who}", peak / 1e9, "GFLOP/s"),
-                  Figure("  part of it that is useful (MFU)",
-                         100 * utilization(flops, seconds, ranks, peak), "%"),
+                  Figure("  part of it that is useful (MFU)", 100 * (rate / peak), "%"),
                   Figure(f"memory bandwidth, {who}", rates[f"memory_{name}"] / 1e9, "GB/s")]
-    return (found + traffic_figures(run) + wire_figures(run) + intensity_figures(run, flops)
+    return (found + traffic_figures(run) + wire_figures(run) + intensity_figures(run)
             + memory_figures(run))
 
 
@@ -126,9 +118,9 @@ def transport_name(run: Run) -> str:
     return str(run.configuration.get("transport", "not recorded"))
 
 
-def intensity_figures(run: Run, flops: int) -> list[Figure]:
+def intensity_figures(run: Run) -> list[Figure]:
     """Compute arithmetic intensities: useful operations per byte counted, and per operand byte."""
-    moved = run.traffic["bytes"].sum()
+    flops, moved = int(run.values("flops")), run.traffic["bytes"].sum()
     found = [Figure("arithmetic intensity, a byte counted", flops / moved if moved else math.nan,
                     "flop/byte")]
     lie = roofline_points(run)

@@ -4,13 +4,11 @@ import math
 from typing import Iterable, Sequence
 
 from bench.cases.paper import Row, title
-from bench.instruments import step_seconds
 from bench.records.folder import policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import merit, time_parts
 from bench.document import Column, Number, Rows, Table, number_cell
-from mm3d.tracing.events import PHASES
 
 
 def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
@@ -19,9 +17,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
     for row, run in zip(rows, runs):
         if run is None:
             continue
-        seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
-        tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
-        rate = int(run.values("flops")) / seconds / run.ranks
+        tokens, rate = merit.throughput(run)
         words = run.traffic["words"].sum() / run.ranks
         peak_rate = time_parts.recorded_number(run, "machine", "gemm_together")
         expected = time_parts.recorded_number(run, "memory", "expected_pool_peak")

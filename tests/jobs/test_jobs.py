@@ -522,8 +522,8 @@ def test_how_a_row_stands(tmp_path, commands):
         return one.state, one.reason
 
     assert standing() == ("not submitted", "")
-    standings.record_submission(mine, ROW, "6")
-    standings.record_submission(mine, ROW, "7")
+    standings.record_job(mine, "row", ROW.name, ROW.title, "6")
+    standings.record_job(mine, "row", ROW.name, ROW.title, "7")
     assert standing(name="PENDING", reason="Priority") == ("waiting", "Priority")
     assert standing(name="RUNNING", reason="None") == ("running", "")
     assert standing() == ("failed", "TIMEOUT")
@@ -586,11 +586,11 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
     """Half a line is no line, and what follows begins on a new one."""
     mine = work(tmp_path, site_file(tmp_path))
     run_file.check_folder(mine.folder)
-    standings.record_submission(mine, ROW, "6")
+    standings.record_job(mine, "row", ROW.name, ROW.title, "6")
     with open(standings.submissions_file(mine), "a") as file:
         file.write('{"row": "weak-3d-p0')
     assert standings.read_submitted(mine) == {ROW.name: ["6"]}
-    standings.record_submission(mine, ROW, "7")
+    standings.record_job(mine, "row", ROW.name, ROW.title, "7")
     assert standings.read_submitted(mine) == {ROW.name: ["6", "7"]}
 
 

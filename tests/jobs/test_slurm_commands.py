@@ -152,7 +152,7 @@ def test_a_row_that_was_stopped_is_not_submitted_while_its_next_job_is_under_way
     given = arguments(tmp_path, "status")
     mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
     mine.folder.mkdir(parents=True)
-    standings.record_submission(mine, ROW, "7")
+    standings.record_job(mine, "row", ROW.name, ROW.title, "7")
     mine.runs(ROW).mkdir(parents=True)
     stopped = made_up(ROW.row, preset="tiny")
     stopped.configuration["ended_by"] = "stopped"
@@ -227,7 +227,7 @@ def test_a_cluster_that_is_gone_keeps_nobody_from_the_others(commands, tmp_path,
     given[given.index("weak")] = "all"
     mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
     mine.folder.mkdir(parents=True)
-    standings.record_submission(mine, ROW, "7;gone")
+    standings.record_job(mine, "row", ROW.name, ROW.title, "7;gone")
     assert main(given) == 1
     said = capsys.readouterr()
     assert "2 rows: 0 done, 0 under way, 1 to submit\n" in said.out

@@ -162,7 +162,7 @@ def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, monkeypatch, 
                           "--out", str(folder)]) == 0
         work = scripts.Work(site.load_site("cpu"), "cpu", folder)
         with standings.locked(work):
-            standings.record_submission(work, ROW, "7")
+            standings.record_job(work, "row", ROW.name, ROW.title, "7")
     finally:
         os.umask(before)
     found = [folder, *folder.rglob("*")]

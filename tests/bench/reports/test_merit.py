@@ -37,11 +37,6 @@ def run_with_everything():
     return run
 
 
-def test_utilization_of_a_known_rate():
-    """8 ranks that do 6e12 useful operations in 3 s, of 1e12 a second that each could."""
-    assert merit.utilization(6e12, 3.0, 8, 1e12) == 0.25
-
-
 def test_figures_of_known_times(tmp_path):
     run = run_file.read_run(run_file.write_run(run_with_everything(), tmp_path, "a"))
     found = {figure.name: figure for figure in merit.figures_of_merit(run)}
