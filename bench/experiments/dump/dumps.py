@@ -127,8 +127,8 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         tokens, targets, _ = check_batch(batch["tokens"], batch["targets"], shape, model.vocab,
                                          model.ignored)
     except OSError as error:
-        raise UsageError(f"{error.filename or folder}: {error.strerror}; a folder with "
-                         f"config.json would do, see results/judge/README.rst") from error
+        what = f"{error.filename}: {error.strerror}" if error.strerror else error
+        raise UsageError(f"{what}; results/judge/README.rst says what a dump has") from error
     except ValueError as error:
         raise error if isinstance(error, UsageError) else UsageError(f"{folder}: {error}") from (
             error)

@@ -246,6 +246,8 @@ def test_files_that_are_no_dump_are_refused(copy, tmp_path):
     (copy / "dump.json").unlink()
     with pytest.raises(UsageError, match="batch.safetensors is missing"):
         read_dump(copy)
+    with pytest.raises(UsageError, match="none is not there: give .* says what a dump has"):
+        read_dump(tmp_path / "none")
 
 
 def test_dumps_of_other_weights_or_tokens_are_not_compared(right, copy):
