@@ -355,8 +355,11 @@ def test_arrays_lent_at_the_same_time_share_nothing():
 
 
 @pytest.mark.ranks(8)
-def test_collectives_reuse_their_memory(comm):
-    """A second round of the same collectives takes nothing new from the system."""
+def test_collectives_reuse_their_memory(comm, no_backends):
+    """A second round of the same collectives takes nothing new from the system.
+
+    The memory is this test's own: other tests' may go back to the system in any round.
+    """
     with on_grid(comm, 2, 2, 2) as grid:
         whole = integers((6, 7), 0)
 
