@@ -1,10 +1,41 @@
 """Divide lengths into contiguous blocks, and find the blocks in arrays."""
 
 import itertools
-from typing import Iterator
+from typing import Iterator, Sequence
+
+MANY = 4096    # blocks whose lengths take longer to write down than to compute one by one
 
 
-def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
+class Lengths(Sequence[int]):
+    """Hold the lengths of `first` blocks of one length and of `rest` of another, unwritten."""
+
+    def __init__(self, first: int, length: int, rest: int, other: int) -> None:
+        self.blocks, self.total = (first, length, rest, other), first * length + rest * other
+
+    def __len__(self) -> int:
+        return self.blocks[0] + self.blocks[2]
+
+    def __getitem__(self, part: int | slice) -> int | list[int]:
+        first, length, _, other = self.blocks
+        found = range(len(self))[part]
+        if isinstance(part, slice):
+            return [length if one < first else other for one in found]
+        return length if found < first else other
+
+
+def two_lengths(first: int, length: int, rest: int, other: int) -> Sequence[int]:
+    """Return the lengths of `first` blocks of one length, then of `rest` of another."""
+    if first + rest > MANY:
+        return Lengths(first, length, rest, other)
+    return [length] * first + [other] * rest
+
+
+def total_length(lengths: Sequence[int]) -> int:
+    """Return the sum of the lengths of blocks."""
+    return lengths.total if isinstance(lengths, Lengths) else sum(lengths)
+
+
+def block_lengths(extent: int, parts: int, unit: int = 1) -> Sequence[int]:
     """Return the lengths of `parts` contiguous blocks of `extent` elements.
 
     Blocks consist of whole units of `unit` elements.  If the units do not divide evenly, each of
@@ -16,13 +47,17 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
         When `extent` is no multiple of `unit`.
     """
     share, more = divmod(_whole_units(extent, unit), parts)
-    return [(share + 1) * unit] * more + [share * unit] * (parts - more)    # for a million, too
+    return two_lengths(more, (share + 1) * unit, parts - more, share * unit)
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:
-    """Return start and length of block `part` of `block_lengths`, without computing the others."""
-    share, more = divmod(_whole_units(extent, unit), parts)
-    return (share * part + min(part, more)) * unit, (share + (part < more)) * unit
+    """Return start and length of block `part` of `block_lengths`, without computing the others.
+
+    `part` may be an array of parts; for a `unit` of 1 `extent`, too.
+    """
+    share, more = divmod(extent if unit == 1 else _whole_units(extent, unit), parts)
+    longer = part < more
+    return (share * part + more + longer * (part - more)) * unit, (share + longer) * unit
 
 
 def _whole_units(extent: int, unit: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend, host_dtype
-from mm3d.arrays.blocks import block_bounds, block_lengths
+from mm3d.arrays.blocks import block_bounds, block_lengths, total_length
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -180,7 +180,7 @@ class Axis:
         if self.size == 1:
             return a
         counts = counts or block_lengths(a.shape[dim], self.size)
-        self._check(counts, a.shape[dim], sum(counts))
+        self._check(counts, a.shape[dim], total_length(counts))
         out = self.transport.reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - out.size, self.size - 1)
         return out
@@ -191,7 +191,7 @@ class Axis:
         if self.size == 1:
             return Pending(a)
         counts = counts or block_lengths(a.shape[dim], self.size)
-        self._check(counts, a.shape[dim], sum(counts))
+        self._check(counts, a.shape[dim], total_length(counts))
         pending = self.transport.begin_reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)
         return pending

@@ -19,7 +19,7 @@ one unit.  Two marks name a direction along which one rank holds the block, and 
 
 import math
 import re
-from typing import Mapping
+from typing import Any, Mapping
 
 import numpy as np
 
@@ -105,8 +105,18 @@ class Layout:
                 unit: int) -> tuple[int, int]:
         """Return start and length of the block at `coords` that `letter` makes of a length."""
         if letter in self.faces:
-            return (length, 0) if coords[letter] else (0, length)
+            first = coords[letter] == 0
+            return length * (1 - first), length * first
         return block_bounds(length, sizes[letter], coords[letter], unit)
+
+    def bounds(self, sizes: GridShape, shape: tuple[int, ...],
+               coords: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        """Return start and length of a block in each dimension, as arrays for arrays of `coords`.
+
+        There is no diagonal in the layout; parameters and errors are those of `slices`.
+        """
+        self._check(sizes, shape)
+        return [self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape)]
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
@@ -127,10 +137,9 @@ class Layout:
             When the grid lacks a direction of the layout, or the number of dimensions differs.
         """
         sizes, coords = _resolve_place(grid, coords)
-        self._check(sizes, shape)
+        bounds = self.bounds(sizes, shape, coords)
         if not self.owns_block(sizes, coords):
             return (slice(0, 0),) * len(shape)
-        bounds = (self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape))
         return tuple(slice(start, start + length) for start, length in bounds)
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths, resized_shape
+from mm3d.arrays.blocks import block_lengths, resized_shape, two_lengths
 from mm3d.grid.axis import Axis
 from mm3d.transport.pending import Pending
 
@@ -25,7 +25,7 @@ class Split:
 
     Attributes
     ----------
-    counts : list of int
+    counts : sequence of int
         Length of each rank's block.
     """
 
@@ -149,7 +149,7 @@ class FaceSplit(Split):
 
     def __init__(self, axis: Axis, dim: int, extent: int) -> None:
         self.axis, self.dim, self.extent = axis, dim, extent
-        self.counts = [extent] + [0] * (axis.size - 1)
+        self.counts = two_lengths(1, extent, axis.size - 1, 0)
 
     def __repr__(self) -> str:
         return f"FaceSplit(dimension {self.dim} of {self.extent} on the first of {self.axis.name})"

@@ -250,8 +250,8 @@ class Overlap(Pass):
             sums.append(self._begin(panels.c.begin_reduce_scatter(terms)))
             if keep:
                 if A_il is None:
-                    shape = resized_shape(A_n.shape, panels.a.dim, sum(panels.a.counts)
-                                          * panels.count)
+                    shape = resized_shape(A_n.shape, panels.a.dim,
+                                          panels.a.extent * panels.count)
                     A_il = panels.a.axis.backend.empty(shape, A_n.dtype)
                 panels.put_rows(A_il, n, A_n)
         return panels.join(sums), A_il

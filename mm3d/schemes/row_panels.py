@@ -33,7 +33,7 @@ class RowPanels:
     """
 
     def __init__(self, a: Split, c: Split, most: int) -> None:
-        rows, self._blocks = sum(a.counts), math.lcm(a.axis.size, c.axis.size)
+        rows, self._blocks = a.extent, math.lcm(a.axis.size, c.axis.size)
         equal = [n for n in range(1, most + 1) if rows % (self._blocks * n) == 0]
         self.count = max(equal, default=1) if self._blocks > 1 else 1
         self.a, self.c = (split.of_panel(self.count) for split in (a, c))

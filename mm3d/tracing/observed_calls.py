@@ -7,7 +7,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from mm3d.arrays.backend import host_dtype
-from mm3d.arrays.blocks import resized_shape
+from mm3d.arrays.blocks import resized_shape, total_length
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import ArrayObserver, Collective, Event, Gemm, Layer, Observer, Overlapped
 from mm3d.transport.pending import Pending
@@ -214,7 +214,7 @@ class ObservedTransport:
         def reported_with_sizes(a: Any, *where: Any) -> Any:
             shape = a.shape
             if kind == "all_gather":
-                shape = resized_shape(shape, where[0], sum(where[1]))
+                shape = resized_shape(shape, where[0], total_length(where[1]))
             size = math.prod(shape) * host_dtype(a).itemsize
             pieces = len(where) > 1 and math.prod(shape[:where[0] % len(shape)]) > 1
             event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)

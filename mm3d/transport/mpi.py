@@ -10,7 +10,7 @@ import math
 from typing import Any, Iterator
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import block_indices, block_starts, resized_shape
+from mm3d.arrays.blocks import block_indices, block_starts, resized_shape, total_length
 from mm3d.transport import sums
 from mm3d.transport.pending import Pending
 
@@ -103,7 +103,7 @@ class MpiTransport:
     def _whole(self, a: Array, dim: int,
                counts: list[int]) -> tuple[Array, Array, list[int], Array]:
         """Return the array to send, the receive buffer, the blocks' lengths, and the result."""
-        out = self.backend.empty(resized_shape(a.shape, dim, sum(counts)), a.dtype)
+        out = self.backend.empty(resized_shape(a.shape, dim, total_length(counts)), a.dtype)
         self._moved += out.size - a.size
         return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
 

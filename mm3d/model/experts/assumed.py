@@ -80,9 +80,9 @@ class AssumedOrder(TokenOrder):
 
     def _runs_of(self, place: tuple) -> list[int]:
         """Return the numbers of the runs of the ranks at these coordinates, in their order."""
-        ranks = np.arange(len(self._lengths)).reshape(self._tokens.shape)[place]
-        firsts = np.cumsum(self._lengths) - self._lengths
-        return [firsts[rank] + n for rank in np.ravel(ranks) for n in range(self._lengths[rank])]
+        ranks = np.arange(len(self._runs)).reshape(self._tokens.shape)[place]
+        return [self._firsts[rank] + n for rank in np.ravel(ranks)
+                for n in range(self._runs[rank])]
 
     def _chosen_in(self, runs: list[int]) -> np.ndarray:
         """Return the experts of the tokens of some runs, (tokens, k)."""

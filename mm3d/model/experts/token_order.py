@@ -6,7 +6,6 @@ The counts of every run, k x E integers, are gathered on all ranks: they say whe
 in its expert, and how many rows every rank sends to every expert, so no rank asks another one.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Sequence
@@ -75,23 +74,22 @@ class TokenOrder:
         spaces = spaces or [space] * math.prod(axis.size for axis in replicas)
         shares = [one.batch for one in spaces]
         self.tokens = sum(shares) * space.seq
-        by_rank = [runs for first, one in zip(block_starts(shares), spaces)
-                   for runs in _runs_of_replica(one, first)]
+        self._runs, starts, lengths = map(np.concatenate, zip(*(
+            _runs_of_replica(one, first) for first, one in zip(block_starts(shares), spaces))))
         shape = [axis.size for axis in self.directions]
         self._place = tuple(axis.rank for axis in self.directions)
-        numbers = np.arange(len(by_rank)).reshape(shape)
-        own, runs = int(numbers[self._place]), np.array([len(one) for one in by_rank])
+        numbers = np.arange(len(self._runs)).reshape(shape)
         self._gathers = []
         for n, axis in reversed([*enumerate(self.directions)]):
-            along = runs[numbers[self._place[:n]].reshape(axis.size, -1)]
+            along = self._runs[numbers[self._place[:n]].reshape(axis.size, -1)]
             self._gathers.append((axis, along.sum(axis=1).tolist()))
-        self._first, self._lengths = int(runs[:own].sum()), runs.tolist()
-        self._tokens = np.array([sum(length for _, length in one) for one in by_rank]
-                                ).reshape(shape)
-        stops = np.cumsum([length for _, length in by_rank[own]]).tolist()
+        own = int(numbers[self._place])
+        self._firsts = np.cumsum(self._runs) - self._runs
+        self._own = slice(int(self._firsts[own]), int(self._firsts[own] + self._runs[own]))
+        self._tokens = self._sum_by_rank(lengths).reshape(shape)
+        stops = np.cumsum(lengths[self._own]).tolist()
         self.runs = [slice(stop - length, stop)
-                     for stop, (_, length) in zip(stops, by_rank[own])]
-        starts, lengths = np.array([run for one in by_rank for run in one]).T
+                     for stop, length in zip(stops, lengths[self._own].tolist())]
         self._order = np.argsort(starts, kind="stable")
         self.starts, self.stops = starts, starts + lengths
 
@@ -135,11 +133,14 @@ class TokenOrder:
         before, totals = np.cumsum(runs, axis=0) - runs, runs.sum(axis=0)
         taken = _count_kept(runs, before, totals, capacity, order)
         before, taken = self._by_rank(before), self._by_rank(taken)
-        starts = np.cumsum(self._lengths) - self._lengths
-        kept = np.stack([taken[start:start + length].sum(axis=0)
-                         for start, length in zip(starts, self._lengths)])
-        return GlobalCounts(totals, before[self._first:self._first + len(self.runs)],
+        kept = self._sum_by_rank(taken)
+        return GlobalCounts(totals, before[self._own],
                             kept.reshape(*(axis.size for axis in self.directions), -1))
+
+    def _sum_by_rank(self, of_runs: np.ndarray) -> np.ndarray:
+        """Sum integers of all runs, in the order of the ranks, for each rank."""
+        sums = np.concatenate([0 * of_runs[:1], np.cumsum(of_runs, axis=0)])
+        return sums[self._firsts + self._runs] - sums[self._firsts]
 
     def _read_counts(self, a: Array) -> np.ndarray:
         """Return the gathered counts of all runs, in the order of the ranks."""
@@ -152,21 +153,23 @@ class TokenOrder:
         return out
 
 
-def _runs_of_replica(space: Space, first: int) -> list[list[tuple[int, int]]]:
-    """Return the first global token and the length of each run, by the ranks of a replica.
+def _runs_of_replica(space: Space, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return how many runs each rank of a replica has, and each run's first token and length.
 
-    `first` is its first sequence in the batch.
+    `first` is the replica's first sequence in the batch.
     """
-    found, layout, grid = [], Layout(space.rows), space.grid.shape
-    for place in itertools.product(*(range(grid[c]) for c in layout.letters)):
-        rows, positions = layout.slices(grid, (space.batch, space.seq),
-                                        dict(zip(layout.letters, place)))
-        numbers = range(first + rows.start, first + rows.stop)
-        length = positions.stop - positions.start
-        found.append([(numbers.start * space.seq, len(numbers) * length)]
-                     if length == space.seq else
-                     [(number * space.seq + positions.start, length) for number in numbers])
-    return found
+    layout, grid = Layout(space.rows), space.grid.shape
+    sizes = [grid[c] for c in layout.letters]
+    places = dict(zip(layout.letters, map(np.ravel, np.indices(sizes))))
+    bounds = layout.bounds(grid, (space.batch, space.seq), places)
+    row, rows, position, length = (np.broadcast_to(part, math.prod(sizes))
+                                   for pair in bounds for part in pair)
+    whole = length == space.seq
+    runs = np.where(whole, 1, rows)
+    ranks = np.repeat(np.arange(len(runs)), runs)
+    number = np.arange(len(ranks)) - np.repeat(np.cumsum(runs) - runs, runs)
+    return (runs, ((first + row)[ranks] + number) * space.seq + position[ranks],
+            (length * np.where(whole, rows, 1))[ranks])
 
 
 def _count_kept(runs: np.ndarray, before: np.ndarray, totals: np.ndarray, capacity: int | None,
