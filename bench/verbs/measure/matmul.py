@@ -16,8 +16,8 @@ from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.records.journal import claim_folder
-from bench.statistics import median_interval
 from bench.reports.micro_tables import showing
+from bench.statistics import median_interval
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
 

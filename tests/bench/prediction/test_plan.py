@@ -158,7 +158,7 @@ def test_the_verbs_print_what_they_found(capsys):
 
 @pytest.mark.parametrize("command, message", [
     (["dry", "--ranks", "8", "--hidden", "64", "--grid", "3x2x1"], "a grid of 3 x 2 x 1 has 6"),
-    (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "give sizes as in 16x4x1"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "such as 2x2x2, or auto"),
     (["dry", "--ranks", "9", "--hidden", "64", "--scheme", "2d", "--rank", "9"], "rank 9 of 9"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "1d", "--keep", "both"], "'keep'"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
