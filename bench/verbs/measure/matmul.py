@@ -30,7 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure matmul``."""
     measuring.add_cluster(parser)
     measuring.add_measurement(parser, 7, 30.0)
-    options.add_shape(parser)
+    parser.add_argument("--shape", type=options.shape, action="append", required=True,
+                        metavar="M,N,K",
+                        help="measure C = A B, where C is M x K and the sums have N terms; N "
+                             "alone for cubes; may be repeated")
     options.add_grid(parser)
     parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
                         default=["3d"], metavar="NAMES", help=(

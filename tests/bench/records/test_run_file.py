@@ -12,6 +12,7 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import run_file
+from mutations import sets, spoils
 from records import format_tables, made_up
 from support import ROOT
 
@@ -148,46 +149,29 @@ def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def damaged(path, how: str) -> None:
-    """Make of the run in `path` something else."""
-    if how == "truncated":
-        os.truncate(path, path.stat().st_size // 2)
-        return
-    if how == "empty":
-        os.truncate(path, 0)
-        return
-    if how == "flipped":
-        with h5py.File(path) as file:
-            place = file["samples/forward"].id.get_chunk_info(0).byte_offset
-        with open(path, "r+b") as raw:
-            raw.seek(place)
-            byte = raw.read(1)
-            raw.seek(place)
-            raw.write(bytes([byte[0] ^ 1]))
-        return
-    with h5py.File(path, "r+") as file:
-        if how == "foreign":
-            del file.attrs["format"]
-        elif how == "newer":
-            file.attrs["schema_version"] = run_file.SCHEMA + 1
-        elif how == "incomplete":
-            del file["samples/backward"]
-        elif how == "unlike":
-            del file["traffic/words"]
-            file["traffic/words"] = np.zeros(3)
+def flip(path) -> None:
+    """Flip a bit of a chunk of samples."""
+    with h5py.File(path) as file:
+        place = file["samples/forward"].id.get_chunk_info(0).byte_offset
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("how, message", [
-    ("truncated", "is truncated, damaged, or no HDF5 file"),
-    ("empty", "is truncated, damaged, or no HDF5 file"),
-    ("flipped", "is truncated, damaged, or no HDF5 file"),
-    ("foreign", "is an HDF5 file, but not an mm3d run"),
-    ("newer", "has schema version 4; this mm3d reads version 3: update mm3d"),
-    ("incomplete", "is damaged or not a complete run: .*backward"),
-    ("unlike", "traffic/words has a dimension without a scale")])
-def test_what_is_no_run_is_named(tmp_path, how, message):
+DAMAGED = "is truncated, damaged, or no HDF5 file"
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda path: os.truncate(path, path.stat().st_size // 2), DAMAGED),
+    (lambda path: os.truncate(path, 0), DAMAGED), (flip, DAMAGED),
+    (spoils("/", key="format"), "is an HDF5 file, but not an mm3d run"),
+    (sets("/", schema_version=run_file.SCHEMA + 1),
+     "has schema version 4; this mm3d reads version 3: update mm3d"),
+    (spoils("samples/backward"), "is damaged or not a complete run: .*backward"),
+    (spoils("traffic/words", key="DIMENSION_LIST"), "words has a dimension without a scale")])
+def test_what_is_no_run_is_named(tmp_path, spoil, message):
     path = run_file.write_run(made_up(ROW), tmp_path, "a")
-    damaged(path, how)
+    spoil(path)
     with pytest.raises(StoreError, match=message) as caught:
         run_file.read_run(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

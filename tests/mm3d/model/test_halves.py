@@ -170,27 +170,6 @@ def test_words_and_operands_of_the_halves_in_3d_by_hand(x, y, z):
     assert sum(trace.operands for trace in traces) == 4 * kept
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
-def test_halves_of_a_dry_run_are_those_that_run(comm):
-    """Traffic and operands on each rank."""
-    for parallelism in SOME[comm.size]:
-        with parallelism.on(comm, "numpy") as scheme:
-            model = mm3d.Transformer(scheme, **SIZES["uneven"])
-            grid, counted = scheme.grid, {}
-            _, saved = model.forward(model.random("x"))
-            grid.reset_traffic()
-            _, operands = model.backward_input(model.random("dy"), saved)
-            kept, counted["backward_input"] = model.saved_bytes(operands), grid.traffic()
-            grid.reset_traffic()
-            model.backward_weights(operands)
-            counted["backward_weights"] = grid.traffic()
-        dried = dry_run.trace_step(
-            parallelism.name, comm.size, tuple(grid.shape.values()), comm.rank,
-            backend.Backend.block, parallelism.options, halves=True, **SIZES["uneven"])
-        assert dried.operands == kept, str(parallelism)
-        assert {phase: dried.traffic[phase] for phase in counted} == counted
-
-
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("keep, recompute", [
     ("none", "uniform:2+selective"), ("none", "none"), ("weight", "full"), ("both", "none")])

@@ -124,23 +124,6 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
             assert getattr(trace, name) == real[name], (str(case), name)
 
 
-@pytest.mark.ranks(1, slow=(4, 6, 8))
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_memory_is_dry_as_it_is_real_in_every_dtype(comm, dtype):
-    """On every rank, to the byte: sums of 16 bits are made in float32, beside the pool."""
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    more = [Parallelism("3d", (comm.size // 2, 2, 1), {"overlap": n}) for n in (1, 2)]
-    for case, sizes in zip([*CASES[comm.size], *more * (comm.size > 1)], cycle(SIZES.values())):
-        with case.on(comm, "numpy") as scheme:
-            real = real_step(SimpleNamespace(phase=""), scheme, sizes, dtype, False)
-            shape = tuple(scheme.grid.shape.values())
-        trace = dry_run.trace_step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
-                                   case.options, **sizes, dtype=dtype)
-        for name in ("parameters", "saved", "pool_peak"):
-            assert getattr(trace, name) == real[name], (str((case.name, case.options)), name)
-
-
 def allocated(scheme, sizes, dtype, causal) -> int:
     """The most bytes at one time that Python's allocator sees of a step on this rank."""
     gc.collect()
