@@ -43,7 +43,8 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib, every)
 
 
 @pytest.mark.parametrize("mib, more", [
-    (13, {"experts": None}), (45, {}), (40, {"experts": replace(EXPERTS, every=2)}),
+    (13, {"experts": None}), (45, {}),
+    pytest.param(40, {"experts": replace(EXPERTS, every=2)}, marks=pytest.mark.slow),
     (400, {"experts": None, "seq": LONG_SEQ})])
 def test_plans_come_in_the_order_of_their_estimates_and_none_is_left_out(mib, more):
     """Bounds are no higher than estimates, in any place on the nodes; contexts are among plans."""
