@@ -74,7 +74,8 @@ def block(a: np.ndarray, spec: str, grid: mm3d.Grid) -> np.ndarray:
 
 
 @contextmanager
-def all_refuse(comm, said: str | None = None, kind: type[Exception] = ValueError) -> Iterator[None]:
+def all_refuse(comm, said: str | None = None,
+               kind: type[Exception] = ValueError) -> Iterator[None]:
     """What is done within it raises the same error in one line on all ranks, which says so."""
     with pytest.raises(kind, match=said) as caught:
         yield
