@@ -1,6 +1,5 @@
 """The planner against brute force, the bound, and what is known of the paper's shapes."""
 import math
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -104,15 +103,6 @@ def test_no_grid_is_below_the_bound_in_any_regime():
                 assert math.isclose(words, bound)
 
 
-@pytest.mark.slow
-def test_a_million_ranks_in_under_ten_seconds():
-    start = time.process_time()    # seconds of this process, whatever else the machine does
-    found = planner.rank_plans(10**6, LONGHORN, Stack(96, 12288, 96, 1536, 2048))
-    # All grids of 3-D and of faces, 16 of Tesseract, and one of each other scheme.
-    assert len(found) == 2 * 784 + 16 + 4 and found[0].traced
-    assert time.process_time() - start < 10
-
-
 def test_what_does_not_fit_comes_last():
     found = planner.rank_plans(8, LONGHORN, Stack(24, 4096, 32, 4, 512))
     fits = [p.fits for p in found]
@@ -122,14 +112,6 @@ def test_what_does_not_fit_comes_last():
         planner.trace_plan(screen_grid("3d", SLAB, LONGHORN, one), LONGHORN, one)
         for one in (Stack(**sizes, recompute=recompute) for recompute in ("none", "full")))
     assert again.memory < once.memory / 2 and again.backward > once.backward
-
-
-@pytest.mark.slow
-def test_grid_auto_is_the_planner_s_choice(capsys):
-    command = ["dry", "--ranks", "64", "--hidden", "8192", "--layers", "2", "--grid", "auto"]
-    assert main(command) == 0
-    chosen = planner.best_grid("3d", 64, LONGHORN, Stack(**dict(WEAK_64, layers=2)))
-    assert f"grid {chosen}, rank 0 of 64" in capsys.readouterr().out
 
 
 def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():

@@ -1,7 +1,6 @@
 """A dry run's trace is the real run's, to the last call, word and byte."""
 import gc
 import math
-import time
 import tracemalloc
 from collections import Counter
 from itertools import cycle
@@ -189,19 +188,6 @@ def test_every_rank_adds_up_to_the_closed_form():
     for phase in PHASES:
         assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
     assert sum(t.flops("forward") for t in traces) == cost.flops(ModelSizes(**sizes))["forward"]
-
-
-@pytest.mark.slow
-@pytest.mark.limit(400)
-@pytest.mark.parametrize("name, grid", [
-    ("2d", None), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-        ("3d", (100, 100, 100)), ("1d", None), ("3d", (1000000, 1, 1))))])
-def test_a_million_ranks_in_seconds(name, grid):
-    start = time.process_time()
-    trace = dry_run.extrapolate_step(name, 10**6, grid, layers=96, hidden=12288, heads=96,
-                                     batch=1536, seq=2048)
-    assert trace.flops() and trace.words() and trace.peak
-    assert time.process_time() - start < 40    # a few, where nothing else runs
 
 
 def test_nothing_is_drawn_and_nothing_computed(monkeypatch):
