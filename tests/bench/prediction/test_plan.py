@@ -6,7 +6,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.prediction import machine_file, machine_model, planner
+from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.seconds import collective_terms, step_seconds
 from bench.records import run_file
@@ -19,7 +19,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, PHASES
-from machine_files import assert_sourced
+from machine_files import assert_sourced, format_machine
 from refused import refused
 from support import run_ranks, status_of
 
@@ -169,7 +169,7 @@ def test_a_machine_without_a_rate_for_the_dtype_is_named(command, tmp_path, caps
 def doubles(folder) -> str:
     """The file of a machine with a rate for float64 only."""
     path = folder / "doubles.toml"
-    path.write_text(machine_file.format_machine(
+    path.write_text(format_machine(
         machine_model.msgspec.structs.replace(machine_model.load_machine("cpu"),
                                               gemm_rate={"float64": 5e10})))
     return str(path)
