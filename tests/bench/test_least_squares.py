@@ -45,6 +45,14 @@ def test_nothing_is_negative_and_no_choice_of_columns_is_better(needed):
     assert tried > 15
 
 
+def test_unknowns_that_are_positive_come_back():
+    A = np.random.default_rng(3).random((9, 4)) * [1e-9, 1, 1e9, 1]
+    c = np.array([1e9, 2, 0, 3])
+    assert solve_nonnegative(A, A @ c) == pytest.approx(c, rel=1e-9, abs=1e-12)
+    A[:, 3] = 0    # of which nothing can be known
+    assert solve_nonnegative(A, A @ c)[:2] == pytest.approx(c[:2])
+
+
 def test_bounds_are_kept_and_the_gradient_points_out_of_them():
     """The conditions of Karush, Kuhn and Tucker; inside the bounds the gradient is 0."""
     inside = 0
