@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from bench.__main__ import main
-from bench.errors import UsageError
 from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.seconds import collective_terms, step_seconds
@@ -214,13 +213,6 @@ def test_collectives_share_the_links_they_need():
     assert seconds(8, 2)["network"] == pytest.approx(2 * 7e9 / 12.5e9)
     assert seconds(8, 4, "all_reduce")["network"] == 2 * seconds(8, 4)["network"]
     assert seconds(8, 4, "broadcast")["network"] == pytest.approx(4 * 8e9 / 12.5e9)
-
-
-def test_a_file_that_is_no_machine(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text("name = 3")
-    with pytest.raises(UsageError, match="machine file"):
-        machine_model.load_machine(str(path))
 
 
 @pytest.mark.slow

@@ -45,21 +45,6 @@ def test_datasets_have_units_and_named_dimensions(tmp_path):
         assert file.attrs["schema_version"] == run_file.SCHEMA
 
 
-def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):
-    xarray = pytest.importorskip("xarray", reason="xarray is not installed")
-    pytest.importorskip("h5netcdf", reason="h5netcdf, which xarray reads HDF5 with, is missing")
-    run = made_up(ROW)
-    path = run_file.write_run(run, tmp_path, "a")
-    with xarray.open_dataset(path, group="samples", engine="h5netcdf") as samples:
-        assert samples.forward.dims == ("repetition", "rank")
-        assert samples.forward.attrs["units"] == "s"
-        np.testing.assert_array_equal(samples.forward, run.samples["forward"])
-    with xarray.open_dataset(path, group="traffic", engine="h5netcdf") as traffic:
-        moved = traffic.bytes.sel(axis="x", collective="all_gather", rank=ROW.gpus - 1)
-        assert moved.attrs["units"] == "byte"
-        np.testing.assert_array_equal(moved, run.traffic["bytes"][:, -1, 0, 0])
-
-
 def test_the_page_s_lines_open_results_with_xarray_and_pandas(tmp_path, monkeypatch):
     """Of `bench/records/README.rst`, as they stand; the median is that of the tables."""
     for name in ("xarray", "h5netcdf", "pandas"):

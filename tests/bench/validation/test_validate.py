@@ -78,18 +78,6 @@ def test_the_schema_is_printed_as_it_is_checked(capsys):
         len(one.get(key, {})) for one in known for key in ("variables", "optional", "derived"))
 
 
-def test_every_dataset_has_units_and_dimension_scales(measured):
-    for path in measured.glob("*.h5"):
-        with h5py.File(path) as file:
-            datasets = []
-            file.visititems(lambda name, item: datasets.append(item) if isinstance(
-                item, h5py.Dataset) and not item.is_scale else None)
-            assert len(datasets) > 3
-            for found in datasets:
-                assert isinstance(found.attrs["units"], str), found.name
-                assert [len(dim[0]) for dim in found.dims] == list(found.shape), found.name
-
-
 def test_the_environment_is_complete(measured):
     for path in measured.glob("*.h5"):
         run = run_file.read_run(path)

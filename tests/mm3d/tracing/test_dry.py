@@ -12,10 +12,8 @@ from mpi4py import MPI
 
 import llamas
 import mm3d
-from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.transport.communicators import DryCommunicator
@@ -178,16 +176,6 @@ def test_layers_beyond_three_follow_from_two_and_three(name, grid, options, reco
     assert extended.events == whole.events and extended.traffic == whole.traffic
     for field in ("parameters", "saved", "peak", "held", "pool_peak"):
         assert getattr(extended, field) == getattr(whole, field), field
-
-
-def test_every_rank_adds_up_to_the_closed_form():
-    """27 ranks that do not exist: words and flops over all of them."""
-    sizes = dict(layers=1, hidden=21, heads=3, batch=5, seq=4)
-    traces = [dry_run.trace_step("3d", 27, rank=rank, **sizes) for rank in range(27)]
-    expected = cost.words("3d", dict(x=3, y=3, z=3), ModelSizes(**sizes))
-    for phase in PHASES:
-        assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
-    assert sum(t.flops("forward") for t in traces) == cost.flops(ModelSizes(**sizes))["forward"]
 
 
 def test_nothing_is_drawn_and_nothing_computed(monkeypatch):
