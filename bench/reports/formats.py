@@ -79,6 +79,17 @@ def _fraction(number: str) -> str:
     return "".join(number.partition(".")[1:])
 
 
+def format_rst(parts: list[Part]) -> str:
+    """Format as reStructuredText."""
+    return _marked_up(parts, "rst", _underlined, _rst_escaped)
+
+
+def format_markdown(parts: list[Part]) -> str:
+    """Format as Markdown with tables, as GitHub shows them."""
+    return _marked_up(parts, "github", lambda heading, rule: (
+        f"{'##' if rule == '=' else '###'} {_markdown_escaped(heading)}"), _markdown_escaped)
+
+
 def _marked_up(parts: list[Part], form: str, title: Callable[[str, str], str],
                escaped: Callable[[str], str]) -> str:
     """Format in a markup of tabulate's; `title` makes one of a heading and "=" or "-"."""
@@ -202,7 +213,5 @@ def _in_full(cell: Cell) -> str | int:
 
 
 FORMATS: dict[str, Callable[[list[Part]], str]] = {
-    "text": format_text, "latex": format_latex, "json": format_json, "csv": format_csv,
-    "rst": lambda parts: _marked_up(parts, "rst", _underlined, _rst_escaped),
-    "markdown": lambda parts: _marked_up(parts, "github", lambda heading, rule: (
-        f"{'##' if rule == '=' else '###'} {_markdown_escaped(heading)}"), _markdown_escaped)}
+    "text": format_text, "rst": format_rst, "markdown": format_markdown, "latex": format_latex,
+    "json": format_json, "csv": format_csv}
