@@ -22,16 +22,6 @@ from pyroute2 import IPRoute
 HEAD = 1    # the process that built the cluster; its namespaces hold the switch
 
 
-def cut_link(node: int) -> None:
-    """Let the link of a node carry nothing more; programs are told nothing of it."""
-    _set_state(node, "down")
-
-
-def restore_link(node: int) -> None:
-    """Let a link that was cut carry packets again."""
-    _set_state(node, "up")
-
-
 def set_link_rate(node: int, link: float | None) -> None:
     """Change the rate of the link of a node, in both directions.
 
@@ -70,7 +60,7 @@ def set_all_rates(link: float | None) -> None:
 def kill_node(node: int) -> None:
     """Cut the link of a node, and kill all its processes: others hear nothing of their end."""
     _, holder = _find_node(node)
-    cut_link(node)
+    _set_state(node, "down")
     for process in [*(one for one in _processes_beside(holder) if one != holder), holder]:
         try:
             os.kill(process, signal.SIGKILL)
@@ -87,7 +77,9 @@ def main(words: Sequence[str]) -> None:
         When it cannot be read, or this is no emulated cluster.
     """
     faults: dict[str, Callable[[int], None]] = {
-        "cut": cut_link, "restore": restore_link, "kill": kill_node,
+        # A link that is cut carries nothing more; programs are told nothing of it.
+        "cut": lambda node: _set_state(node, "down"),
+        "restore": lambda node: _set_state(node, "up"), "kill": kill_node,
         "slow": lambda node: set_link_rate(node, parse_rate(words[2]))}
     name = words[0] if words else ""
     if len(words) == 3 and list(words[:2]) == ["slow", "all"]:

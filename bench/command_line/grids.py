@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from bench.cases.paper import load_tables
+from bench.command_line.options import grid_sizes
 from bench.errors import UsageError, as_usage_error
 from mm3d import ModelSizes
 from mm3d.model.stack import Stack
@@ -81,6 +82,6 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: St
             known = machine_model.load_machine(machine, stack.dtype)
             return planner.best_grid(scheme, ranks, known, stack, trace_of).sizes
     try:
-        return tuple(int(size) for size in text.split("x"))
-    except ValueError as error:
-        raise UsageError(f"--grid {text}: give sizes as in 16x4x1, or auto") from error
+        return grid_sizes(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--grid {error}, or auto") from error

@@ -32,13 +32,6 @@ def add_sizes(parser: argparse.ArgumentParser, least: int = 1, **defaults: int |
                             required=default == "", help=f"{SIZES[name]}{said}")
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add ``--shape``, the sizes of matrix products."""
-    parser.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
-                        help="measure C = A B, where C is M x K and the sums have N terms; N "
-                             "alone for cubes; may be repeated")
-
-
 def add_dtype(parser: argparse.ArgumentParser, *choices: str) -> None:
     """Add ``--dtype``, float32 by default; `choices` are those of a microbenchmark if not given.
     """

@@ -56,11 +56,6 @@ def write_machine(path: Path, tree: dict[str, Any], missing: Sequence[str] = ())
     return problem
 
 
-def format_machine(machine: Machine) -> str:
-    """Format a machine as TOML, its numbers with six digits."""
-    return format_tree(msgspec.to_builtins(machine, str_keys=True))
-
-
 def format_tree(tree: dict[str, Any], missing: Sequence[str] = ()) -> str:
     """Format the fields of a machine as TOML; the first lines name those that are missing."""
     import tomli_w

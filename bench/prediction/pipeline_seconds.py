@@ -21,20 +21,19 @@ from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_mo
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
-from bench.prediction.seconds import Terms, achieved_seconds, trace_terms, with_strides
+from bench.prediction.seconds import (REPLICAS, Terms, achieved_seconds, trace_terms,
+                                      with_strides)
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Collective
+from mm3d.tracing.events import Collective, HALVES, PHASES
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.schedules import Schedule, Times, clock
 from mm3d.training.schedules.clock import Timeline, pairs
 from mm3d.training.schedules.memory import peak_in_flight
 
-HALVES = ("forward", "backward_input", "backward_weights")
 Steps = tuple[Fraction, ...]    # seconds by stage
 FEWEST_STAGES = 2    # from which on each further one adds as many bytes to the peak
 ONE_CHUNK = ("1f1b", "zb-h1")    # schedules whose backwards come in the order of the forwards
-REPLICAS = "rd"    # directions: across copies of the model, and among replicas that divide one
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def _placed(trace: Trace, model: PipelineModel, inside: str) -> Trace:
 def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
                    overlap: bool) -> list[Fraction]:
     """Return the seconds of F, B, W and sums of a chunk; W is 0 where B includes it."""
-    phases = HALVES if model.halves else ("forward", "backward")
+    phases = PHASES[0], *(HALVES if model.halves else PHASES[1:])
     seconds = [spent.seconds(machine, phase, overlap) for phase in phases]
     seconds[1] += seconds[0] * repeats
     sums = spent.seconds(machine, SUMS)

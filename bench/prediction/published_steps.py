@@ -230,21 +230,16 @@ def _parts(one: Outcome, machine: Machine) -> list[float]:
     pipeline = one.step.pipeline
     work = sum(shares[name] for name in ("products", "elementwise", "links", "latency"))
     stretch = (work + shares["bubble"]) / work if work else 1.0
-    level = "network" if _crosses(one, machine) else "node"
+    crosses = math.prod(one.row.config.division.grid) > machine.ranks_per_node    # in a stage
     found = dict.fromkeys(TERMS, 0.0)
     for name, term in (("products", "gemm"), ("elementwise", "memory"), ("latency", "latency"),
-                       ("links", level)):
+                       ("links", "network" if crosses else "node")):
         found[term] += stretch * shares[name]
     found["memory"] += shares["optimizer"]
     hop = "network" if not math.isnan(pipeline.between) else "node"
     found[hop] += shares["hops"]
     found["network" if one.row.gpus > machine.ranks_per_node else "node"] += shares["replicas"]
     return [found[term] for term in TERMS]
-
-
-def _crosses(one: Outcome, machine: Machine) -> bool:
-    """Return whether the ranks of a stage are on several nodes."""
-    return math.prod(one.row.config.division.grid) > machine.ranks_per_node
 
 
 def _least_squares(a: np.ndarray, b: np.ndarray, least: float = 0.3,

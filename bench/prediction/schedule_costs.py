@@ -8,7 +8,7 @@ from typing import Any, Sequence
 from bench.errors import UsageError, as_usage_error
 from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
-from mm3d.training.schedules.builders import check_request, check_size
+from mm3d.training.schedules.builders import check_size
 from mm3d.training.schedules.clock import Timeline
 from mm3d.training.schedules.memory import peak_in_flight
 
@@ -97,16 +97,3 @@ def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
     return "" if held <= pipeline.memory else (
         f"holds the activations of {float(held):.4g} micro-batches, more than "
         f"{float(pipeline.memory):.4g}")
-
-
-def check_requests(names: Sequence[str], pipeline: Pipeline) -> None:
-    """Refuse unknown schedules, and those that take too long, before any is built.
-
-    Raises
-    ------
-    UsageError
-        When a name is unknown, or a schedule is too large.
-    """
-    with as_usage_error():
-        for name in names:
-            check_request(name, pipeline.ranks, pipeline.microbatches)

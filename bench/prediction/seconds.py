@@ -19,8 +19,9 @@ from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
-from mm3d.transport.choice import LEAST_NODES, in_place_collectives, transport_class
+from mm3d.transport.choice import LEAST_NODES, transport_class
 from mm3d.transport.lanes import chunk_bytes
+from mm3d.transport.node_words import in_place_collectives
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
 Terms = dict[str, float]    # seconds by term

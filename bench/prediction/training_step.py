@@ -14,8 +14,8 @@ from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.pipeline_model import PipelineModel, build_once
-from bench.prediction.pipeline_seconds import (HALVES, PredictedPipeline, Spent,
-                                               fullest_stage, predict_pipeline)
+from bench.prediction.pipeline_seconds import (PredictedPipeline, Spent, fullest_stage,
+                                               predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
@@ -24,7 +24,7 @@ from mm3d.model.experts.costs import with_inner
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
-from mm3d.tracing.events import Collective, PHASES
+from mm3d.tracing.events import Collective, HALVES, PHASES
 from mm3d.training.data_grid import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
@@ -95,7 +95,7 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
 def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
                     overlap: bool) -> dict[str, float]:
     """Return the seconds of a micro-batch in a stage of the schedule, by some of `SHARES`."""
-    phases = HALVES[1:] if model.halves else PHASES[1:]
+    phases = HALVES if model.halves else PHASES[1:]
     names = {"gemm": "products", "memory": "elementwise", "node": "links", "network": "links",
              "latency": "latency"}
     total = dict.fromkeys([*names.values(), "replicas"], 0.0)

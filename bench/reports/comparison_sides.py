@@ -67,7 +67,8 @@ def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
         problems += unread
         for run in runs:
             transport = str(run.configuration.get("transport", "not recorded"))
-            for name, timed in _cases_of(run):
+            cases = model_cases if isinstance(run, Run) else benchmark_points
+            for name, timed in cases(run):
                 key = name, transport, run.created
                 if key not in seen:    # a run named twice is one run
                     found.setdefault((name, transport), []).append(timed)
@@ -83,11 +84,6 @@ def name_cases(*sides: ByTransport) -> list[Cases]:
                for name, count in Counter(name for name, _ in found).items() if count > 1}
     return [{f"{name}, transport {transport}" if name in several else name: timed
              for (name, transport), timed in found.items()} for found in sides]
-
-
-def _cases_of(run: Measurements) -> Iterator[tuple[str, Timed]]:
-    """Return the cases of a run of any kind."""
-    return model_cases(run) if isinstance(run, Run) else benchmark_points(run)
 
 
 def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:

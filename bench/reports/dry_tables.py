@@ -102,10 +102,8 @@ def part_table(trace: Trace) -> Table:
 
 def memory_table(trace: Trace) -> Table:
     """Make the table of this rank's bytes."""
-    halves = "backward" not in trace.phases
     rows = {"parameters and gradients": trace.parameters,
             "kept from forward to backward": trace.saved,
-            **({"kept between the halves of backward": trace.operands} if halves else {}),
             "peak of the model's arrays": trace.pool_peak,
             "peak with intermediate arrays": trace.peak}
     return Table("Memory of this rank", [Column("arrays"), Column("bytes")],

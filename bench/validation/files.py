@@ -81,14 +81,9 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
         return [*errors, str(error)], []
     # What a kind's rules need is imported for files of it alone.
     own = import_module(f"bench.validation.{'rules' if run.kind == 'model' else 'counts'}").RULES
-    for rule in (check_passed, check_oversubscription, *own):
+    for rule in (lambda run: failed_checks(run.checks), check_oversubscription, *own):
         errors += checked(rule, run)
     return errors, checked(list_warnings, run)
-
-
-def check_passed(run: Measurements) -> Iterator[str]:
-    """Check that the verification passed."""
-    yield from failed_checks(run.checks)
 
 
 def failed_checks(checks: list[Check]) -> Iterator[str]:
@@ -150,7 +145,8 @@ def list_warnings(run: Measurements) -> Iterator[str]:
     if run.environment["oversubscribed"]:
         yield ("ranks outnumber cores, which they share for all that is not waited for" if waits
                else "ranks outnumber cores: its times are no scaling results")
-    count = count_repetitions(run)
+    # Of cases with different numbers the largest counts; some have no such dimension.
+    count = len(run.scales["repetition"]) if "repetition" in run.scales else math.inf
     if count < 6:
         yield f"{count} repetitions give no 95 % interval: at least six do"
     if not isinstance(run, Run):
@@ -168,11 +164,3 @@ def list_warnings(run: Measurements) -> Iterator[str]:
         yield "it was told to stop before its repetitions were done"
     if run.configuration["scheme"] not in registry():
         yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
-
-
-def count_repetitions(run: Measurements) -> float:
-    """Return the number of repetitions; infinite where a microbenchmark has no such dimension.
-
-    If cases have different numbers, the largest counts.
-    """
-    return len(run.scales["repetition"]) if "repetition" in run.scales else math.inf

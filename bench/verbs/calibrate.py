@@ -16,7 +16,7 @@ from bench.reports.log_tables import log_parts
 from bench.command_line import measuring
 from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
-from mm3d.transport.choice import in_place_collectives
+from mm3d.transport.node_words import in_place_collectives
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True

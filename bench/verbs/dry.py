@@ -53,14 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "memory of a rank, such as '16 GB': say whether the model fits, without an optimizer, or "
         "with which --recompute it would; with --data or --stages whether training by AdamW does; "
         "status 1 if it does not"))
-    parser.add_argument("--halves", action="store_true", help=(
-        "count backward in two halves, as schedules of pipelines compute it: the gradients of "
-        "inputs, then those of weights"))
     parser.add_argument("--causal", action="store_true",
                         help="let tokens attend to themselves and earlier ones only")
-    parser.add_argument("--all-layers", action="store_true",
-                        help="run all layers instead of extending the counts of three, which "
-                             "gives the same")
     parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
         "where N replicas, of equally many ranks and sequences, divide them, in each stage of "
@@ -114,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace = _trace(arguments, grid, stack, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    useful = cost.flops(sizes, experts) | cost.flops_of_halves(sizes, experts)
+    useful = cost.flops(sizes, experts)
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine, stack)]
     if arguments.data is not None:
         parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype,
@@ -181,8 +175,6 @@ def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
 def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack: Stack,
               machine: machine_model.Machine | None, limit: int) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
-    if arguments.all_layers:
-        raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
     data = arguments.data or 1
     count = data * (arguments.context or 1) * arguments.ranks
     if not 0 <= arguments.rank < count:
@@ -247,7 +239,6 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + ", ".join(f"{name} {sizes[name]}" for name in SIZES)
             + f", {arguments.dtype}, recompute {arguments.recompute}"
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
-            + ", backward in halves" * arguments.halves
             + f"; {arguments.stages} stages" * bool(arguments.stages)
             + f", context {context} {arguments.context_way or 'gather'}" * (context > 1)
             + f", {arguments.vocab} tokens" * bool(arguments.vocab)
@@ -284,11 +275,9 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
             raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would "
                              f"do")
         model = PipelineModel(
-            build("zb-h1" if arguments.halves else "gpipe", 1, 1), arguments.scheme, (grid,),
-            stack, tuple(asked.items()), data=data, expert_parallel=arguments.expert_parallel)
+            build("gpipe", 1, 1), arguments.scheme, (grid,), stack, tuple(asked.items()),
+            data=data, expert_parallel=arguments.expert_parallel)
         replica, place = divmod(arguments.rank, arguments.ranks)
-        return model.trace(stack.layers, place, 0, replica, block, parts=PASSES,
-                           extrapolates=not arguments.all_layers)
-    trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
-    return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
-                    block=block, halves=arguments.halves, **stack.fields())
+        return model.trace(stack.layers, place, 0, replica, block, parts=PASSES)
+    return dry_run.extrapolate_step(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank,
+                                    options=asked, block=block, **stack.fields())

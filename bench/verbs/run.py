@@ -146,7 +146,8 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
     return Settings(
         warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
-        inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file),
+        inside=arguments.inside, watched=arguments.watched,
+        stop=lambda: bool(arguments.stop_file) and stop_file_exists(Path(arguments.stop_file)),
         fits=lambda one, sizes, comm: node_memory.check_memory(
             one, sizes, arguments.recompute, library, comm, memory),
         waits=row_options.modelled_work(arguments, comm),
@@ -233,11 +234,6 @@ def grid_chooser(arguments: argparse.Namespace,
     return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
         arguments.grid, one.row.scheme, comm.size, name,
         row_stack(one.variant, one.sizes, arguments.recompute)), comm)
-
-
-def stopper(file: str | None) -> Callable[[], bool]:
-    """Return a function that returns True when the stop file exists; never without a file."""
-    return lambda: file is not None and stop_file_exists(Path(file))
 
 
 def warn_of_slow_nodes(comm) -> None:

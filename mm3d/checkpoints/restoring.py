@@ -113,7 +113,7 @@ def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
         try:
             index = on_root(comm, problem, lambda: read_index(path))
             new = [name for name in getattr(optimizer, "state", ())
-                   if not _has_moment(index, name)]
+                   if not any(path.startswith(_paths_of([name])) for path in index.arrays)]
             held = [a for a in arrays if not a.path.startswith(_paths_of(new))]
             _check(path, comm, index, held, optimizer)
             said = compare_facts(path, index, model, optimizer)
@@ -143,11 +143,6 @@ def _find(folder: Path, comm: Any, step: int | None) -> tuple[Path, str]:
 def _paths_of(moments: Iterable[str]) -> tuple[str, ...]:
     """Return how the paths of the arrays of some moments begin."""
     return tuple(f"optimizer/{name}/" for name in moments)
-
-
-def _has_moment(index: Index, name: str) -> bool:
-    """Return whether a checkpoint has the arrays of a moment."""
-    return any(path.startswith(_paths_of([name])) for path in index.arrays)
 
 
 def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],

@@ -107,7 +107,8 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
     aside = on_root(comm, problem, writer.begin)
     blocks = on_each(comm, problem, lambda: write_blocks(
         aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])
-    gathered = comm.gather((_infos(arrays), blocks))
+    infos = {a.path: ArrayInfo(a.path, a.shape, a.public_shape, a.dtype.str) for a in arrays}
+    gathered = comm.gather((infos, blocks))
     return on_root(comm, problem, lambda: writer.complete(
         index_bytes(_join(gathered, *groups), f"written by {comm.size} ranks")))
 
@@ -124,11 +125,6 @@ def _dropout_step(model: Any) -> dict[str, int]:
     """Return the step of the model's next dropout masks, where it drops anything."""
     step = getattr(model, DROPOUT_STEP, None)
     return {} if step is None else {DROPOUT_STEP: int(step)}
-
-
-def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:
-    """Return what the index says of arrays, by path."""
-    return {a.path: ArrayInfo(a.path, a.shape, a.public_shape, a.dtype.str) for a in arrays}
 
 
 def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]],

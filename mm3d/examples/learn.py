@@ -5,7 +5,6 @@ of `MESHES`, from the same parameters on the same batches, in float64.  It print
 by how much they differ: by what the order of summation changes.
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ import numpy as np
 
 import mm3d
 from mm3d.child_process import run_child
+from mm3d.examples import Parser
 from mm3d.launcher import wait_patiently
 from mpi4py import MPI
 
@@ -121,7 +121,7 @@ def _width(name: str) -> int:
 
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     """Train on the help texts of Python, byte by byte; print losses and their differences."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = Parser(description=main.__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20, help="steps between two lines")
     parser.add_argument("--transformers", metavar="PYTHON",

@@ -4,13 +4,13 @@
 same on every mesh.
 """
 
-import argparse
 import sys
 from pydoc_data.topics import topics
 
 import numpy as np
 
 import mm3d
+from mm3d.examples import Parser
 from mpi4py import MPI
 
 BATCH, SEQ = 16, 32
@@ -18,7 +18,7 @@ BATCH, SEQ = 16, 32
 
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     """Train on the help texts of Python, byte by byte; print losses."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = Parser(description=main.__doc__)
     parser.add_argument("--data", type=int, default=1, help="replicas of the model")
     parser.add_argument("--stages", type=int, default=1, help="stages of a pipeline")
     parser.add_argument("--scheme", default="3d", help="tensor parallelism in a stage")

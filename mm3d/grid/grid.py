@@ -55,8 +55,9 @@ class GridAxes:
     def _create_axes(self, names: Iterable[str], ordered: bool = False) -> dict[str, Axis]:
         """Create the axes of the directions `names`; `ordered` as in `create_transports`."""
         kind = choose_transport(self.comm, self.backend)
-        node = own_node(self.comm) if kind in IN_NODES else 0
+        node = 0
         if kind in IN_NODES:
+            node = own_node(self.comm)
             self.nodes = len(set(gather_nodes(self.comm, node)))
         lines = {name: join_ranks(self.comm, self.shape, name) for name in names}
         transports = create_transports(self.comm, lines, self.backend, kind, node, ordered)

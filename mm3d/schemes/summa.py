@@ -204,7 +204,7 @@ class Summa(Scheme):
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """List q broadcasts of A and of B; backward adds q reductions of each gradient."""
         forward = cls._broadcasts(sizes, product)
-        return forward, forward + _reductions(forward)
+        return forward, forward + [move._replace(collective="reduce") for move in forward]
 
     @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
@@ -212,8 +212,3 @@ class Summa(Scheme):
         q, (M, N, K) = sizes["x"], product.extents
         return [Move("y", "broadcast", (q - 1) * M * N, q),
                 Move("x", "broadcast", (q - 1) * N * K, q)]
-
-
-def _reductions(broadcasts: list[Move]) -> list[Move]:
-    """List the reductions of the gradients of broadcast matrices, along the same directions."""
-    return [move._replace(collective="reduce") for move in broadcasts]

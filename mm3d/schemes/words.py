@@ -19,11 +19,6 @@ from mm3d.schemes.closed_form import Move, ProductShape
 ON_FACES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 
 
-def collective_along(direction: str, collective: str, spec: str) -> str:
-    """Return `collective`, or what replaces it where `spec` has a face along `direction`."""
-    return ON_FACES[collective] if f"{direction}0" in spec else collective
-
-
 @dataclass(frozen=True)
 class SpaceCosts:
     """Count words and collectives of the activations and vectors of a space, in closed form.
@@ -103,7 +98,8 @@ class SpaceCosts:
         for k in range(len(self.features), len(divided)):
             words = ((self.grid[divided[k]] - 1) * n * self.grid.ranks
                      // self.grid.ranks_along(divided[:k + 1]))
-            yield Move(divided[k], collective_along(divided[k], collective, self.vector), words)
+            on_face = f"{divided[k]}0" in self.vector
+            yield Move(divided[k], ON_FACES[collective] if on_face else collective, words)
 
     def row_sum_moves(self, rows: int, n: int) -> Iterator[Move]:
         """List the collectives that sum n numbers of each row over the ranks that share the row.

@@ -15,11 +15,11 @@ from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
-from mm3d.model.initial_values import gpt2_values
+from mm3d.model.initial_values import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
 from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
-from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary, draw_ends
+from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline, Staged
 from mm3d.training.routing_totals import sum_routings, update_biases
@@ -118,7 +118,8 @@ class GPT(PlainNumbers, Staged):
             self._tie = TiedStages(mesh, (first, last), (model.vocab, model.hidden), asleep,
                                    bool(data and data.zero), how.synchronous)
         before, after = self._ends.parameters
-        draw_ends(before + after, model.seed, values)
+        for p in before + after:
+            draw_parameter(p, model.seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
         self.definition = self.pipeline.definition.extended(
             {"vocab": model.vocab, "tied": bool(model.tied)},

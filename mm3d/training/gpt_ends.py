@@ -12,7 +12,6 @@ from mm3d.model.cross_entropy import CrossEntropy, Targets
 from mm3d.model.dropout import Dropout
 from mm3d.model.embedding import Embedding
 from mm3d.model.heads import Head, TiedHead, TiedWeight
-from mm3d.model.initial_values import InitialValues, draw_parameter
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
 from mm3d.model.rms_norm import make_norm
@@ -130,12 +129,6 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
     if schedule.stage_count - 1 in stages:
         found["output"] = Output(build, vocab, hidden, tied, table, architecture, **options)
     return StageEnds(**found)
-
-
-def draw_ends(parameters: list, seed: int, values: InitialValues) -> None:
-    """Draw the initial values of parameters of the ends."""
-    for p in parameters:
-        draw_parameter(p, seed, values)
 
 
 def check_scheme(scheme: Any, tied: bool) -> None:

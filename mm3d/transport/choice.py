@@ -20,7 +20,6 @@ than Linux on x86-64; ``shared`` rules out the latter two; ``hierarchical`` take
 `chain` and, between two nodes, of `mpi`.
 """
 
-import functools
 import os
 import platform
 import sys
@@ -167,15 +166,3 @@ def transport_class(name: str) -> type[MpiTransport]:
     """Return the class of the transport called `name`."""
     file, _, kind = TRANSPORTS[name].partition(".")
     return getattr(import_module(f"mm3d.transport.{file}"), kind)
-
-
-@functools.cache
-def in_place_collectives(names: str) -> frozenset[str]:
-    """Return the collectives whose results each of these transports leaves in place.
-
-    `names` are one or more transports, such as "shared" or "mpi shared"; see
-    `mm3d.transport.mpi.MpiTransport.in_place`.
-    """
-    kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
-             for name in names.split()]
-    return frozenset.intersection(*kinds) if kinds else frozenset()

@@ -124,26 +124,23 @@ class NcclTransport(ExchangeTransport):
                                       self.nccl.NCCL_SUM, root, stream)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
+        if not self._sum(self.group.allReduce, send, recv):
+            super()._all_reduce(send, recv)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        if not self._sum(self.group.reduce, send, send if recv is None else recv, root):
+            super()._reduce(send, recv, root)
+
+    def _sum(self, call: Callable, send: Array, recv: Array, *root: int) -> bool:
+        """Sum whole arrays by a call of NCCL's; return False for types that it does not sum."""
         kind = self._summed(send)
         if kind is None:
-            super()._all_reduce(send, recv)
-            return
+            return False
         self._moved = math.nan
         source, into, _ = self._bytes(send, recv)
         with self._on_stream() as stream:
-            self.group.allReduce(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM,
-                                 stream)
-
-    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        kind = self._summed(send)
-        if kind is None:
-            super()._reduce(send, recv, root)
-            return
-        self._moved = math.nan
-        source, into, _ = self._bytes(send, send if recv is None else recv)
-        with self._on_stream() as stream:
-            self.group.reduce(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM, root,
-                              stream)
+            call(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM, *root, stream)
+        return True
 
     def _bytes(self, send: Array, recv: Array) -> tuple[int, int, int]:
         """Return the addresses of two buffers, and the bytes of an element."""

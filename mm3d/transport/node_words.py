@@ -1,10 +1,12 @@
-"""Number the nodes of a job, and count the words that each has to receive in a collective."""
+"""Number the nodes of a job; count the words that each receives, and say what is not copied."""
 
+import functools
 from typing import Sequence
 
 from mpi4py import MPI
 
 from mm3d.arrays.blocks import block_lengths
+from mm3d.transport.choice import TRANSPORTS, transport_class
 from mm3d.transport.nodes import gather_nodes, own_node
 
 
@@ -51,3 +53,15 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
     return {"all_gather": gathered, "reduce_scatter": scattered, "all_to_all": exchanged,
             "all_reduce": [a + b for a, b in zip(gathered, scattered)]}.get(
         kind, [whole * (node != without and count > 1) for node in range(count)])
+
+
+@functools.cache
+def in_place_collectives(names: str) -> frozenset[str]:
+    """Return the collectives whose results each of these transports leaves in place.
+
+    `names` are one or more transports, such as "shared" or "mpi shared"; see
+    `mm3d.transport.mpi.MpiTransport.in_place`.
+    """
+    kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
+             for name in names.split()]
+    return frozenset.intersection(*kinds) if kinds else frozenset()

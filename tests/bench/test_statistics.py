@@ -18,14 +18,6 @@ def test_few_samples_have_less_confidence_and_say_so(n):
     assert not found.within(math.inf)
 
 
-def test_each_confidence_is_the_least_that_suffices():
-    for n in range(6, 60):
-        found = median_interval(np.arange(n))
-        j = int(found.low) + 1
-        tail = [2 * sum(math.comb(n, i) for i in range(k)) / 2 ** n for k in (j, j + 1)]
-        assert 1 - tail[0] >= 0.95 > 1 - tail[1]
-
-
 def test_the_interval_is_that_of_scipy():
     random = np.random.default_rng(5)
     for n in (6, 7, 12, 33, 70):
@@ -57,18 +49,6 @@ def test_the_width_is_relative():
 def test_no_median(bad):
     with pytest.raises(ValueError, match="at least one, all of them finite"):
         median_interval(bad)
-
-
-@pytest.mark.parametrize("first, second, p", [
-    ([1, 2, 3], [4, 5, 6], 2 / 20), ([4, 5, 6], [1, 2, 3], 2 / 20),
-    ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 2 / 252), ([1, 4], [2, 3], 1.0),
-    ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], 2 / 924),
-    # Rank sums of two of {1, 2, 3, 4, 5}: 3 or less, 9 or more, in 2 of 10 ways.
-    ([1, 2], [3, 4, 5], 2 / 10), ([1, 3], [2, 4, 5], 4 / 10),
-    # Ties: mid-ranks 1.5, 1.5, 3.5, 3.5; the extreme sums in 2 of 6 ways.
-    ([1, 1], [2, 2], 2 / 6), ([5, 5], [5, 5, 5], 1.0)])
-def test_rank_sum_of_known_samples(first, second, p):
-    assert rank_sum_p(first, second) == pytest.approx(p, rel=1e-12)
 
 
 def test_rank_sum_is_mann_and_whitneys():
@@ -193,17 +173,11 @@ def test_runs_that_cannot_be_told_apart(bad):
         compare_runs([([1.0, 2.0], bad)])
 
 
-def test_holm_corrects_known_values():
-    """The example of Holm's step-down: 4 x 0.005, 3 x 0.01, then 2 x 0.03 holds back 0.04."""
-    assert adjust_by_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert adjust_by_holm([0.9, 0.8]) == [1.0, 1.0] and adjust_by_holm([]) == []
-
-
 def test_holm_closes_bonferronis_test():
     """A value is the greatest that Bonferroni gives for any choice of tests with this one."""
     random = np.random.default_rng(6)
-    for count in (1, 2, 3, 6):
-        values = random.random(count) ** 3
+    for count, power in ((0, 1), (1, 3), (2, 0.2), (3, 3), (6, 3)):    # few are more than 1/2
+        values = random.random(count) ** power
         choices = [c for k in range(1, count + 1)
                    for c in itertools.combinations(range(count), k)]
         closed = [max(min(1, len(c) * min(values[list(c)])) for c in choices if one in c)

@@ -53,6 +53,12 @@ def transformer(comm=MPI.COMM_SELF, seed: int = 0):
     return mm3d.Transformer(mm3d.scheme("1d", comm, grid=(comm.size,)), **SIZES, seed=seed)
 
 
+def release(*models) -> None:
+    for model in models:
+        model.free()
+        model.mesh.free()
+
+
 def saved(folder: Path, model, step: int, **options) -> str:
     """Save, and return what was warned of, in one text."""
     with warnings.catch_warnings(record=True) as caught:

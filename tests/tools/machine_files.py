@@ -1,4 +1,13 @@
-"""Checks of machine models that several tests share."""
+"""Checks and texts of machine models that several tests share."""
+import msgspec
+
+from bench.prediction.machine_file import format_tree
+from bench.prediction.machine_model import Machine
+
+
+def format_machine(machine: Machine) -> str:
+    """A machine's file, as `calibrate` writes it."""
+    return format_tree(msgspec.to_builtins(machine, str_keys=True))
 
 
 def assert_sourced(machine):

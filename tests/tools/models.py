@@ -144,3 +144,28 @@ def differences(model: mm3d.Transformer, results: Arrays, expected: Arrays,
         if a.shape != b.shape or not error <= (forward if name == "y" else backward):
             wrong.append(f"{name}: {error:.1e}")
     return sorted(wrong)
+
+
+def passes(model: mm3d.Transformer, order: str) -> Arrays:
+    """Copies of the results of passes of some micro-batches, such as "Fa Fb Ba Bb Wb Wa", and of
+    the gradients in the end; D is backward in one piece."""
+    saved, operands, found = {}, {}, {}
+    model.zero_gradients()
+    for kind, name in order.split():
+        if kind == "F":
+            found[f"y{name}"], saved[name] = model.forward(model.random(name))
+        elif kind == "D":
+            found[f"dx{name}"] = model.backward(model.random(f"d{name}"), saved.pop(name))
+        elif kind == "B":
+            found[f"dx{name}"], operands[name] = model.backward_input(model.random(f"d{name}"),
+                                                                      saved.pop(name))
+        else:
+            model.backward_weights(operands.pop(name))
+    found |= {p.name: p.grad for p in model.parameters}
+    return {name: np.array(model.grid.backend.to_host(a)) for name, a in found.items()}
+
+
+def different(found: Arrays, expected: Arrays) -> list[str]:
+    """Names of the arrays that are not equal to the bit."""
+    assert found.keys() == expected.keys()
+    return [name for name, a in expected.items() if not np.array_equal(found[name], a)]

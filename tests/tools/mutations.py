@@ -1,5 +1,6 @@
-"""Ways to spoil one attribute or dataset of a file of results."""
-from typing import Any, Iterator
+"""Ways to spoil a file of results: one attribute or dataset, or some of its numbers."""
+from pathlib import Path
+from typing import Any, Callable, Iterator
 
 import h5py
 import numpy as np
@@ -9,6 +10,30 @@ VALUES = {"text": "nonsense", "empty": "", "zero": 0, "negative": -3, "huge": 2 
           "fraction": 1e-300, "nan": np.nan, "inf": np.inf, "truth": True, "list": np.arange(3),
           "texts": ["a", "b"], "bytes": np.bytes_(b"x\xff"), "complex": 1j,
           "nothing": h5py.Empty("f8")}
+Damage = Callable[[str | Path], None]    # of the file with this path
+
+
+def edit(change: Callable[[h5py.File], object]) -> Damage:
+    """A way to damage a file: `change` is given the open file."""
+    def damage(path: str | Path) -> None:
+        with h5py.File(path, "r+") as file:
+            change(file)
+    return damage
+
+
+def sets(place: str, **attributes: Any) -> Damage:
+    """Other attributes of a group or dataset."""
+    return edit(lambda file: file[place].attrs.update(attributes))
+
+
+def writes(place: str, value: Any, where: Any = ...) -> Damage:
+    """Other numbers in a dataset, or at `where` in it."""
+    return edit(lambda file: file[place].__setitem__(where, value))
+
+
+def spoils(place: str, how: str = "missing", key: str = "") -> Damage:
+    """A dataset or group that is spoiled by `mutate`, or an attribute of it."""
+    return edit(lambda file: mutate(file, place, key, how))
 
 
 def places(file: h5py.File) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import numpy as np
 
 import mm3d
 from mm3d.training.schedules import parse_schedule
+from models import passes
 
 SIZES = dict(layers=4, hidden=12, heads=2, batch=8, seq=3)
 M = 4    # micro-batches
@@ -37,12 +38,12 @@ def run_pipeline(pipeline: mm3d.Pipeline) -> dict[str, np.ndarray]:
 
     def output_gradient(micro, y):
         found[f"y{micro}"] = np.array(model.grid.backend.to_host(y))
-        return model.random(f"dy{micro}")
+        return model.random(f"d{micro}")
 
     def input_gradient(micro, dx):
         found[f"dx{micro}"] = np.array(model.grid.backend.to_host(dx))
     pipeline.zero_gradients()
-    pipeline.step(lambda micro: model.random(f"x{micro}"), output_gradient, input_gradient)
+    pipeline.step(lambda micro: model.random(f"{micro}"), output_gradient, input_gradient)
     return found | {p.name: np.array(model.grid.backend.to_host(p.grad))
                     for p in pipeline.parameters}
 
@@ -50,15 +51,9 @@ def run_pipeline(pipeline: mm3d.Pipeline) -> dict[str, np.ndarray]:
 def run_one_stage(scheme: mm3d.Scheme, sizes=SIZES, microbatches=M,
                   **options) -> dict[str, np.ndarray]:
     """The same of the whole model on the ranks of `scheme`, micro-batch by micro-batch."""
-    found, sizes = {}, sizes | {"batch": sizes["batch"] // microbatches}
-    model = mm3d.Transformer(scheme, **sizes, **options)
-    to_host = model.grid.backend.to_host
-    for micro in range(microbatches):
-        y, saved = model.forward(model.random(f"x{micro}"))
-        found[f"y{micro}"] = np.array(to_host(y))
-        dx = model.backward(model.random(f"dy{micro}"), saved)
-        found[f"dx{micro}"] = np.array(to_host(dx))
-    return found | {p.name: np.array(to_host(p.grad)) for p in model.parameters}
+    sizes = sizes | {"batch": sizes["batch"] // microbatches}
+    return passes(mm3d.Transformer(scheme, **sizes, **options), " ".join(
+        f"F{micro} D{micro}" for micro in range(microbatches)))
 
 
 def differing(found, expected) -> list[str]:

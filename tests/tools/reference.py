@@ -73,6 +73,16 @@ def block(a: np.ndarray, spec: str, grid: mm3d.Grid) -> np.ndarray:
     return a
 
 
+@contextmanager
+def all_refuse(comm, said: str | None = None,
+               kind: type[Exception] = ValueError) -> Iterator[None]:
+    """What is done within it raises the same error in one line on all ranks, which says so."""
+    with pytest.raises(kind, match=said) as caught:
+        yield
+    text = str(caught.value)
+    assert comm.allgather(text) == [text] * comm.size and "\n" not in text
+
+
 def moved(layout: str, letter: str, shape: tuple[int, ...], grid: mm3d.Grid) -> int:
     """Words that this rank moves when an array of `layout` is gathered or scattered along
     `letter`: what the ranks of that line hold together, less its own block."""

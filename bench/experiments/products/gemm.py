@@ -1,7 +1,7 @@
 """Measure the rate of one rank's matrix products, by size, dtype and BLAS threads."""
 
 from dataclasses import asdict
-from typing import Sequence
+from typing import Callable, Sequence
 
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -9,8 +9,8 @@ from threadpoolctl import threadpool_limits
 from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands
-from bench.instruments.host import granted_threads
 from bench.instruments.clock import Clock
+from bench.instruments.host import granted_threads
 from bench.instruments.sampling import (makespans, measure_in_random_order, measured_environment,
                                         samples_along, take_samples)
 from bench.instruments.timing import Limits
@@ -40,7 +40,8 @@ def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
 
 def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "float64"),
                  threads: Sequence[int] | None = None, backend: str | Backend | None = None,
-                 limits: Limits = LIMITS, seed: int = 0) -> Measurements:
+                 limits: Limits = LIMITS, seed: int = 0,
+                 progress: Callable[[str], None] = lambda line: None) -> Measurements:
     """Measure C = A B of square matrices on this rank alone; each product is verified first.
 
     Parameters
@@ -51,6 +52,8 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
         Numbers of BLAS threads; see `thread_counts`.
     seed : int
         The seed of the numbers in A and B, and of the order of the products.
+    progress : callable, optional
+        Given a line now and then, as of `measure_in_random_order`.
 
     Returns
     -------
@@ -81,7 +84,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
             return take_samples(makespans(lambda: matmul(a, b), MPI.COMM_SELF,
                                           library.synchronize, clock), limits, MPI.COMM_SELF)
 
-    found = measure_in_random_order(points, seed, measure)
+    found = measure_in_random_order(points, seed, measure, progress)
     scales, variables = samples_along(
         {"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found)
     return Measurements("gemm", {"seed": seed, **asdict(limits)},

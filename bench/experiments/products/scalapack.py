@@ -84,8 +84,13 @@ class ProductComparison:
     loaded: dict[str, str]
 
     def speed_ups(self) -> list[np.ndarray]:
-        """Return `over_scalapack` for each transport of the 3-D product."""
-        return over_scalapack(self.seconds, len(self.transports), len(self.blocks))
+        """Divide ScaLAPACK's seconds by those of the 3-D product with each of its transports.
+
+        Each ratio is (repetitions, block sizes).
+        """
+        ours = len(self.transports)
+        theirs = self.seconds[:, ours:ours + len(self.blocks)]
+        return [theirs / self.seconds[:, [k]] for k in range(ours)]
 
 
 class ScalapackProducts:
@@ -242,12 +247,3 @@ def _measure_seconds(products: ScalapackProducts, subjects: list[Side], calls: i
         {subject.name: partial(sample, subject) for subject in subjects}, limits, products.seed,
         comm, warmup=0, ratios=[(other, own) for own in ours for other in theirs])
     return np.array([[one.seconds for one in found[name]] for name in names]).T
-
-
-def over_scalapack(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
-    """Divide ScaLAPACK's seconds by those of the 3-D product with each of its transports.
-
-    The subjects in `seconds`, (repetitions, subjects), are `ours` transports, then `theirs` block
-    sizes; each ratio is (repetitions, block sizes).
-    """
-    return [seconds[:, ours:ours + theirs] / seconds[:, [k]] for k in range(ours)]

@@ -89,10 +89,11 @@ class TorchProcesses:
         except OSError as error:
             return f"--{library} {python}: {error.strerror}"
         line = self._process.stdout.readline()
-        if not line:
-            return (f"--{library} {python} could not {self.what}, as it says above: an "
+        about = json.loads(line) if line else {"problem": "it says above why"}
+        if "problem" in about:
+            return (f"--{library} {python} could not {self.what}: {about['problem']}; an "
                     f"interpreter with {needed[library]} would do")
-        self.about = describe(json.loads(line), self.ranks)
+        self.about = describe(about, self.ranks)
         return None
 
     def ask(self, *words: str) -> dict[str, Any]:

@@ -19,7 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, IO, Sequence
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError as lacking:    # of which the caller makes one line
+    print(json.dumps({"problem": str(lacking)}))
+    sys.exit(1)
 
 TIMEOUT = 300.0    # seconds; a rank that waits longer for another ends
 # Calls of a product timed as one: for this many operations, but at most this many calls.
@@ -151,8 +155,12 @@ def main(folder: str, rank: str, ranks: str, threads: str) -> None:
     answers = own_output()
     settings = {name: value for name, value in sorted(os.environ.items())
                 if SETTINGS.fullmatch(name)}
-    import torch    # which sets some itself
-    import torch.distributed
+    try:
+        import torch    # which sets some itself
+        import torch.distributed
+    except ImportError as error:
+        print(json.dumps({"problem": str(error)}), file=answers)
+        sys.exit(1)
     torch.set_num_threads(int(threads))
     case = json.loads(Path(folder, "case.json").read_text(encoding="utf-8"))
     case |= {"rank": int(rank), "ranks": int(ranks)}

@@ -8,7 +8,6 @@ from typing import Sequence
 
 import numpy as np
 
-import mm3d
 from bench.errors import UsageError, reject
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops
@@ -131,7 +130,8 @@ def compare_first_steps(subject: MeasuredTraining,
     for number in range(FIRST_STEPS):
         losses, norms = [subject.step()], []
         if not number:
-            norms = [gradient_norm(subject.model)]
+            norms = [math.sqrt(sum(float(np.sum(np.square(a, dtype=np.float64)))
+                                   for a in subject.model.gradients().values()))]
         wait_patiently(subject.comm)
         for one in references.values():
             found = one.sample("step" if number else "check").result
@@ -143,12 +143,6 @@ def compare_first_steps(subject: MeasuredTraining,
             checks += compare_losses(norms, sides, "norm of the first gradient", NORM)
     reject(verification.difference_message(checks))
     return checks
-
-
-def gradient_norm(model: mm3d.GPT) -> float:
-    """Compute the norm of all gradients in float64; every rank must call it."""
-    return math.sqrt(sum(float(np.sum(np.square(a, dtype=np.float64)))
-                         for a in model.gradients().values()))
 
 
 def mean_of_processes(found: list[dict[str, float]]) -> float:

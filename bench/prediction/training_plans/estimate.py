@@ -57,8 +57,10 @@ class Estimator:
         self.training = training
         self.arrays = cost.parameter_arrays(training.gpt.sizes())    # of a layer
         (self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products,
-         self.counts) = map(cache, (self._sizes, self._moved, self._hop, self._tied, self._adamw,
-                                    self._state, self._products, self._counts))
+         self.counts) = map(cache, (
+             self._sizes, self._moved, self._hop, self._tied,
+             lambda parameters: adamw_seconds(training.machine, parameters, training.dtype),
+             self._state, self._products, self._counts))
 
     def memory(self, choice: Choice, filled: LayerBytes) -> float:
         """Estimate the bytes at the peak of a rank."""
@@ -276,9 +278,6 @@ class Estimator:
             for source in (0, crossing))
         share = min(1.0, stride / per_node)    # of hops that leave a node
         return share * longest + (1 - share) * first, longest
-
-    def _adamw(self, parameters: float) -> float:
-        return adamw_seconds(self.training.machine, parameters, self.training.dtype)
 
     def _tied(self, stages: int, stride: int, parts: int) -> float:
         """Return the seconds to sum the gradient of a tied table over the first and last stage."""

@@ -17,7 +17,6 @@ from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork,
                                                grid_work, line_elements)
 from bench.prediction.kernels import priced, with_kernels
 from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
-from bench.prediction.pipeline_seconds import HALVES
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
@@ -32,7 +31,7 @@ from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES
+from mm3d.tracing.events import Boundary, Collective, Gemm, HALVES, Overlapped, PHASES
 from mm3d.tracing.trace import Trace
 
 # Bytes that the ends of a GPT read and write, in arrays of logits: forward and backward.
@@ -346,5 +345,5 @@ def _phase_seconds(training: Training, model: PipelineModel,
     spent = trace_terms(machine, priced(trace, machine, model.stack, model.masked))
     seconds = {phase: achieved_seconds(machine, terms) for phase, terms in spent.items()}
     weights = seconds.get(HALVES[-1], 0.0)
-    backward = sum(seconds.get(phase, 0.0) for phase in ("backward", *HALVES[1:]))
+    backward = sum(seconds.get(phase, 0.0) for phase in (PHASES[1], *HALVES))
     return seconds[PHASES[0]], backward, weights

@@ -294,10 +294,11 @@ class Screening:
 
     def _no_mesh(self) -> str:
         training, gpt = self.training, self.training.gpt
+        near = max(1, 2 ** ((training.gpus - 1).bit_length() - 1))    # as GPUs often are
         return (f"--gpus {training.gpus} --batch {training.batch} --model {gpt.name}: no mesh of "
                 f"so many GPUs has replicas that divide the batch, at most {gpt.layers} stages, "
                 f"and grids that divide {gpt.heads} heads and {gpt.hidden} features: a number "
-                f"such as {_near(training.gpus)} would do")
+                f"such as {near} would do")
 
 
 def _seconds(one: Scored | Bounded) -> float:
@@ -307,8 +308,3 @@ def _seconds(one: Scored | Bounded) -> float:
 def ordered(plans: Iterable) -> list:
     """Return plans by ascending seconds."""
     return sorted(plans, key=_seconds)
-
-
-def _near(gpus: int) -> int:
-    """Return the greatest power of two below a number, as numbers of GPUs often are."""
-    return 1 << (gpus - 1).bit_length() - 1 if gpus > 1 else 1

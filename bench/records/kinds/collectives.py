@@ -12,8 +12,7 @@ from bench.records.measurements import Measurements, Place, Variable, grid_shape
 from bench.records.notes import describe_machine
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.shape import GridShape
-from mm3d.transport.choice import in_place_collectives
-from mm3d.transport.node_words import words_into_nodes
+from mm3d.transport.node_words import in_place_collectives, words_into_nodes
 
 SCHEMAS = {
     "collectives": {

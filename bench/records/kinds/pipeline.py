@@ -304,6 +304,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     waits = chosen["work"] == "wait"
     cluster = describe_cluster(env)
     rows = int(chosen["batch"]) // int(chosen["microbatches"])
+    repetitions = sorted({len(record.scales["repetition"]) for record in records})
     notes = [f"WAITS stand in for layers: {chosen['about_work'].partition(': ')[2]}. Steps of "
              f"real layers take other times."] if waits else [
         f"{chosen['layers']} layers of {chosen['hidden']} features, {chosen['heads']} heads; "
@@ -318,7 +319,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         f"{' in stage 0' if len(set(str(chosen['stage_grids']).split('; '))) > 1 else ''}; "
         f"{env['ranks']} ranks on {env['cores']} cores{', ' * bool(cluster)}{cluster}; verified: "
         f"{_checked(records)}, before the first repetition and after the last; "
-        f"{', '.join(_repetitions(records))} repetitions.",
+        f"{', '.join(map(str, repetitions))} repetitions.",
         "Step: from the first begin of an action to the last end of all ranks, median. Bubble: "
         "the longest time of a stage from its own first begin to its own last end, less the mean "
         "time of a stage in actions; low and high: of its median, at 95 % where there are at "
@@ -342,7 +343,3 @@ def _checked(records: Sequence[Measurements]) -> str:
                     if not check.quantity.startswith("PyTorch"))
     return "gradients are equal to those of the model in one stage, " + (
         f"each to a relative error of {tolerance:g}" if tolerance else "each to the bit")
-
-
-def _repetitions(records: Sequence[Measurements]) -> list[str]:
-    return sorted({str(len(record.scales["repetition"])) for record in records}, key=int)

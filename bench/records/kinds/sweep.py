@@ -189,13 +189,9 @@ def describe_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> l
             runs = [(name, [link for link, _ in run]) for name, run in groupby(
                 zip(links, best), key=lambda found: found[1])]
             said.append(f"The fastest with batch {batch}: " + "; ".join(
-                f"{_range(where)} {name}" for name, where in runs) + ".")
+                f"{' to '.join(map(rate_name, dict.fromkeys((where[0], where[-1]))))} {name}"
+                for name, where in runs) + ".")
     return said or ["No two plans of one batch."]
-
-
-def _range(links: Sequence[float]) -> str:
-    """Return neighbouring rates for a reader."""
-    return " to ".join(rate_name(link) for link in dict.fromkeys((links[0], links[-1])))
 
 
 def tables(records: Sequence[Measurements]) -> list[Part]:

@@ -84,8 +84,8 @@ class Emulated:
     def original(self) -> tuple[float, float]:
         """Predicted seconds of a layer's step on the machine that is emulated, at its sizes."""
         tables = load_tables()
-        sizes = replace_sizes(self.sizes, hidden=self.row.hidden, seq=tables.settings.seq,
-                              layers=1)
+        sizes = ModelSizes(**{**self.sizes, "hidden": self.row.hidden,
+                              "seq": tables.settings.seq, "layers": 1})
         return self._predict(self.machine, sizes)
 
     @property
@@ -138,11 +138,6 @@ class Emulated:
             return math.nan, math.nan
         found = median_interval(step_seconds.step_times(self.run.times, self.sizes.batch))
         return found[1] * self.to_paper, found[2] * self.to_paper
-
-
-def replace_sizes(sizes: ModelSizes, **changes: int) -> ModelSizes:
-    """Return the sizes with some replaced."""
-    return ModelSizes(**{**sizes, **changes})
 
 
 def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,

@@ -5,73 +5,65 @@ import re
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from typing import Iterator, Sequence
 
 from bench.errors import UsageError
-from bench.records.folder import FolderContents, Results, read_folder
+from bench.records.folder import FolderContents, read_folder
 from bench.records.measurements import Measurements
 from bench.reports.emulated import waited_rows
 from bench.reports.figures import experts, link_sweep, style
 from bench.reports.figures.style import Drawing, LeftOut
 
 
-def _by_name(place: str) -> Callable[[object], object]:
-    """Return a function that imports FILE.FUNCTION of this folder and draws by it when called."""
-    file, _, function = place.partition(".")
-
-    def draw(subject: object) -> object:
-        return getattr(import_module(f"bench.reports.figures.{file}"), function)(subject)
-    return draw
-
-
-# The function that draws each figure, and a sentence that describes it, by name.
-FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
-    "average-step-time": (_by_name("against_ranks.draw_step_times"),
-                          "Average step time against ranks, weak and strong "
-                          "scaling, published and measured."),
-    "speed-up-and-efficiency": (_by_name("against_ranks.draw_scaling"),
-                                "Speed-up of strong and efficiency of weak scaling against ranks, "
-                                "published and measured."),
-    "where-the-time-goes": (_by_name("time_shares.draw_time_shares"),
-                            "Parts of forward and backward: matrix products, collectives by "
-                            "direction, elementwise work, waiting, other."),
-    "words-per-rank": (_by_name("against_ranks.draw_words"),
-                       "Words per rank and sequence against ranks, counted by the "
-                       "bucket algorithm, and by the closed form."),
-    "roofline": (_by_name("roofline_and_memory.draw_roofline"),
-                 "Achieved rates of a rank against arithmetic intensity, under "
-                 "the machine's rate of products and memory bandwidth."),
-    "memory-per-rank": (_by_name("roofline_and_memory.draw_memory"),
-                        "Memory of a rank against ranks, measured, and by the "
-                        "closed form or, its peak, by a dry run.")}
+# What draws each figure, FILE.FUNCTION of this folder, and a sentence that describes it, by name.
+FIGURES = {
+    "average-step-time": ("against_ranks.draw_step_times", (
+        "Average step time against ranks, weak and strong scaling, published and measured.")),
+    "speed-up-and-efficiency": ("against_ranks.draw_scaling", (
+        "Speed-up of strong and efficiency of weak scaling against ranks, published and "
+        "measured.")),
+    "where-the-time-goes": ("time_shares.draw_time_shares", (
+        "Parts of forward and backward: matrix products, collectives by direction, elementwise "
+        "work, waiting, other.")),
+    "words-per-rank": ("against_ranks.draw_words", (
+        "Words per rank and sequence against ranks, counted by the bucket algorithm, and by the "
+        "closed form.")),
+    "roofline": ("roofline_and_memory.draw_roofline", (
+        "Achieved rates of a rank against arithmetic intensity, under the machine's rate of "
+        "products and memory bandwidth.")),
+    "memory-per-rank": ("roofline_and_memory.draw_memory", (
+        "Memory of a rank against ranks, measured, and by the closed form or, its peak, by a dry "
+        "run."))}
 # For rows whose ranks waited for work on an emulated cluster: one figure replaces the first two.
-EMULATED = {"scaling": (_by_name("emulation.draw_emulated"),
-                        "Seconds a sequence against ranks, weak and strong scaling, published "
-                        "beside emulated, and the words that a rank sends."),
-            **dict(itertools.islice(FIGURES.items(), 2, None))}
+EMULATED = {"scaling": ("emulation.draw_emulated", (
+    "Seconds a sequence against ranks, weak and strong scaling, published beside emulated, and "
+    "the words that a rank sends.")), **dict(itertools.islice(FIGURES.items(), 2, None))}
 # For a talk: one message, in large letters.
-TALK = {"talk": (_by_name("talk.draw_talk"),
-                 "Speed-ups of 3-D on the most ranks, published beside emulated.")}
+TALK = {"talk": ("talk.draw_talk", (
+    "Speed-ups of 3-D on the most ranks, published beside emulated."))}
 # The figures of microbenchmarks, by kind.
-MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {"products": {
-    "words-of-products": (_by_name("products.draw_words_against_ranks"),
-                          "Words per rank of every distributed product against ranks: closed "
-                          "forms, and counted."),
-    "words-and-memory-of-products": (_by_name("products.draw_words_against_memory"),
-                                     "Words per rank of every distributed product against the "
-                                     "peak memory of a rank, with lower bounds.")},
-    "experts": {
-    "parts-of-experts": (_by_name("experts.draw_parts"),
-                         "Parts of a layer of experts, forward and backward, with tokens routed "
-                         "uniformly, unevenly, and to a few experts; and the tokens of each "
-                         "expert.")}}
+MEASURED = {"products": {
+    "words-of-products": ("products.draw_words_against_ranks", (
+        "Words per rank of every distributed product against ranks: closed forms, and counted.")),
+    "words-and-memory-of-products": ("products.draw_words_against_memory", (
+        "Words per rank of every distributed product against the peak memory of a rank, with "
+        "lower bounds."))},
+    "experts": {"parts-of-experts": ("experts.draw_parts", (
+        "Parts of a layer of experts, forward and backward, with tokens routed uniformly, "
+        "unevenly, and to a few experts; and the tokens of each expert."))}}
+
+
+def _by_name(place: str, subject: object) -> object:
+    """Draw by FILE.FUNCTION of this folder, which is imported now."""
+    file, _, function = place.partition(".")
+    return getattr(import_module(f"bench.reports.figures.{file}"), function)(subject)
 
 
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           _by_name("combined.make_combined_drawings")(found.measurements),
+                           _by_name("combined.make_combined_drawings", found.measurements),
                            link_sweep.make_sweep_drawings([*found.measurements, *joined]))
 
 
@@ -83,7 +75,7 @@ def make_row_drawings(found: FolderContents, talk: bool = False) -> Iterator[Dra
         waited = waited_rows(results)
         chosen = (TALK if waited else {}) if talk else EMULATED if waited else FIGURES
         for name, (draw, about) in chosen.items():
-            yield Drawing(f"{name}-{preset}", about, partial(draw, results))
+            yield Drawing(f"{name}-{preset}", about, partial(_by_name, draw, results))
 
 
 def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
@@ -91,11 +83,11 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
     for record in records:
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
-                          partial(draw, record))
+                          partial(_by_name, draw, record))
     if trainings := experts.comparable_trainings(records):
         yield Drawing("balance-of-experts", "Last validation loss and use of the experts, against "
                       "the coefficient of the balance loss.",
-                      partial(_by_name("experts.draw_balance"), trainings))
+                      partial(_by_name, "experts.draw_balance", trainings))
 
 
 def _sizes(record: Measurements) -> str:
@@ -135,7 +127,7 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
         When no figure has such a name.
     """
     if Path(folder).suffix == ".json" and not Path(folder).is_dir():    # a trace
-        home, every = Path(folder).parent, [_by_name("trace.trace_drawing")(folder)]
+        home, every = Path(folder).parent, [_by_name("trace.trace_drawing", folder)]
     else:
         found = read_folder(folder)
         home = found.folder

@@ -63,7 +63,8 @@ def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object
                 color=label.colour, ha="center", va="center", annotation_clip=False)
             box = text.get_window_extent(renderer).extents
             inside = label.panel.get_window_extent(renderer).extents
-            cost = sum(_overlap(box, other) for other in taken) + _outside(box, inside)
+            outside = _overlap(box, box) - _overlap(box, inside)
+            cost = sum(_overlap(box, other) for other in taken) + outside
             written.append((cost, len(written), text, tuple(box)))
             if not cost:
                 break
@@ -80,8 +81,3 @@ def _overlap(a: Box, b: Box) -> float:
     """Compute the area that two boxes have in common."""
     width, height = (min(a[k + 2], b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
     return max(width, 0) * max(height, 0)
-
-
-def _outside(box: Box, panel: Box) -> float:
-    """Compute the area of a box that is not in the panel."""
-    return (box[2] - box[0]) * (box[3] - box[1]) - _overlap(box, panel)

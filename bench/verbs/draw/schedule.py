@@ -4,7 +4,7 @@ import argparse
 from fractions import Fraction
 from functools import partial
 
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
@@ -14,6 +14,7 @@ from bench.command_line import options, schedule_types
 from bench.command_line.number_types import fraction, fractions
 from mm3d.console import say
 from mm3d.training.schedules import format_schedule, registry
+from mm3d.training.schedules.builders import check_request
 
 ON_ALL_RANKS = False
 
@@ -55,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
-    schedule_costs.check_requests(names, pipeline)
+    with as_usage_error():    # before any is built
+        for name in names:
+            check_request(name, pipeline.ranks, pipeline.microbatches)
     if schedule:
         timelines = {arguments.file: schedule_costs.timed_schedule(schedule, pipeline)}
     else:

@@ -9,6 +9,7 @@ from bench.command_line.publish import measure
 from bench.experiments.products.gemm import measure_gemm, thread_counts
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
+from mm3d.console import say
 
 ON_ALL_RANKS = True
 
@@ -33,5 +34,5 @@ def run(arguments: argparse.Namespace, comm) -> int:
     measuring.check_memory(3 * max(arguments.sizes) ** 2 * max(
         np.dtype(name).itemsize for name in arguments.dtypes), arguments.backend, comm)
     return measure("gemm", lambda: measure_gemm(
-        arguments.sizes, arguments.dtypes, threads, backend, limits, arguments.seed),
+        arguments.sizes, arguments.dtypes, threads, backend, limits, arguments.seed, say),
         claim_folder(arguments.out, comm), comm, showing(arguments.show))

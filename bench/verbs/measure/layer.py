@@ -45,7 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write a layer of each hidden size; return the exit status."""
     limits = measuring.limits_of(arguments)
-    check_head(arguments.hidden, arguments.head_size)
+    for hidden in arguments.hidden:
+        if hidden % arguments.head_size:
+            raise UsageError(f"--hidden {hidden} --head-size {arguments.head_size}: a head of at "
+                             f"least 1 feature, and --hidden a multiple of it, would do")
     if arguments.overlap:
         check_overlap(arguments.scheme)
     beside = library_of(arguments)
@@ -80,11 +83,3 @@ def library_of(arguments: argparse.Namespace) -> Beside | None:
                          f"measured beside one of them")
     given = {PYTORCH: arguments.torch, COLOSSAL: arguments.colossal}
     return next((Beside(name, python) for name, python in given.items() if python), None)
-
-
-def check_head(hidden_sizes: list[int], head: int) -> None:
-    """Raise UsageError for a hidden size that is not a multiple of the features of a head."""
-    for hidden in hidden_sizes:
-        if hidden % head:
-            raise UsageError(f"--hidden {hidden} --head-size {head}: a head of at least 1 "
-                             f"feature, and --hidden a multiple of it, would do")

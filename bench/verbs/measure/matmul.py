@@ -16,8 +16,8 @@ from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.records.journal import claim_folder
-from bench.statistics import median_interval
 from bench.reports.micro_tables import showing
+from bench.statistics import median_interval
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
 
@@ -30,7 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure matmul``."""
     measuring.add_cluster(parser)
     measuring.add_measurement(parser, 7, 30.0)
-    options.add_shape(parser)
+    parser.add_argument("--shape", type=options.shape, action="append", required=True,
+                        metavar="M,N,K",
+                        help="measure C = A B, where C is M x K and the sums have N terms; N "
+                             "alone for cubes; may be repeated")
     options.add_grid(parser)
     parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
                         default=["3d"], metavar="NAMES", help=(

@@ -71,7 +71,7 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
     z = xp.astype(logits, accumulation_dtype(logits), copy=False)
     scores, slope, sought = z, None, z
     if experts.gate == "sigmoid-bias":
-        scores = _log_sigmoid(xp, z)
+        scores = xp.minimum(z, 0) - xp.log1p(xp.exp(-xp.abs(z)))    # log(1 / (1 + exp(-z)))
         slope = xp.exp(scores - z)
         sought = xp.exp(scores)
         if bias is not None:
@@ -147,11 +147,6 @@ def _in_best_groups(library: Any, sought: Array, design: ExpertDesign) -> Array:
     for n in range(1, design.top_groups):
         hidden = hidden & (group != chosen[:, n:n + 1])
     return xp.where(hidden, -math.inf, sought)
-
-
-def _log_sigmoid(xp: Any, z: Array) -> Array:
-    """Compute log(1 / (1 + exp(-z))) = min(z, 0) - log(1 + exp(-|z|))."""
-    return xp.minimum(z, 0) - xp.log1p(xp.exp(-xp.abs(z)))
 
 
 def _softmax(xp: Any, scores: Array) -> Array:

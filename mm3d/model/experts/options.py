@@ -200,7 +200,9 @@ class ExpertOptions:
         if self.order is not None:
             _check_name("order", self.order, ORDERS)
         for name in ("balance", "z", "bias_rate"):
-            _check_number(name, getattr(self, name))
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r} should be a number of at least 0")
         self._check_capacity()
         self.design.check(self.count, self.top, self.gate)
 
@@ -255,12 +257,6 @@ def _check_integer(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless the value is a whole number of at least `least`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a finite number of at least 0."""
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r} should be a number of at least 0")
 
 
 def _check_name(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -14,7 +14,6 @@ MODEL = "--ranks 8 --hidden 64 --heads 4"
 @pytest.mark.parametrize("words, said", [
     (f"dry --ranks 8 --hidden {HUGE} --heads 1000 --batch {HUGE} --seq {HUGE}",
      "too little memory"),
-    (f"dry {MODEL} --layers {HUGE} --all-layers", "1024 at most would do"),
     (f"dry {MODEL} --layers {HUGE} --recompute uniform:100000", "1024 at most would do"),
     (f"dry {MODEL} --experts {HUGE}", "fewer experts would do"),
     (f"plan {MODEL} --experts {HUGE}", "fewer experts would do"),

@@ -19,7 +19,7 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
-from mm3d.transport import choice
+from mm3d.transport.node_words import in_place_collectives
 from records import format_record
 from refused import refused, run_verb
 from support import run_ranks
@@ -277,7 +277,7 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
          "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
         moved, words = (comm.allreduce(getattr(grid.y.traffic[kind], name))
                         for name in ("moved", "words"))
-        assert (moved < words) == (kind in choice.in_place_collectives(transport)), kind
+        assert (moved < words) == (kind in in_place_collectives(transport)), kind
         copied = {"all_gather": 0, "broadcast": 1 << 16} if moved < words else {}
         assert moved == copied.get(kind, moved) or np.isnan(moved)
     grid.free()

@@ -14,7 +14,6 @@ from bench.experiments.rows import training_row
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
-from bench.prediction.machine_file import format_machine
 from bench.prediction.machine_model import Curve, load_machine
 from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import emulating_machine
@@ -26,6 +25,7 @@ from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import Trace
+from machine_files import format_machine
 from records import computed_step, format_tables, waited_step
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}

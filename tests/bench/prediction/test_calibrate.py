@@ -12,7 +12,6 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.instruments import sampling
 from bench.prediction import work_list
 from bench.prediction.calibration import fit, measure, operations_alone, record as samples_record
-from bench.prediction.machine_file import format_machine
 from bench.prediction.machine_model import Achieved, Curve, Line, load_machine
 from bench.prediction.seconds import gemm_seconds
 from bench.prediction.work import predict_seconds
@@ -22,7 +21,7 @@ from bench.validation.files import check_file
 from bench.verbs import calibrate as verb
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import Gemm
-from machine_files import assert_sourced
+from machine_files import assert_sourced, format_machine
 
 CPU = load_machine("cpu")
 CURVE = Curve([100.0, 1000.0], [1e-6, 1e-5])

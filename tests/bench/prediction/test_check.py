@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from bench.__main__ import main, parser
 from bench.errors import WrongResult
 from bench.experiments.products.problem import Problem, product_grid
-from bench.prediction import (beside_measured, machine_file, machine_model, planner,
-                              whole_steps, work_list)
+from bench.prediction import beside_measured, machine_model, planner, whole_steps, work_list
 from bench.prediction.work import Work, trace_work as trace_of
 from bench.records import run_file
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
+from machine_files import format_machine
 from refused import refused, run_verb
 from support import run_ranks
 
@@ -238,7 +238,7 @@ def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
     path = folder / "mine.toml"
     if comm.rank == 0:
         machine = replace(CPU, **figures)
-        path.write_text(machine_file.format_machine(machine))
+        path.write_text(format_machine(machine))
     comm.Barrier()
     return str(path)
 

@@ -9,15 +9,13 @@ from msgspec import structs
 import mm3d
 from bench.__main__ import main
 from bench.prediction import seconds
-from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.meshes.context_ways import Asked, list_places
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.training_plans import choices, search
 from bench.prediction.training_plans.choices import Training
-from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
-                                                        trace_layer, traced_work)
+from bench.prediction.training_plans.layer_work import Layer, trace_layer, traced_work
 from bench.prediction.training_step import predict_step
 from bench.reports.plans.context_ways import winners
 from mm3d.arrays import backend as backends
@@ -27,6 +25,7 @@ from mm3d.model.stack import Stack
 from mm3d.tracing.events import Collective
 from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import build
+from plans import Few, check_best, training, works_of
 
 DRY = ["dry", "--scheme", "1d", "--hidden", "64", "--heads", "4", "--layers", "4", "--batch", "4",
        "--seq", "32", "--ranks", "8", "--stages", "2"]
@@ -150,44 +149,22 @@ def test_a_context_in_another_place_is_priced_there(way):
 LONG = ModelFile("long", layers=4, hidden=256, heads=4, vocab=512, seq=256)
 
 
-def training(gpus: int, batch: int, mib: float) -> Training:
-    """A small model, whose sequences count as long, on nodes of 4 GPUs."""
-    machine = structs.replace(A100, ranks_per_node=4, memory_bytes=mib * 2 ** 20)
-    return Training(LONG, gpus, batch, LONG.seq, "float16", machine)
-
-
-class Few(search.Search):
-    """A search among a part of all plans, so that each can be predicted exactly."""
-
-    def works(self):
-        return (one for one in super().works() if one.recompute == "none" and one.places == 1
-                and one.schedule == "1f1b" and one.micro == 1)
-
-    def states(self, data):
-        return (one for one in super().states(data) if one.zero in (0, 2) and not one.shards)
-
-
 @pytest.mark.limit(300)
 def test_the_best_plan_with_contexts_is_that_of_all_predicted_exactly(monkeypatch):
     """One sequence on 4 GPUs: without a context there are 4 stages alone."""
     monkeypatch.setattr(choices, "LONG_SEQ", 256)
-    asked = Few(training(4, 1, 30))
-    found = asked.run()
-    every = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
-    fitting = [plan for plan in every if plan.memory["all"] <= asked.limit]
-    assert not asked.refused and {plan.choice.context for plan in every} == {1, 2, 4}
+    every, _ = check_best(Few(
+        training(LONG, 4, 1, 30), lambda one: one.recompute == "none" and one.places == 1
+        and one.schedule == "1f1b" and one.micro == 1,
+        lambda one: one.zero in (0, 2) and not one.shards))
+    assert {plan.choice.context for plan in every} == {1, 2, 4}
     assert {plan.choice.way for plan in every} == {"gather", "ring"}
-    assert len(fitting) < len(every)
-    assert found.best.seconds == min(plan.seconds for plan in fitting)
-    assert {plan.choice.family for plan in fitting} == set(found.families)
-    assert all(search.SAME * found.families[plan.choice.family].seconds <= plan.seconds
-               for plan in fitting)
     for plan in every:
         assert plan.choice.replicas * plan.choice.stages == 4
 
 
 def test_short_sequences_and_experts_have_no_context(monkeypatch):
-    asked = training(8, 2, 14)
+    asked = training(LONG, 8, 2, 14)
     assert not asked.long and {one.context for one in search.Search(asked).works()} == {1}
     monkeypatch.setattr(choices, "LONG_SEQ", 256)
     assert asked.long and not replace(asked, gpt=structs.replace(
@@ -201,10 +178,7 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(way, context):
     for sizes in ((1,), (4,)):
         layer = Layer("1d-sp", GridShape("x", sizes), 1, "none", False,
                       strides=(1, sizes[0]), context=context, way=way)
-        near = screened_work(layer, screen_layer(asked, layer), collective_price(asked.machine))
-        exact = traced_work(asked, layer, trace_layer(asked, layer.anywhere))
-        for name in ("forward", "backward"):
-            assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.05), layer
+        near, exact = works_of(asked, layer, .05)
         assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.05)
         assert near.filled.working == pytest.approx(exact.filled.working, rel=.35)
 
@@ -217,10 +191,7 @@ def test_so_it_is_where_heads_share_keys_and_with_a_window(way, window):
         kv_heads=8, window=window))
     asked = Training(gpt, 64, 8, 16384, "float16", load_machine("dgx-h100"))
     layer = Layer("1d-sp", GridShape("x", (4,)), 1, "none", False, context=4, way=way)
-    near = screened_work(layer, screen_layer(asked, layer), collective_price(asked.machine))
-    exact = traced_work(asked, layer, trace_layer(asked, layer))
-    for name in ("forward", "backward"):
-        assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.01)
+    near, exact = works_of(asked, layer, .01)
     assert near.filled.working < 1.15 * exact.filled.working
 
 

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from bench.__main__ import main
 from bench.errors import StoreError, UsageError
 from bench.prediction import machine_model
-from bench.prediction.machine_file import check_writable, format_machine, publish_machine
+from bench.prediction.machine_file import check_writable, publish_machine
 from bench.prediction.machine_model import Curve, Line, load_machine
+from machine_files import format_machine
 
 SUPPLIED = (Path(machine_model.__file__).parent / "machines/dgx-h100.toml").read_text()
 CURVES = """

@@ -120,7 +120,6 @@ def test_plans_of_the_stages(capsys):
     (["--stages", "3"], "--stages 3 does not divide the 8 ranks of a replica"),
     (["--stages", "2", "--grid", "2x1x1"], "grid of 2 x 1 x 1 has 2 ranks, but stage 0 has 4"),
     (["--stages", "2", "--rank", "8"], "--rank 8: 0 to 7 would do"),
-    (["--stages", "2", "--all-layers"], "--all-layers: a stage is always extended"),
     (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
     (["--stages", "2", "--microbatches", "3"], "cannot be divided into 3 equal micro-batches")])
 def test_what_cannot_be_is_refused(words, said, capsys):

@@ -1,13 +1,11 @@
 """The planner against brute force, the bound, and what is known of the paper's shapes."""
 import math
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from bench.__main__ import main
-from bench.errors import UsageError
-from bench.prediction import machine_file, machine_model, planner
+from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.seconds import collective_terms, step_seconds
 from bench.records import run_file
@@ -20,7 +18,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, PHASES
-from machine_files import assert_sourced
+from machine_files import assert_sourced, format_machine
 from refused import refused
 from support import run_ranks, status_of
 
@@ -104,15 +102,6 @@ def test_no_grid_is_below_the_bound_in_any_regime():
                 assert math.isclose(words, bound)
 
 
-@pytest.mark.slow
-def test_a_million_ranks_in_under_ten_seconds():
-    start = time.process_time()    # seconds of this process, whatever else the machine does
-    found = planner.rank_plans(10**6, LONGHORN, Stack(96, 12288, 96, 1536, 2048))
-    # All grids of 3-D and of faces, 16 of Tesseract, and one of each other scheme.
-    assert len(found) == 2 * 784 + 16 + 4 and found[0].traced
-    assert time.process_time() - start < 10
-
-
 def test_what_does_not_fit_comes_last():
     found = planner.rank_plans(8, LONGHORN, Stack(24, 4096, 32, 4, 512))
     fits = [p.fits for p in found]
@@ -122,14 +111,6 @@ def test_what_does_not_fit_comes_last():
         planner.trace_plan(screen_grid("3d", SLAB, LONGHORN, one), LONGHORN, one)
         for one in (Stack(**sizes, recompute=recompute) for recompute in ("none", "full")))
     assert again.memory < once.memory / 2 and again.backward > once.backward
-
-
-@pytest.mark.slow
-def test_grid_auto_is_the_planner_s_choice(capsys):
-    command = ["dry", "--ranks", "64", "--hidden", "8192", "--layers", "2", "--grid", "auto"]
-    assert main(command) == 0
-    chosen = planner.best_grid("3d", 64, LONGHORN, Stack(**dict(WEAK_64, layers=2)))
-    assert f"grid {chosen}, rank 0 of 64" in capsys.readouterr().out
 
 
 def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
@@ -148,17 +129,12 @@ def test_the_verbs_print_what_they_found(capsys):
     assert "fewest words forward: 2.5d 1 x 1 x 64, 0 million a rank" in out    # replicas
     command = ["dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "cpu"]
     assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "peak with intermediate arrays" in out and "between the halves" not in out
-    assert main([*command, "--halves", "gather"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("backward_weights  x          reduce_scatter") == 1
-    assert "backward in halves (gather)" in out and "kept between the halves of backward" in out
+    assert "peak with intermediate arrays" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command, message", [
     (["dry", "--ranks", "8", "--hidden", "64", "--grid", "3x2x1"], "a grid of 3 x 2 x 1 has 6"),
-    (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "give sizes as in 16x4x1"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "such as 2x2x2, or auto"),
     (["dry", "--ranks", "9", "--hidden", "64", "--scheme", "2d", "--rank", "9"], "rank 9 of 9"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "1d", "--keep", "both"], "'keep'"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
@@ -192,7 +168,7 @@ def test_a_machine_without_a_rate_for_the_dtype_is_named(command, tmp_path, caps
 def doubles(folder) -> str:
     """The file of a machine with a rate for float64 only."""
     path = folder / "doubles.toml"
-    path.write_text(machine_file.format_machine(
+    path.write_text(format_machine(
         machine_model.msgspec.structs.replace(machine_model.load_machine("cpu"),
                                               gemm_rate={"float64": 5e10})))
     return str(path)
@@ -237,13 +213,6 @@ def test_collectives_share_the_links_they_need():
     assert seconds(8, 2)["network"] == pytest.approx(2 * 7e9 / 12.5e9)
     assert seconds(8, 4, "all_reduce")["network"] == 2 * seconds(8, 4)["network"]
     assert seconds(8, 4, "broadcast")["network"] == pytest.approx(4 * 8e9 / 12.5e9)
-
-
-def test_a_file_that_is_no_machine(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text("name = 3")
-    with pytest.raises(UsageError, match="machine file"):
-        machine_model.load_machine(str(path))
 
 
 @pytest.mark.slow

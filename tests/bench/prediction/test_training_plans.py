@@ -13,13 +13,11 @@ from bench.command_line import config_options
 from bench.errors import UsageError
 from bench.instruments.placement import mesh_order
 from bench.prediction import hop_seconds
-from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
-                                                        trace_layer, traced_work)
+from bench.prediction.training_plans.layer_work import Layer, trace_layer
 from bench.prediction.training_step import layer_parameters
 from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
@@ -29,6 +27,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model.architecture import Architecture
 from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
+from plans import Few, check_best, training, works_of
 from support import status_of
 
 SMALL = ModelFile("small", layers=4, hidden=256, heads=4, vocab=512, seq=128)
@@ -37,45 +36,25 @@ LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swi
 PLAN = ["plan", "--machine", "dgx-a100"]
 
 
-def training(gpus: int, batch: int, mib: float) -> Training:
-    """A small model on nodes of 4 GPUs with little memory."""
-    machine = msgspec.structs.replace(load_machine("dgx-a100"), ranks_per_node=4,
-                                      memory_bytes=mib * 2 ** 20)
-    return Training(SMALL, gpus, batch, SMALL.seq, "float16", machine)
-
-
-class Few(search.Search):
-    """A search among a part of all plans, so that each can be predicted exactly; of the smallest
-    batch with fewer grids."""
-
-    def works(self):
-        for choice in super().works():
-            if (choice.recompute in ("none", "full")
-                    and choice.places in (1, 4) and choice.scheme in ("1d", "2d", "3d")
-                    and (self.training.batch > 2
-                         or [*choice.grid.sizes] == sorted(choice.grid.sizes))
-                    and choice.micro in (1, self.training.batch // choice.data)):
-                yield choice
-
-    def states(self, data):
-        return (one for one in super().states(data) if one.zero < 3)
+def few(asked: Training, kind: type = Few, changing: bool = False) -> Few:
+    """A search among a part of all plans; of the smallest batch with fewer grids."""
+    return kind(asked, lambda one: one.recompute in ("none", "full") and one.places in (1, 4)
+                and one.scheme in ("1d", "2d", "3d") and one.micro in (1, asked.batch // one.data)
+                and (asked.batch > 2 or [*one.grid.sizes] == sorted(one.grid.sizes)),
+                lambda one: one.zero < 3, changing)
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("gpus, batch, mib", [(8, 2, 13), (8, 4, 20), (16, 4, 9), (16, 4, 14)])
+@pytest.mark.parametrize("gpus, batch, mib", [
+    (4, 2, 20), (8, 2, 13), (8, 4, 20), (16, 4, 9), (16, 4, 14)])
 def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
-    asked = Few(training(gpus, batch, mib))
-    found, limit = asked.run(), asked.limit
-    every = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
-    fitting = [plan for plan in every if plan.memory["all"] <= limit]
-    assert 10 < len(fitting) < len(every)    # the memory decides
-    assert found.best.seconds == min(plan.seconds for plan in fitting)
+    asked = few(training(SMALL, gpus, batch, mib))
+    _, fitting = check_best(asked)
+    assert len(fitting) > 10
     for plan in fitting:
-        choice = plan.choice
-        assert search.SAME * found.families[choice.family].seconds <= plan.seconds
-        filled, _ = asked.filled(Layer.of(choice, whole=True))
-        assert asked.estimator.memory(choice, filled) <= screening.SLACK * limit
-        assert asked.may_fit(choice)
+        filled, _ = asked.filled(Layer.of(plan.choice, whole=True))
+        assert asked.estimator.memory(plan.choice, filled) <= screening.SLACK * asked.limit
+        assert asked.may_fit(plan.choice)
 
 
 class Misled(Few):
@@ -86,7 +65,7 @@ class Misled(Few):
 
 
 def test_a_changed_choice_that_is_faster_becomes_the_best():
-    found = Misled(training(4, 4, 30)).run()
+    found = few(training(SMALL, 4, 4, 30), Misled, changing=True).run()
     changed = [one.seconds for one in found.changes.values() if not isinstance(one, str)]
     assert changed and found.best.seconds <= min(changed)
     assert found.best is next(iter(found.families.values()))
@@ -94,7 +73,7 @@ def test_a_changed_choice_that_is_faster_becomes_the_best():
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_by_dry_runs_of_layers_is_near_that_of_a_step_where_w_is_apart(recompute):
-    asked = search.Search(training(16, 4, 100))
+    asked = search.Search(training(SMALL, 16, 4, 100))
     plan = asked.predicted(Choice(2, 1, 2, "zb-h1", 1, "3d", GridShape("xyz", (1, 1, 4)),
                                   recompute))
     filled = asked.traced(Layer.of(plan.choice)).filled
@@ -105,42 +84,18 @@ def test_memory_by_dry_runs_of_layers_is_near_that_of_a_step_where_w_is_apart(re
 UNEVEN = msgspec.structs.replace(SMALL, name="uneven", hidden=180, heads=6, vocab=509)
 
 
-class Uneven(search.Search):
-    """Grids that divide 6 heads, 180 features or 3 sequences among 2 and 4 ranks."""
-
-    def works(self):
-        return (one for one in super().works() if one.recompute == "none"
-                and one.places in (2, 4) and one.schedule == "1f1b" and one.stages < 4)
-
-    def states(self, data):
-        return (one for one in super().states(data) if one.zero in (0, 2))
-
-
-class Hybrid(search.Search):
-    """Shards of 8, 4 and 2 replicas, in every place on the nodes."""
-
-    def works(self):
-        return (one for one in super().works() if one.recompute == "none" and one.places < 3
-                and one.schedule == "1f1b" and one.micro == 1 and one.scheme == "1d")
-
-    def changes(self, best):
-        """Changed choices may be of the other part."""
-        return {}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, gpt, batch, mib", [(Uneven, UNEVEN, 6, 12),
-                                                   (Hybrid, SMALL, 8, 26)])
-def test_so_it_is_with_uneven_grids_shards_and_places(kind, gpt, batch, mib):
-    asked = kind(replace(training(8, batch, mib), gpt=gpt))
-    found = asked.run()
-    every = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
-    fitting = [plan for plan in every if plan.memory["all"] <= asked.limit]
-    assert 10 < len(fitting) < len(every) and not asked.refused
-    assert found.best.seconds == min(plan.seconds for plan in fitting)
-    assert {plan.choice.family for plan in fitting} == set(found.families)
-    assert all(search.SAME * found.families[plan.choice.family].seconds <= plan.seconds
-               for plan in fitting)
+@pytest.mark.parametrize("gpt, batch, mib, likes, zeros", [
+    # Grids that divide 6 heads, 180 features or 3 sequences among 2 and 4 ranks.
+    (UNEVEN, 6, 12, lambda one: one.places in (2, 4) and one.stages < 4, (0, 2)),
+    # Shards of 8, 4 and 2 replicas, in every place on the nodes.
+    (SMALL, 8, 26, lambda one: one.places < 3 and one.micro == 1 and one.scheme == "1d",
+     (0, 1, 2, 3))])
+def test_so_it_is_with_uneven_grids_shards_and_places(gpt, batch, mib, likes, zeros):
+    _, fitting = check_best(Few(
+        training(gpt, 8, batch, mib), lambda one: one.recompute == "none"
+        and one.schedule == "1f1b" and likes(one), lambda one: one.zero in zeros))
+    assert len(fitting) > 10
 
 
 @pytest.mark.parametrize("sizes", [(3,), (6,), (1, 2, 3), (3, 1, 2), (2, 3, 1)])
@@ -149,11 +104,8 @@ def test_closed_forms_price_the_largest_rank(sizes):
     asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
     scheme, grid = next(one for one in asked.shapes() if one[1].sizes == sizes)
     layer = Layer(scheme, grid, 6, "none", False)
-    near, traces = screened_work(layer, screen_layer(asked, layer),
-                                 collective_price(asked.machine)), trace_layer(asked, layer)
-    exact = traced_work(asked, layer, traces)
-    for name in ("forward", "backward"):
-        assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=.03)
+    traces = trace_layer(asked, layer)
+    near, exact = works_of(asked, layer, .03, traces)
     assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
     assert layer_parameters(scheme, grid, asked.stack(6, "none").sizes) == pytest.approx(
         traces[0].parameters / 8, rel=1e-3)
@@ -174,7 +126,7 @@ def test_ranks_of_a_hop_are_numbered_in_their_order_on_the_nodes(inside):
 
 def test_what_lies_inside_nodes_is_faster_there():
     """With the replicas inside nodes of 4, their sums are faster, and hops leave the node."""
-    asked = training(8, 8, 100)
+    asked = training(SMALL, 8, 8, 100)
     node = msgspec.structs.replace(asked.machine.node, seconds_per_message=1e-6)
     asked = replace(asked, machine=msgspec.structs.replace(asked.machine, node=node))
     near = Choice(4, 1, 2, "1f1b", 1, "1d", GridShape("x", (1,)), "none", inside="d")
@@ -187,7 +139,7 @@ def test_what_lies_inside_nodes_is_faster_there():
 
 
 def test_hidden_sums_take_no_longer_than_the_longer_of_both():
-    asked, one = training(8, 8, 100), Choice(
+    asked, one = training(SMALL, 8, 8, 100), Choice(
         4, 1, 2, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
     for zero in range(4):
         plans = [search.Search(replace(asked, overlap=overlap)).predicted(
@@ -200,7 +152,7 @@ def test_hidden_sums_take_no_longer_than_the_longer_of_both():
 
 
 def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
-    asked, predict = training(2, 2, 100), search.predict_step
+    asked, predict = training(SMALL, 2, 2, 100), search.predict_step
 
     def refusing(model, *rest, **more):
         if model.schedule.ranks == refused:
@@ -220,22 +172,21 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("model", ["megatron-1t", "llama-2-7b", "llama-3-8b"])
-@pytest.mark.parametrize("machine, error", [("dgx-a100", .03), ("dgx-h100", .03),
-                                            ("longhorn", .15)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_closed_forms_of_a_layer_are_near_its_dry_run(model, machine, error, recompute):
+def test_closed_forms_of_a_layer_are_near_its_dry_run(model, recompute):
     """With softmax in memory, with scores in registers, and with this library's own passes; of a
     GPT, of SwiGLU with RMSNorm and rotary positions, and with 4 heads of queries for each key."""
-    asked = Training(load_model(model), 8, 8, 2048, "float32", load_machine(machine))
+    machines = [(load_machine(name), error) for name, error in (
+        ("dgx-a100", .03), ("dgx-h100", .03), ("longhorn", .15))]
+    assert len({machine.elementwise_block for machine, _ in machines}) == 1    # all that is traced
+    asked = Training(load_model(model), 8, 8, 2048, "float32", machines[0][0])
     for scheme, grid in asked.shapes():
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
-            near = screened_work(layer, screen_layer(asked, layer),
-                                 collective_price(asked.machine))
-            exact = traced_work(asked, layer, trace_layer(asked, layer))
-            for name in ("forward", "backward"):
-                assert getattr(near, name) == pytest.approx(getattr(exact, name), rel=error), layer
-            assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
+            traces = trace_layer(asked, layer)
+            for machine, error in machines:
+                near, exact = works_of(replace(asked, machine=machine), layer, error, traces)
+                assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
 
 
 def written(model: ModelFile, folder) -> str:
@@ -270,7 +221,7 @@ def division_of(words: list[str]) -> tuple:
     (Choice(4, 2, 2, "1f1b", 1, "1d", GridShape("x", (1,)), "none", 2, "s"), True)])
 def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     """Seconds and bytes of `dry` are the plan's, and `train` is on its mesh: it moves as much."""
-    asked = training(8, 8, 100)
+    asked = training(SMALL, 8, 8, 100)
     (tmp_path / "mine.toml").write_text(msgspec.toml.encode(asked.machine).decode())
     gpt = msgspec.structs.replace(SMALL, vocab=256, tied=overlap,
                                   architecture=LLAMA if overlap else SMALL.architecture)

@@ -84,7 +84,7 @@ def test_a_scheme_with_a_direction_of_its_own_is_measured_validated_and_shown(tm
     with h5py.File(path) as file:
         assert file["traffic/axis"].asstr()[...].tolist() == list("dxyz")
     done = run_python("-c", "from bench.__main__ import main; import sys; sys.exit(max(map(main, "
-                      "(['validate', 'here'], ['table', '--parts', 'here']))))", cwd=tmp_path)
+                      "(['validate', 'here'], ['report', '--parts', 'here']))))", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": valid\n") == 1 and "words were not checked" not in done.stdout
     shown = [line.split() for line in done.stdout.splitlines()]

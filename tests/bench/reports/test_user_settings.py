@@ -11,7 +11,7 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports import page
-from bench.reports.figures import every_figure, style
+from bench.reports.figures import against_ranks, roofline_and_memory, style
 from bench.reports.finish import write_tables_and_figures
 from records import draw_only, made_up
 
@@ -112,7 +112,7 @@ def wrong(*_):
 
 def test_a_figure_that_cannot_be_drawn_is_one_line(one_run, monkeypatch, capsys):
     """The others are drawn, and what is printed and written beside them is not lost."""
-    monkeypatch.setitem(every_figure.FIGURES, "roofline", (lambda _: Unwritable(), ""))
+    monkeypatch.setattr(roofline_and_memory, "draw_roofline", lambda _: Unwritable())
     write_tables_and_figures(one_run)
     *_, line, last = capsys.readouterr().out.splitlines()
     assert line == "not drawn: roofline-laptop: RuntimeError: no letters"
@@ -123,7 +123,7 @@ def test_a_figure_that_cannot_be_drawn_is_one_line(one_run, monkeypatch, capsys)
 
 def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
     """Only the end of a run that has measured goes on, after it is printed."""
-    monkeypatch.setitem(every_figure.FIGURES, "average-step-time", (wrong, ""))
+    monkeypatch.setattr(against_ranks, "draw_step_times", wrong)
     for draw_all in (lambda: main(["report", str(one_run), "--figures"]),
                      lambda: page.write_page(one_run)):
         with pytest.raises(ZeroDivisionError, match="of the program"):

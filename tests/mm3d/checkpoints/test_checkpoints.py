@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mm3d
 from mm3d.checkpoints import block_files
 from mm3d.checkpoints.index_file import read_index
-from checkpoint_models import everything, same, set_gradients
+from checkpoint_models import everything, release, same, set_gradients
 
 SIZES = dict(layers=4, hidden=15, heads=3, batch=4, seq=2)    # divides by neither 2 nor 4
 # Stages, scheme, grid, schedule.
@@ -30,11 +30,6 @@ def step(model, optimizer, seed: int) -> None:
     """A step with the same global gradients on every mesh."""
     set_gradients(model, seed)
     optimizer.step()
-
-
-def release(model) -> None:
-    model.free()
-    model.mesh.free()
 
 
 @pytest.fixture

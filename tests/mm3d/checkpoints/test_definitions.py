@@ -15,7 +15,8 @@ from mm3d.config import OF_MESH
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.optimizers import Optimizer
-from checkpoint_models import as_before, everything, same
+from checkpoint_models import as_before, everything, release, same
+from reference import all_refuse
 
 GPT = dict(layers=2, hidden=8, heads=4, vocab=11, batch=4, seq=3)
 ROUTED = dict(count=4, top=2, every=1, capacity=1.5)
@@ -59,12 +60,6 @@ EXPERTS = [
 def gpt(comm=MPI.COMM_SELF, routed=None, grid=(1, 1, 1), **options):
     experts = {} if routed is None else {"experts": mm3d.Experts(**(ROUTED | routed))}
     return mm3d.GPT(mm3d.Mesh(comm, 1, "3d", grid), **(GPT | options | experts))
-
-
-def release(*models) -> None:
-    for model in models:
-        model.free()
-        model.mesh.free()
 
 
 def restored(folder, model, optimizer=None, **options) -> str:
@@ -191,9 +186,8 @@ def test_the_definition_is_the_same_on_every_mesh(comm, shared_tmp_path):
 def test_another_function_is_one_line_on_all_ranks(comm, shared_tmp_path):
     one, other = (gpt(comm, grid=(2, 1, 2), heads=heads) for heads in (4, 8))
     mm3d.save(shared_tmp_path, one, step=1)
-    with pytest.raises(ValueError) as caught:
+    with all_refuse(comm):
         mm3d.restore(shared_tmp_path, other)
-    assert len({*comm.allgather(str(caught.value))}) == 1
     release(one, other)
 
 

@@ -28,40 +28,25 @@ def plain_file(folder: Path) -> None:
     (folder / "step-00000001").write_text("notes")
 
 
-def file_inside(folder: Path) -> None:
-    (folder / "step-00000001" / "notes.txt").write_text("notes")
-
-
-def folder_inside(folder: Path) -> None:
-    (folder / "step-00000001" / "blocks-00001.h5").mkdir()
-
-
-def unfinished_file(folder: Path) -> None:
-    (folder / ".step-00000003.writing").write_text("")
-
-
 def unfinished_link(folder: Path) -> None:
     folder.with_name("bulk").mkdir()
     (folder.with_name("bulk") / "index.h5").write_text("mine")
     (folder / ".step-00000003.writing").symlink_to(folder.with_name("bulk"))
 
 
-def unfinished_dangling(folder: Path) -> None:
-    (folder / ".step-00000003-abcd-ef.writing").symlink_to(folder / "nothing")
-
-
-def deleting_with_folder(folder: Path) -> None:
-    (folder / ".step-00000000.deleting" / "index.h5").mkdir(parents=True)
-
-
 @pytest.mark.parametrize("spoil, stays, word", [
     (link_old, [], ""), (dangling, [], ""), (plain_file, ["step-00000001"], ""),
-    (file_inside, ["step-00000001"], "could not be removed: it also holds notes.txt"),
-    (folder_inside, [".step-00000001.deleting"], "step-00000001 could not be removed"),
-    (unfinished_file, [".step-00000003.writing"], ".step-00000003.writing could not be removed"),
+    (lambda folder: (folder / "step-00000001/notes.txt").touch(), ["step-00000001"],
+     "could not be removed: it also holds notes.txt"),
+    (lambda folder: (folder / "step-00000001/blocks-00001.h5").mkdir(),
+     [".step-00000001.deleting"], "step-00000001 could not be removed"),
+    (lambda folder: (folder / ".step-00000003.writing").touch(), [".step-00000003.writing"],
+     ".step-00000003.writing could not be removed"),
     (unfinished_link, [".step-00000003.writing"], "it is a link"),
-    (unfinished_dangling, [".step-00000003-abcd-ef.writing"], "it is a link"),
-    (deleting_with_folder, [".step-00000000.deleting"], "deleting could not be removed")])
+    (lambda folder: (folder / ".step-00000003-abcd-ef.writing").symlink_to(folder / "nothing"),
+     [".step-00000003-abcd-ef.writing"], "it is a link"),
+    (lambda folder: (folder / ".step-00000000.deleting/index.h5").mkdir(parents=True),
+     [".step-00000000.deleting"], "deleting could not be removed")])
 def test_what_cannot_be_removed_is_a_warning_with_its_path(tmp_path, spoil, stays, word):
     folder, model = tmp_path / "run", transformer()
     for step in (1, 2):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from checkpoint_models import everything, same, set_gradients
+from checkpoint_models import everything, release, same, set_gradients
 
 SIZES = dict(layers=2, hidden=15, heads=3, batch=4, seq=2)
 DIVIDED = [dict(data=2, zero=1, stages=2, scheme="serial"),
@@ -22,11 +22,6 @@ def gpt(comm, stages=1, tied=True, seed=0, grid=(1, 1, 1), **options):
     mesh = mm3d.Mesh(comm, stages, "3d", grid)
     return mm3d.GPT(mesh, layers=2, hidden=6, heads=2, vocab=11, batch=4, seq=3, tied=tied,
                     microbatches=2, seed=seed, dtype="float64", **options)
-
-
-def release(model) -> None:
-    model.free()
-    model.mesh.free()
 
 
 @pytest.mark.ranks(4)

@@ -15,7 +15,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from models import PARALLELISMS, SIZES, SOME, Parallelism
+from models import PARALLELISMS, SIZES, SOME, Parallelism, different, passes
 
 # Three layers are a group of two and one of one.
 MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
@@ -23,31 +23,6 @@ MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], 
 
 def is_weight(p) -> bool:
     return p.name.endswith("weight") and len(p.shape) > 1
-
-
-def run(model, passes: str) -> dict[str, np.ndarray]:
-    """Copies of the results of passes of some micro-batches, such as "Fa Fb Ba Bb Wb Wa", and of
-    the gradients in the end; D is backward in one piece."""
-    saved, operands, found = {}, {}, {}
-    model.zero_gradients()
-    for kind, name in passes.split():
-        if kind == "F":
-            found[f"y{name}"], saved[name] = model.forward(model.random(name))
-        elif kind == "D":
-            found[f"dx{name}"] = model.backward(model.random(f"d{name}"), saved.pop(name))
-        elif kind == "B":
-            found[f"dx{name}"], operands[name] = model.backward_input(model.random(f"d{name}"),
-                                                                      saved.pop(name))
-        else:
-            model.backward_weights(operands.pop(name))
-    found |= {p.name: p.grad for p in model.parameters}
-    return {name: np.array(a) for name, a in found.items()}
-
-
-def different(found, expected) -> list[str]:
-    """Names of the arrays that are not equal to the bit."""
-    assert found.keys() == expected.keys()
-    return [name for name, a in expected.items() if not np.array_equal(found[name], a)]
 
 
 def policies(parallelism, *names: str) -> list[str]:
@@ -66,9 +41,9 @@ def test_halves_give_the_same_bits(comm, transport):
         sizes = {**SIZES[sizes], "layers": 2}
         with parallelism.on(comm, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **sizes, **options)
-            expected = run(model, "Fa Fb Da Db")
+            expected = passes(model, "Fa Fb Da Db")
             for order in ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb"):
-                assert different(run(model, order), expected) == [], (str(parallelism), order)
+                assert different(passes(model, order), expected) == [], (str(parallelism), order)
 
 
 @pytest.mark.ranks(1, slow=(8,))
@@ -78,15 +53,15 @@ def test_halves_and_recomputation_give_the_same_bits(comm):
             "uniform:2+selective", "uniform:2", "selective", "full"])):
         assert [recompute] == policies(parallelism, recompute)
         with parallelism.on(comm, "numpy") as scheme:
-            expected = run(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
+            expected = passes(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
             model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute)
-            found = run(model, "Fa Fb Ba Bb Wa Wb")
+            found = passes(model, "Fa Fb Ba Bb Wa Wb")
             assert different(found, expected) == [], str(parallelism)
 
 
 def of_three(model, order: str) -> dict[str, np.ndarray]:
     """Results of three micro-batches whose weights' halves come last, in this order."""
-    return run(model, "Fa Fb Fc Ba Bb Bc " + " ".join(f"W{name}" for name in order))
+    return passes(model, "Fa Fb Fc Ba Bb Bc " + " ".join(f"W{name}" for name in order))
 
 
 @pytest.mark.ranks(1, slow=(4, 8))
@@ -95,7 +70,7 @@ def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **SIZES["uneven"])
-            unsplit = {order: run(model, "Fa Fb Fc " + " ".join(f"D{name}" for name in order))
+            unsplit = {order: passes(model, "Fa Fb Fc " + " ".join(f"D{name}" for name in order))
                        for order in ("abc", "cab")}
             seen = any("weight" in name for name in different(unsplit["abc"], unsplit["cab"]))
             assert comm.allreduce(seen)    # ranks on no face have no weights
@@ -104,7 +79,7 @@ def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
             for name, a in found.items():
                 expected = unsplit["cab" if name in late else "abc"][name]
                 assert np.array_equal(a, expected), (str(parallelism), name)
-            mixed = run(model, "Fa Fb Ba Fc Bb Wa Bc Wb Wc")
+            mixed = passes(model, "Fa Fb Ba Fc Bb Wa Bc Wb Wc")
             assert different(mixed, unsplit["abc"]) == [], str(parallelism)
 
 
@@ -170,27 +145,6 @@ def test_words_and_operands_of_the_halves_in_3d_by_hand(x, y, z):
     assert sum(trace.operands for trace in traces) == 4 * kept
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
-def test_halves_of_a_dry_run_are_those_that_run(comm):
-    """Traffic and operands on each rank."""
-    for parallelism in SOME[comm.size]:
-        with parallelism.on(comm, "numpy") as scheme:
-            model = mm3d.Transformer(scheme, **SIZES["uneven"])
-            grid, counted = scheme.grid, {}
-            _, saved = model.forward(model.random("x"))
-            grid.reset_traffic()
-            _, operands = model.backward_input(model.random("dy"), saved)
-            kept, counted["backward_input"] = model.saved_bytes(operands), grid.traffic()
-            grid.reset_traffic()
-            model.backward_weights(operands)
-            counted["backward_weights"] = grid.traffic()
-        dried = dry_run.trace_step(
-            parallelism.name, comm.size, tuple(grid.shape.values()), comm.rank,
-            backend.Backend.block, parallelism.options, halves=True, **SIZES["uneven"])
-        assert dried.operands == kept, str(parallelism)
-        assert {phase: dried.traffic[phase] for phase in counted} == counted
-
-
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("keep, recompute", [
     ("none", "uniform:2+selective"), ("none", "none"), ("weight", "full"), ("both", "none")])
@@ -212,9 +166,9 @@ def test_halves_with_overlap_are_in_flight_in_any_order(grid, keep, recompute):
 def test_halves_with_overlap_give_the_same_bits(comm):
     sizes = dict(layers=2, hidden=256, heads=8, batch=4, seq=8)
     found = []
-    for overlap, passes in ((False, "Fa Fb Da Db"), (True, "Fa Fb Ba Bb Wa Wb")):
+    for overlap, order in ((False, "Fa Fb Da Db"), (True, "Fa Fb Ba Bb Wa Wb")):
         with Parallelism("3d", None, {"overlap": overlap}).on(comm, "numpy") as scheme:
-            found.append(run(mm3d.Transformer(scheme, **sizes), passes))
+            found.append(passes(mm3d.Transformer(scheme, **sizes), order))
     assert different(*found) == []
 
 
@@ -222,9 +176,9 @@ def test_observers_see_the_halves():
     """Under the names of the layers, each product of weights in the second half."""
     with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
         model, trace = mm3d.Transformer(scheme, **SIZES["even"]), Trace()
-        expected = run(model, "Fa Da")
+        expected = passes(model, "Fa Da")
         with observed(scheme.grid, trace, model):
-            assert different(run(model, "Fa Ba Wa"), expected) == []
+            assert different(passes(model, "Fa Ba Wa"), expected) == []
     flops = trace.flops("forward"), trace.flops("backward_input"), trace.flops("backward_weights")
     weights = 24 * SIZES["even"]["batch"] * SIZES["even"]["seq"] * SIZES["even"]["hidden"] ** 2
     assert flops[2] == weights < flops[0] < flops[1] and trace.flops("backward") == 0
@@ -242,7 +196,7 @@ class Undivided(SerialProduct):
 def test_a_product_that_does_not_say_how_is_not_divided():
     """Its backward is done in the first half, and what is kept is the gradient of the weight."""
     with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
-        expected = run(mm3d.Transformer(scheme, **SIZES["even"]), "Fa Fb Fc Da Db Dc")
+        expected = passes(mm3d.Transformer(scheme, **SIZES["even"]), "Fa Fb Fc Da Db Dc")
         model = mm3d.Transformer(scheme, **SIZES["even"])
         for linear in model.linears:
             linear.product.__class__ = Undivided

@@ -7,7 +7,6 @@ import pytest
 import mm3d
 from mm3d.model.builder import Builder
 from mm3d.model.layers import LayerNorm, Linear
-from mm3d.tracing import dry_run
 from models import CHOSEN, SIZES, Parallelism, data, differences, serial, train
 from reference import fits
 
@@ -118,26 +117,3 @@ def test_masters_that_cannot_be_are_refused(comm, options):
     with Parallelism("1d").on(comm, "numpy") as scheme:
         with pytest.raises(ValueError, match="float32 masters are for types of 16 bits"):
             mm3d.Transformer(scheme, **SIZES["even"], **options)
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_dry_run_counts_masters(comm, monkeypatch):
-    """Bytes of parameters and of all that travels, on each rank."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    for parallelism in schemes(comm):
-        with parallelism.on(comm, "numpy") as scheme:
-            model = mm3d.Transformer(scheme, **SIZES["uneven"], **MIXED)
-            x, dy = model.random("x"), model.random("dy")
-            held = sum(p.nbytes for p in model.parameters)
-            shape = tuple(scheme.grid.shape.values())
-            words = sum(p.value.size for p in model.parameters)
-            scheme.grid.reset_traffic()
-            saved = model.forward(x)[1]
-            forward = scheme.grid.traffic()
-            scheme.grid.reset_traffic()
-            model.backward(dy, saved)
-            moved = {"forward": forward, "backward": scheme.grid.traffic()}
-        trace = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
-                                   options=parallelism.options, **SIZES["uneven"], **MIXED)
-        assert trace.parameters == held == (2 + 4 + 4) * words
-        assert trace.traffic == moved, parallelism

@@ -16,7 +16,7 @@ from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from models import SIZES, SOME, Parallelism
+from models import SIZES, SOME, Parallelism, different, passes
 from reference import total
 
 SOME_AGAIN = ("selective", "uniform:2", "full+selective")
@@ -33,20 +33,6 @@ def allowed(parallelism, name: str) -> bool:
     return not (parse_policy(name).selective and parallelism.options.get("keep"))
 
 
-def results(model, passes=("a",)) -> list[np.ndarray]:
-    """Copies of outputs and gradients, all of `passes` being in flight at one time."""
-    model.zero_gradients()
-    found = [(name, *model.forward(model.random(name))) for name in passes]
-    dx = [model.backward(model.random(f"d{name}"), saved) for name, _, saved in found]
-    return [np.array(a) for a in (*(y for _, y, _ in found), *dx,
-                                  *(p.grad for p in model.parameters))]
-
-
-def same(found, expected) -> bool:
-    """Whether all arrays are equal to the bit."""
-    return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 def test_the_same_bits_as_without(comm, transport):
     """Of outputs and all gradients, of every scheme, each in one of the types in turn, with two
@@ -57,12 +43,12 @@ def test_the_same_bits_as_without(comm, transport):
         with parallelism.on(comm, "numpy") as scheme:
             def found(name):
                 model = mm3d.Transformer(scheme, **MODELS[sizes], **options, recompute=name)
-                return results(model, ("a", "b"))
+                return passes(model, "Fa Fb Da Db")
             expected, names = found("none"), [
                 name for name in SOME_AGAIN if allowed(parallelism, name)]
             turn = EXAMPLES[comm.size].index(parallelism) % len(names)
             for name in names if comm.size == 1 else names[turn:turn + 1]:
-                assert same(found(name), expected), (str(parallelism), name)
+                assert not different(found(name), expected), (str(parallelism), name)
 
 
 @pytest.mark.ranks(2, slow=(8,))
@@ -79,9 +65,10 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
                 if keep != "none" and parse_policy(name).selective:
                     continue
                 scheme.grid.reset_traffic()
-                found = results(mm3d.Transformer(scheme, **sizes, recompute=name), ("a", "b"))
+                found = passes(mm3d.Transformer(scheme, **sizes, recompute=name),
+                               "Fa Fb Da Db")
                 before, moved = expected.setdefault(name, (found, scheme.grid.traffic()))
-                assert same(found, before), name
+                assert not different(found, before), name
                 assert scheme.grid.traffic() == moved, name
             scheme.grid.free()
 
@@ -198,12 +185,12 @@ def test_tracing_tells_what_is_computed_again(comm):
         with parallelism.on(comm, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **MODELS["even"], recompute=name)
             before, recorder = model.layers.layers, Recorder(scheme.grid.backend, Clock())
-            expected = results(model)
+            expected = passes(model, "Fa Da")
             with observed(scheme.grid, recorder, model):
                 _, saved = model.forward(model.random("a"))
                 recorder.spans.clear()
                 dx = model.backward(model.random("da"), saved)
-            assert np.array_equal(dx, expected[1]) and model.layers.layers is before
+            assert np.array_equal(dx, expected["dxa"]) and model.layers.layers is before
         spans = [(s.kind, s.name) for s in recorder.spans]
         again = [n for n, (kind, _) in enumerate(spans) if kind == "again"]
         first = [name for kind, name in spans[:again[0]]]
@@ -235,9 +222,9 @@ def test_a_scheme_that_does_not_say_how_multiplies_again():
             for linear in model.linears:
                 linear.product.__class__ = kind
             with observed(scheme.grid, trace, model):
-                expected.append(results(model))
+                expected.append(passes(model, "Fa Da"))
             counts.append(trace.flops_again())
-    assert same(*expected)
+    assert not different(*expected)
     size = MODELS["even"]
     assert counts[1] - counts[0] == 16 * size["batch"] * size["seq"] * size["hidden"] ** 2
 

@@ -8,7 +8,6 @@ import mm3d
 from mm3d import ModelSizes
 from mm3d.model import cost
 from mm3d.schemes.closed_form import ProductShape
-from mm3d.schemes.summa import Summa
 from mm3d.schemes.tesseract import Tesseract
 from mm3d.transport.communicators import DryCommunicator
 from models import SIZES, Parallelism, data, train
@@ -69,17 +68,6 @@ def test_one_layer_is_summa(comm):
     (summa, moved), (layer, moved_in_layer) = found
     assert moved == moved_in_layer and bool(moved) == (comm.size > 1)
     assert all(np.array_equal(layer[name], a) for name, a in summa.items())
-
-
-@every_way
-def test_one_layer_has_the_closed_forms_of_summa(way):
-    product = ProductShape(way, 7, 11, 13)
-    flat, deep = dict(x=3, y=3), dict(x=3, y=3, z=1)
-    of_layer, of_summa = (cls.product_moves(sizes, product)
-                          for cls, sizes in ((Tesseract, deep), (Summa, flat)))
-    for moves, expected in zip(of_layer, of_summa):
-        assert sorted(move for move in moves if move.axis != "z") == sorted(expected)
-    assert Tesseract.local_products(deep, product) == Summa.local_products(flat, product)
 
 
 @pytest.mark.ranks(1, 4)

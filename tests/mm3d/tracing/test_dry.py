@@ -1,7 +1,6 @@
 """A dry run's trace is the real run's, to the last call, word and byte."""
 import gc
 import math
-import time
 import tracemalloc
 from collections import Counter
 from itertools import cycle
@@ -13,10 +12,8 @@ from mpi4py import MPI
 
 import llamas
 import mm3d
-from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
 from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.transport.communicators import DryCommunicator
@@ -124,23 +121,6 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
             assert getattr(trace, name) == real[name], (str(case), name)
 
 
-@pytest.mark.ranks(1, slow=(4, 6, 8))
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_memory_is_dry_as_it_is_real_in_every_dtype(comm, dtype):
-    """On every rank, to the byte: sums of 16 bits are made in float32, beside the pool."""
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    more = [Parallelism("3d", (comm.size // 2, 2, 1), {"overlap": n}) for n in (1, 2)]
-    for case, sizes in zip([*CASES[comm.size], *more * (comm.size > 1)], cycle(SIZES.values())):
-        with case.on(comm, "numpy") as scheme:
-            real = real_step(SimpleNamespace(phase=""), scheme, sizes, dtype, False)
-            shape = tuple(scheme.grid.shape.values())
-        trace = dry_run.trace_step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
-                                   case.options, **sizes, dtype=dtype)
-        for name in ("parameters", "saved", "pool_peak"):
-            assert getattr(trace, name) == real[name], (str((case.name, case.options)), name)
-
-
 def allocated(scheme, sizes, dtype, causal) -> int:
     """The most bytes at one time that Python's allocator sees of a step on this rank."""
     gc.collect()
@@ -196,29 +176,6 @@ def test_layers_beyond_three_follow_from_two_and_three(name, grid, options, reco
     assert extended.events == whole.events and extended.traffic == whole.traffic
     for field in ("parameters", "saved", "peak", "held", "pool_peak"):
         assert getattr(extended, field) == getattr(whole, field), field
-
-
-def test_every_rank_adds_up_to_the_closed_form():
-    """27 ranks that do not exist: words and flops over all of them."""
-    sizes = dict(layers=1, hidden=21, heads=3, batch=5, seq=4)
-    traces = [dry_run.trace_step("3d", 27, rank=rank, **sizes) for rank in range(27)]
-    expected = cost.words("3d", dict(x=3, y=3, z=3), ModelSizes(**sizes))
-    for phase in PHASES:
-        assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
-    assert sum(t.flops("forward") for t in traces) == cost.flops(ModelSizes(**sizes))["forward"]
-
-
-@pytest.mark.slow
-@pytest.mark.limit(400)
-@pytest.mark.parametrize("name, grid", [
-    ("2d", None), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-        ("3d", (100, 100, 100)), ("1d", None), ("3d", (1000000, 1, 1))))])
-def test_a_million_ranks_in_seconds(name, grid):
-    start = time.process_time()
-    trace = dry_run.extrapolate_step(name, 10**6, grid, layers=96, hidden=12288, heads=96,
-                                     batch=1536, seq=2048)
-    assert trace.flops() and trace.words() and trace.peak
-    assert time.process_time() - start < 40    # a few, where nothing else runs
 
 
 def test_nothing_is_drawn_and_nothing_computed(monkeypatch):

@@ -51,17 +51,6 @@ def test_bubbles_are_the_closed_forms(name):
         assert bubble(name, p, m, times) == form(p, *times), (p, m, times)
 
 
-def test_published_forms_hold_in_their_range_alone():
-    """ZB-H1 is published as (p - 1) (F + B - W), DualPipeV as (p - 1) (f + 2 b - w)."""
-    assert bubble("zb-h1", 8, 16, (1, 1, 1)) == 7
-    assert bubble("zb-h1", 8, 16, (1, 2, 2)) == 14 != 7 * (1 + 2 - 2)
-    assert bubble("zb-h1", 8, 16, (1, 1, 3)) == 7 != 7 * (1 + 1 - 3)
-    assert bubble("dualpipe-v", 2, 8, (1, 1, 1)) == 2
-    assert bubble("dualpipe-v", 2, 8, (2, 1, 1)) == 4 != 2 + 2 - 1
-    assert bubble("dualpipe-v", 2, 8, (1, 2, 1)) == 3 != 1 + 4 - 1
-    assert bubble("zb-h2", 8, 16, (1, 1, 1)) == bubble("zb-v", 8, 16, (1, 1, 1)) == 0
-
-
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_bubble_of_interleaved(chunks):
     """(p - 1) (f + b + w) + 2 c (p v - 1), where a hop is no longer than f and b + w."""

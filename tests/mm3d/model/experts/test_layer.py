@@ -4,7 +4,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from bench.experiments.experts.plain import WEIGHTS, PlainExperts
+from bench.experiments.experts.plain import PlainExperts
 from experts import SIZES, activations, expert_layer, state_of, step
 from mm3d.arrays.grouped_products import (cut_segments, grouped_matmul, grouped_matmul_nt,
                                           grouped_matmul_tn, segments_of)
@@ -41,53 +41,6 @@ def test_a_single_expert_is_the_dense_layer_to_the_bit():
         elif name not in ("chosen", "dropped"):
             b = expected[name.replace("experts", "mlp")]
             assert np.array_equal(np.reshape(a, b.shape), b), name
-
-
-@pytest.mark.parametrize("experts", [
-    mm3d.Experts(4, top=2, every=1, gate="mixtral", capacity=None, balance=0, z=0),
-    mm3d.Experts(3, top=3, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0)])
-def test_equal_experts_are_the_dense_layer(experts):
-    """Gates that add up to 1 make no difference, and the router gets no gradient."""
-    dense, many = model(), model(experts)
-    state = state_of(dense)
-    expected, found = step(dense, state), step(many, as_dense(state, many))
-    for name, a in found.items():
-        if ".router." in name:
-            assert np.abs(a).max() < 1e-13
-        elif ".experts." in name:
-            b = expected[name.replace("experts", "mlp")]
-            np.testing.assert_allclose(a.sum(axis=0), b, atol=1e-12)
-        elif name not in ("chosen", "dropped"):
-            np.testing.assert_allclose(a, expected[name], atol=1e-12)
-
-
-def test_all_experts_with_equal_gates_are_their_mean():
-    many = model(mm3d.Experts(3, top=3, every=1, gate="mixtral", capacity=None))
-    state = state_of(many)
-    state |= {name: 0 * a for name, a in state.items() if ".router." in name}
-    many.load(state)
-    layer, x = expert_layer(many), activations(many)[0]
-    y, _ = layer.forward(x)
-    name = "layers.1.experts."
-    alone = [PlainExperts(mm3d.Experts(1, top=1, capacity=None), {
-        "router.weight": np.zeros((1, 12)),
-        **{part: state[name + part][e:e + 1] for part in WEIGHTS}},
-        x.reshape(-1, 12)).output() for e in range(3)]
-    np.testing.assert_allclose(y.reshape(-1, 12), np.mean(alone, axis=0), atol=1e-13)
-
-
-def test_permuted_experts_change_nothing():
-    many, order = model(ALL), np.array([2, 0, 3, 1])
-    state = state_of(many)
-    moved = {name: a[order] if ".experts." in name else a for name, a in state.items()}
-    expected, found = step(many, state), step(many, moved)
-    for name, a in found.items():
-        b = expected[name]
-        if name in ("chosen", "dropped"):
-            b = b[..., order]
-        elif ".experts." in name:
-            b = b[order]
-        np.testing.assert_allclose(a, b, atol=1e-12, err_msg=name)
 
 
 # What is computed.
