@@ -3,31 +3,20 @@
 import itertools
 from typing import Iterator, Sequence
 
-MANY = 4096    # blocks whose lengths take longer to write down than to compute one by one
-
 
 class Lengths(Sequence[int]):
-    """Hold the lengths of `first` blocks of one length and of `rest` of another, unwritten."""
+    """Compute each of many `block_lengths` when it is asked for."""
 
-    def __init__(self, first: int, length: int, rest: int, other: int) -> None:
-        self.blocks, self.total = (first, length, rest, other), first * length + rest * other
+    def __init__(self, extent: int, parts: int, unit: int) -> None:
+        self.total, self.parts, self.unit = extent, range(parts), unit
 
     def __len__(self) -> int:
-        return self.blocks[0] + self.blocks[2]
+        return len(self.parts)
 
     def __getitem__(self, part: int | slice) -> int | list[int]:
-        first, length, _, other = self.blocks
-        found = range(len(self))[part]
         if isinstance(part, slice):
-            return [length if one < first else other for one in found]
-        return length if found < first else other
-
-
-def two_lengths(first: int, length: int, rest: int, other: int) -> Sequence[int]:
-    """Return the lengths of `first` blocks of one length, then of `rest` of another."""
-    if first + rest > MANY:
-        return Lengths(first, length, rest, other)
-    return [length] * first + [other] * rest
+            return [self[one] for one in self.parts[part]]
+        return block_bounds(self.total, len(self.parts), self.parts[part], self.unit)[1]
 
 
 def total_length(lengths: Sequence[int]) -> int:
@@ -47,14 +36,13 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> Sequence[int]:
         When `extent` is no multiple of `unit`.
     """
     share, more = divmod(_whole_units(extent, unit), parts)
-    return two_lengths(more, (share + 1) * unit, parts - more, share * unit)
+    if parts > 4096:    # a list of a million takes milliseconds
+        return Lengths(extent, parts, unit)
+    return [(share + 1) * unit] * more + [share * unit] * (parts - more)
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:
-    """Return start and length of block `part` of `block_lengths`, without computing the others.
-
-    `part` may be an array of parts; for a `unit` of 1 `extent`, too.
-    """
+    """Return start and length of block `part` of `block_lengths`, or of an array of parts."""
     share, more = divmod(extent if unit == 1 else _whole_units(extent, unit), parts)
     longer = part < more
     return (share * part + more + longer * (part - more)) * unit, (share + longer) * unit

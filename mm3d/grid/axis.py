@@ -162,20 +162,14 @@ class Axis:
         a : Array
             This rank's term of the sum, of the same shape and dtype on every rank.  An array from
             `Split.term` may be overwritten; every rank may also pass another array.
-        dim : int
-            The dimension to divide.
-        counts : list of int, optional
-            The blocks' lengths along `dim`; by default `mm3d.arrays.blocks.block_lengths`.
+        dim, counts
+            As in `all_gather`; the blocks' lengths are by default `block_lengths`.
 
         Returns
         -------
         Array
-            ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.
-
-        Raises
-        ------
-        ValueError
-            As in `all_gather`.
+            ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.  Errors are
+            those of `all_gather`.
         """
         if self.size == 1:
             return a

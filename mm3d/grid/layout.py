@@ -19,7 +19,7 @@ one unit.  Two marks name a direction along which one rank holds the block, and 
 
 import math
 import re
-from typing import Any, Mapping
+from typing import Mapping
 
 import numpy as np
 
@@ -109,15 +109,6 @@ class Layout:
             return length * (1 - first), length * first
         return block_bounds(length, sizes[letter], coords[letter], unit)
 
-    def bounds(self, sizes: GridShape, shape: tuple[int, ...],
-               coords: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """Return start and length of a block in each dimension, as arrays for arrays of `coords`.
-
-        There is no diagonal in the layout; parameters and errors are those of `slices`.
-        """
-        self._check(sizes, shape)
-        return [self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape)]
-
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
         """Return the slices of a global array that select a rank's block.
@@ -129,7 +120,7 @@ class Layout:
         shape : tuple of int
             Global shape of the array.
         coords : mapping of str to int, optional
-            Coordinates of the rank; by default those of this rank.
+            Coordinates of the rank, or arrays of those of many; by default those of this rank.
 
         Raises
         ------
@@ -137,9 +128,10 @@ class Layout:
             When the grid lacks a direction of the layout, or the number of dimensions differs.
         """
         sizes, coords = _resolve_place(grid, coords)
-        bounds = self.bounds(sizes, shape, coords)
+        self._check(sizes, shape)
         if not self.owns_block(sizes, coords):
             return (slice(0, 0),) * len(shape)
+        bounds = (self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape))
         return tuple(slice(start, start + length) for start, length in bounds)
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths, resized_shape, two_lengths
+from mm3d.arrays.blocks import block_lengths, resized_shape
 from mm3d.grid.axis import Axis
 from mm3d.transport.pending import Pending
 
@@ -25,7 +25,7 @@ class Split:
 
     Attributes
     ----------
-    counts : sequence of int
+    counts : list of int
         Length of each rank's block.
     """
 
@@ -138,18 +138,13 @@ class Split:
 class FaceSplit(Split):
     """Give the first rank of an axis a whole dimension of a matrix, and the others none of it.
 
-    It has the interface of a `Split`, whose blocks are balanced.  A gather is here a broadcast
-    from the first rank, and a reduce-scatter a reduction onto it.
-
-    Parameters
-    ----------
-    axis, dim, extent
-        As in `Split`.
+    Parameters and interface are those of a `Split`, whose blocks are balanced.  A gather is here a
+    broadcast from the first rank, and a reduce-scatter a reduction onto it.
     """
 
     def __init__(self, axis: Axis, dim: int, extent: int) -> None:
         self.axis, self.dim, self.extent = axis, dim, extent
-        self.counts = two_lengths(1, extent, axis.size - 1, 0)
+        self.counts = [extent] + [0] * (axis.size - 1)
 
     def __repr__(self) -> str:
         return f"FaceSplit(dimension {self.dim} of {self.extent} on the first of {self.axis.name})"

@@ -161,9 +161,10 @@ def _runs_of_replica(space: Space, first: int) -> tuple[np.ndarray, np.ndarray, 
     layout, grid = Layout(space.rows), space.grid.shape
     sizes = [grid[c] for c in layout.letters]
     places = dict(zip(layout.letters, map(np.ravel, np.indices(sizes))))
-    bounds = layout.bounds(grid, (space.batch, space.seq), places)
-    row, rows, position, length = (np.broadcast_to(part, math.prod(sizes))
-                                   for pair in bounds for part in pair)
+    row, rows, position, length = (
+        np.broadcast_to(part, math.prod(sizes))
+        for one in layout.slices(grid, (space.batch, space.seq), places)
+        for part in (one.start, one.stop - one.start))
     whole = length == space.seq
     runs = np.where(whole, 1, rows)
     ranks = np.repeat(np.arange(len(runs)), runs)

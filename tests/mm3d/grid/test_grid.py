@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_bounds, block_lengths, total_length
 from mm3d.arrays.pool import Pool
 from mm3d.grid.axis import Traffic
 from mm3d.grid.split import Split
@@ -44,6 +44,26 @@ def test_blocks_are_whole_units_that_differ_by_one_at_most(units, unit, parts):
     assert all(length % unit == 0 for length in lengths)
     assert max(lengths) - min(lengths) <= unit
     assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("extent, parts, unit", [
+    (10 ** 7, 10 ** 6, 1), (40, 5000, 4), (0, 4097, 1)])
+def test_many_blocks_are_divided_without_a_list(extent, parts, unit):
+    lengths = block_lengths(extent, parts, unit)
+    assert not isinstance(lengths, list) and len(lengths) == parts
+    first = lengths[:8]
+    assert first == [block_bounds(extent, parts, part, unit)[1] for part in range(8)]
+    assert total_length(lengths) == extent and lengths[parts - 1] == lengths[-1] <= first[-1]
+    assert parts > 5000 or sum(lengths) == extent
+    with pytest.raises(IndexError):
+        lengths[parts]
+
+
+@pytest.mark.parametrize("unit", [1, 3])
+def test_bounds_of_an_array_of_blocks_are_those_of_each(unit):
+    starts, lengths = block_bounds(7 * unit, 5, np.arange(5), unit)
+    assert [*zip(starts, lengths)] == [block_bounds(7 * unit, 5, part, unit) for part in range(5)]
+    assert lengths.tolist() == block_lengths(7 * unit, 5, unit)
 
 
 def test_blocks_of_a_length_that_units_do_not_fill_say_what_would_do():
