@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.arrays.blocks import block_bounds, block_lengths, total_length
+from mm3d.arrays.blocks import block_bounds, block_lengths, block_starts, total_length
 from mm3d.arrays.pool import Pool
 from mm3d.grid.axis import Traffic
 from mm3d.grid.split import Split
@@ -63,7 +63,8 @@ def test_many_blocks_are_divided_without_a_list(extent, parts, unit):
 def test_bounds_of_an_array_of_blocks_are_those_of_each(unit):
     starts, lengths = block_bounds(7 * unit, 5, np.arange(5), unit)
     assert [*zip(starts, lengths)] == [block_bounds(7 * unit, 5, part, unit) for part in range(5)]
-    assert lengths.tolist() == block_lengths(7 * unit, 5, unit)
+    dealt = block_lengths(7 * unit, 5, unit)
+    assert (starts.tolist(), lengths.tolist()) == (block_starts(dealt), dealt)
 
 
 def test_blocks_of_a_length_that_units_do_not_fill_say_what_would_do():
