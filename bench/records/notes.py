@@ -19,12 +19,19 @@ def describe_cluster(environment: Mapping[str, Setting]) -> str:
     return Cluster.parse(str(text)).describe() if text else ""
 
 
+def describe_libraries(environment: Mapping[str, Setting], kernels: str = "{}") -> str:
+    """Describe the BLAS, its `kernels`, and the compiler of elementwise work if there is one."""
+    env = environment
+    return ", ".join([f"{env['blas']} {kernels.format(env['blas_architecture'])}",
+                      *filter(None, [env.get("elementwise_version")])])
+
+
 def describe_machine(record: Measurements) -> str:
     """Describe the machine of a record: processor, cores, BLAS and MPI."""
     env = record.environment
     known = [f"{env[name]}{unit}" for name, unit in (
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
-        ("mpi", "")) if name in env]
+        ("elementwise_version", ""), ("mpi", "")) if name in env]
     return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
 
 

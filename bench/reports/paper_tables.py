@@ -14,7 +14,7 @@ from bench.records.folder import (FolderContents, Results, is_crowded, most_over
                                   share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
-from bench.records.notes import describe_cluster, split_checks
+from bench.records.notes import describe_cluster, describe_libraries, split_checks
 from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
                            wire_rows)
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
@@ -220,7 +220,7 @@ def machine_notes(results: Results) -> list[str]:
         cluster = describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
-                 f"{env['blas']} with {env['blas_architecture']} kernels, "
+                 f"{describe_libraries(env, 'with {} kernels')}, "
                  f"{_count(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
                  f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
         found.setdefault(about, []).append(key)

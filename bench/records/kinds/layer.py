@@ -8,7 +8,8 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import counted, describe_cluster, equal_rate_notes, largest_error
+from bench.records.notes import (counted, describe_cluster, describe_libraries,
+                                 equal_rate_notes, largest_error)
 from bench.statistics import elapsed
 from mm3d import ModelSizes
 from mm3d.model import cost
@@ -113,7 +114,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
             f"{chosen['ended_by']}; reference {chosen['reference']}; "
             f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
             f"{cluster}{', ' * bool(cluster)}"
-            f"{env['blas']} {env['blas_architecture']}; verified, "
+            f"{describe_libraries(env)}; verified, "
             f"{largest_error(record.checks)}.")
         seconds = record.values("seconds")[:, 0]
         found += equal_rate_notes(record, {

@@ -5,8 +5,8 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import BOUND, each, medians
 from bench.records.measurements import Measurements, Place, Variable, list_places
-from bench.records.notes import (CROWDED, counted, equal_rate_notes, first_grid,
-                                 largest_error)
+from bench.records.notes import (CROWDED, counted, describe_libraries, equal_rate_notes,
+                                 first_grid, largest_error)
 from bench.statistics import elapsed
 
 SCHEMAS = {
@@ -78,9 +78,8 @@ def _notes(record: Measurements) -> list[str]:
         f"repetitions, ended by {chosen['ended_by']}.",
         f"mm3d: {chosen['mesh'] or chosen['scheme']}, grid "
         f"{first_grid(chosen)}, transport {chosen['transport']}; "
-        f"{env['ranks']} ranks on {env['cores']} cores, {env['blas']} "
-        f"{env['blas_architecture']}{', ' * ('elementwise_version' in env)}"
-        f"{env.get('elementwise_version', '')}.",
+        f"{env['ranks']} ranks on {env['cores']} cores, "
+        f"{describe_libraries(env)}.",
         "A step is forward, backward and optimizer, from the first rank's begin to the last "
         "one's end; the sides take turns in random order, asleep while another works.",
         f"Verified before: mm3d's loss and gradient by a model in NumPy, float64; the losses of "
