@@ -10,10 +10,10 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction import memory_fit
-from bench.text_files import decode, read_text
+from bench.text_files import read_text
 from jobs import environment
 from jobs.own_options import list_overrides, list_verb_problems
-from jobs.site_tables import Site
+from jobs.site_tables import Site, decode_site
 from mm3d.names import plain
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
@@ -47,8 +47,8 @@ def load_site(name: str) -> Site:
     """
     path = supplied_sites().get(name, Path(name))
     try:
-        site = decode(read_text(path, f"--site {name}", f"a .toml file, or one of "
-                                f"{', '.join(supplied_sites())},"), Site)
+        site = decode_site(read_text(path, f"--site {name}", f"a .toml file, or one of "
+                                     f"{', '.join(supplied_sites())},"))
     except UsageError:
         raise
     except ValueError as error:

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from bench.text_files import decode
+
 
 class SiteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the site file."""
@@ -203,3 +205,8 @@ class Site(SiteTable):
     collect: Collect = Collect()
     inside: dict[str, str] = {}
     environment: dict[str, str] = {}
+
+
+def decode_site(text: str) -> Site:
+    """Decode the text of a site file, whose values are not checked; ValueError as of `decode`."""
+    return decode(text, Site)

@@ -30,6 +30,16 @@ def plain_number(value: Any) -> Any:
     return value
 
 
+def is_number(value: Any) -> bool:
+    """Return whether the value is a real number, and not a truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Return whether the value is a whole number of at least `least`, and not a truth value."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+
+
 def keep_plain_numbers(record: Any) -> None:
     """Convert the numbers in the fields of a dataclass, frozen or not, to Python's."""
     for field in fields(record):

@@ -11,12 +11,11 @@ The defaults are the Transformer of the paper.  Llama (Touvron et al., arXiv 230
 """
 
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.arrays.plain_numbers import is_number, is_whole, keep_plain_numbers
 
 INNER_FACTOR = 4    # of the features between the products of a perceptron to the hidden ones
 CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rotary"),
@@ -98,12 +97,12 @@ class Architecture:
                                  f"{', '.join(known)}")
         for name in ("kv_heads", "head", "inner", "window"):
             value = getattr(self, name)
-            if value is not None and not _is_whole(value):
+            if value is not None and not is_whole(value):
                 raise ValueError(f"{name}={value!r} should be a whole number of at least 1, or "
                                  f"None")
         for name, least in (("epsilon", 0), ("rotary_base", 1)):
             value = getattr(self, name)
-            if not _is_number(value) or not least < value < math.inf:
+            if not is_number(value) or not least < value < math.inf:
                 raise ValueError(f"{name}={value!r} should be a number above {least}")
         self._check_scaling()
 
@@ -112,7 +111,7 @@ class Architecture:
         found = self.rotary_scaling
         if found is None:
             return
-        if (not isinstance(found, tuple) or len(found) != 4 or not all(map(_is_number, found))
+        if (not isinstance(found, tuple) or len(found) != 4 or not all(map(is_number, found))
                 or not (found[0] >= 1 and 0 < found[1] < found[2] and found[3] >= 1)):
             raise ValueError(f"rotary_scaling={found!r} should be (factor, low, high, original) "
                              f"with a factor of at least 1 and low below high, such as "
@@ -182,13 +181,3 @@ def check_architecture(found: Any) -> None:
         raise ValueError(f"architecture={found!r} should be mm3d.Architecture(...), such as "
                          f"mm3d.Architecture(norm='rms')")
     found.check()
-
-
-def _is_whole(value: Any) -> bool:
-    """Return whether the value is a whole number of at least 1."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether the value is a real number, and not a truth value."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

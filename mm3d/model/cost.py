@@ -219,11 +219,15 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
         own = found["forward" if kind == "forward" else "backward"]
         for move in forward if kind in ("forward", "again") else backward:
             if of.grid[move.axis] > 1:
-                key = move.axis, move.collective
-                before = own.get(key, Move(*key, 0, 0))
-                own[key] = Move(*key, before.words + times * move.words,
-                                before.calls + times * move.calls)
+                add_move(own, move, times)
     return found
+
+
+def add_move(own: dict[Key, Move], move: Move, times: int) -> None:
+    """Add the words and calls of so many equal moves to those of their axis and collective."""
+    key = move.axis, move.collective
+    before = own.get(key, Move(*key, 0, 0))
+    own[key] = Move(*key, before.words + times * move.words, before.calls + times * move.calls)
 
 
 def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | None,

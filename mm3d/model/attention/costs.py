@@ -6,7 +6,7 @@ from typing import Any
 
 from mm3d.grid.activations import chunks_of
 from mm3d.model.attention.windows import visible
-from mm3d.model.cost import Key, passes
+from mm3d.model.cost import Key, add_move, passes
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.words import Words
@@ -49,10 +49,7 @@ def context_moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, ranks
         if part == "attention":
             own = found["forward" if kind == "forward" else "backward"]
             for move in forward if kind in ("forward", "again") else backward:
-                key = move.axis, move.collective
-                before = own.get(key, Move(*key, 0, 0))
-                own[key] = Move(*key, before.words + times * move.words,
-                                before.calls + times * move.calls)
+                add_move(own, move, times)
     return found
 
 

@@ -1,13 +1,12 @@
 """Define the options of mixture-of-experts layers, and check them."""
 
 import math
-import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.arrays.plain_numbers import is_number, is_whole, keep_plain_numbers
 
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
@@ -68,13 +67,11 @@ class ExpertDesign:
             value = getattr(self, name)
             if value is None and name in ("width", "shared"):
                 continue
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} should be a whole number of at least 1")
+            _check_integer(name, value, 1)
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate=True without a shared expert: shared=1024 would do, or "
                              "shared_gate=False")
-        if (not isinstance(self.factor, numbers.Real) or isinstance(self.factor, bool)
-                or not 0 < self.factor < math.inf):
+        if not is_number(self.factor) or not 0 < self.factor < math.inf:
             raise ValueError(f"factor={self.factor!r} should be a number above 0")
         self._check_groups(count, top, gate)
 
@@ -201,7 +198,7 @@ class ExpertOptions:
             _check_name("order", self.order, ORDERS)
         for name in ("balance", "z", "bias_rate"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} should be a number of at least 0")
         self._check_capacity()
         self.design.check(self.count, self.top, self.gate)
@@ -210,7 +207,7 @@ class ExpertOptions:
         """Raise ValueError unless experts can take tokens, and the convention knows capacities."""
         if self.capacity is None:
             return
-        if not _is_number(self.capacity) or not 0 < self.capacity < math.inf:
+        if not is_number(self.capacity) or not 0 < self.capacity < math.inf:
             raise ValueError(f"capacity={self.capacity!r} drops every token: a factor above 0, "
                              f"such as 1.25, or None to drop none would do")
         if self.convention == "huggingface":
@@ -248,14 +245,9 @@ def check_experts_given(experts: Any) -> None:
     experts.check()
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether the value is a real number, and not a truth value."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _check_integer(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless the value is a whole number of at least `least`."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
 
 
