@@ -207,6 +207,84 @@ def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
     assert text.endswith("outside the envelope is copy\n")
 
 
+def test_copies_of_other_ranks_that_differ_are_judged(copy, capsys):
+    name = "transformer.h.1.ln_1.bias"
+    spoil(copy, "gradients", lambda some: some.update({f"{name}@3": 2 * some[name]}))
+    assert main(["judge", str(copy)]) == 1
+    text = capsys.readouterr().out
+    assert f"FIRST OUTSIDE: gradient {name} of rank 3" in text and "2 times the right" in text
+    spoil(copy, "weights_after", lambda some: some.update({f"{name}@two": some[name]}))
+    with pytest.raises(UsageError, match="NAME@RANK would do"):
+        read_dump(copy)
+    spoil(copy, "weights", lambda some: some.update({f"{name}@3": 2 * some[name]}))
+    with pytest.raises(UsageError, match="weights of rank 3 before the step are not those of"):
+        read_dump(copy)
+
+
+def update(folder: Path, **about) -> None:
+    path = folder / "dump.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | about))
+
+
+@pytest.mark.parametrize("settings", [
+    {"decayed": ["transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight"]}, {"clip": None},
+    {"weight_decay": None}])
+def test_settings_of_optimizers_are_those_that_programs_have(settings, tmp_path):
+    """Weights that decay by name; clip / norm without 1e-6; PyTorch's decay if none is said."""
+    shop = planted.make_shop("sgd", "float64", ALONE)
+    if "clip" not in settings:
+        shop = replace(shop, optimizer=planted.OPTIMIZER)
+    step = shop.step()
+    norm = np.sqrt(sum((a ** 2).sum() for a in shop.gradients(step).values()))
+    used = {"clip": {"clip": 0.1 * (1 + 1e-6 / norm)},
+            "weight_decay": {"weight_decay": 0.01}}.get(*settings, settings)
+    dump = planted.dump_of(shop, shop.finish(step, **used), tmp_path / "dump")
+    if "clip" not in settings:
+        optimizer = {**shop.optimizer, **settings}
+        update(dump.folder, optimizer=optimizer)
+    tensors = {place: a for place, a in read_dump(dump.folder).tensors.items()
+               if place.kind in ("gradient", "weight after")}
+    verdict = judge(replace(read_dump(dump.folder), tensors=tensors), ALONE)
+    assert verdict.first is None, verdict.first
+    assert "weights after" not in verdict.left
+
+
+def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
+    name = "transformer.h.0.mlp.c_fc.weight"
+    spoil(copy, "gradients", lambda some: some.pop(name) is None)
+    own = read_tensors(copy / "gradients.safetensors")
+    norm = np.sqrt(sum((np.float64(a) ** 2).sum() for a in own.values()))
+    spoil(copy, "scalars", lambda some: some.update(norm=np.float32(norm)))
+    shop = planted.make_shop("plain", "float32", ALONE)
+    lost = {Place("gradient", one): np.float64(a) for one, a in own.items()}
+    lost[Place("gradient", name)] = np.zeros_like(right.weights[name])
+    after = {place.name: np.float32(a) for place, a in shop.finish(lost).items()
+             if place.kind == "weight after"}
+    spoil(copy, "weights_after", lambda some: {**after, name: right.weights[name]})
+    update(copy, skipped=[name])
+    verdict = judge(read_dump(copy), ALONE, reference)
+    assert verdict.first is None and not verdict.left, (verdict.first, verdict.left)
+    spoil(copy, "weights_after", lambda some: after)
+    assert judge(read_dump(copy), ALONE, reference).first.place == Place("weight after", name)
+
+
+@pytest.mark.parametrize("about, message", [
+    ({"optimizer": {"name": "adam", "lr": 1}}, "name = 'adam': adamw or sgd would do"),
+    ({"optimizer": {"name": "sgd"}}, "the optimizer has no lr: a number of at least 0"),
+    ({"optimizer": {"name": "sgd", "lr": "1"}}, "lr = '1': a number of at least 0 would do"),
+    ({"optimizer": {"name": "adamw", "lr": 1, "betas": [0.9, 1]}}, "two numbers of at least 0"),
+    ({"optimizer": {"name": "adamw", "lr": 1, "decayed": ["no.weight"]}}, "'no.weight', which is"),
+    ({"optimizer": "adamw"}, "optimizer = 'adamw': an object with name and lr would do"),
+    ({"ranks": {"data": 0}}, "ranks = {'data': 0}: an object: {\"data\": 2} would do"),
+    ({"dropout": 1.0}, "dropout = 1.0: a number of at least 0 and below 1 would do"),
+    ({"dtype": "int8"}, "dtype = 'int8': float64, float32, float16, bfloat16 would do"),
+    ({"unseen": "text"}, "unseen = 'text': a list of texts would do")])
+def test_what_a_dump_says_is_checked(copy, about, message):
+    update(copy, **about)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_dump(copy)
+
+
 @pytest.mark.parametrize("file, change, message", [
     ("weights", lambda some: some.pop("transformer.ln_f.bias") is None,
      "weight 'transformer.ln_f.bias' is missing"),
