@@ -49,6 +49,11 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     if arguments.against:
         dumps.append(read_dump(arguments.against, arguments.names))
         check_same_start(*dumps)
+    for dump in dumps:
+        if dump.model.layers > 1 and dump.model.experts and dump.model.experts.balance:
+            raise UsageError(f"{dump.folder}: the routers' loss of Hugging Face is of all layers "
+                             f"at once, which nothing here computes: output_router_logits false "
+                             f"would do, or one layer")
     found = [(dump, judge(dump, comm)) for dump in dumps]
     if comm.rank == 0:    # which alone looks for causes
         if arguments.format == "text":

@@ -75,6 +75,8 @@ class Dump:
     def __init__(self, folder: str, model: torch.nn.Module, config: dict[str, Any],
                  tokens: torch.Tensor, targets: torch.Tensor, *, batch_group: Any = None,
                  **about: Any) -> None:
+        if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
+            raise TypeError("the shards of FSDP 1 are not gathered: fully_shard would do")
         self.folder, self.model, self.group = Path(folder), model, batch_group
         self.sequences, self.length = tokens.shape
         self.positions_group = about.pop("sequence_group", None)
@@ -108,9 +110,11 @@ class Dump:
                        or DROPOUTS.fullmatch(_plain(name))]
         if not self.hooks:
             self._unseen("activations: no module has the name of a layer's border, see borders")
-        if any(isinstance(module, torch.nn.Dropout) and module.p and model.training
-               and not DROPOUTS.fullmatch(_plain(name))
-               for name, module in model.named_modules()):
+        self.elsewhere = [module.p for name, module in model.named_modules() if isinstance(
+            module, torch.nn.Dropout) and module.p and module.training
+            and not DROPOUTS.fullmatch(_plain(name))]
+        if self.elsewhere:    # without masks nobody can compute the step again
+            self.about["dropout"] = self.elsewhere[0]
             self._unseen("masks of dropout elsewhere than in GPT-2's residual branches")
 
     def after_backward(self, loss: torch.Tensor | float | None) -> None:
@@ -137,7 +141,7 @@ class Dump:
                 for kept in (outputs, masks, gradients):
                     kept.pop(name, None)
         self._save("activations", {name: self._rows(a) for name, a in outputs.items()})
-        if self.masks:
+        if self.masks and not self.elsewhere:
             self._save("masks", {name: self._rows(a) for name, a in masks.items()})
         if self.group is None and self.gradients:
             self._save("activation_gradients", gradients)

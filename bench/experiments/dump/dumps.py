@@ -126,13 +126,13 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
                        shape, about, *kinds)
         tokens, targets, _ = check_batch(batch["tokens"], batch["targets"], shape, model.vocab,
                                          model.ignored)
+        shapes = tensor_shapes(model_pieces(config["model_type"], model))
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.strerror else error
         raise UsageError(f"{what}; results/judge/README.rst says what a dump has") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise error if isinstance(error, UsageError) else UsageError(f"{folder}: {error}") from (
             error)
-    shapes = tensor_shapes(model_pieces(config["model_type"], model))
     family = config["model_type"]
     read = _Reading(folder, family, find_rules(names, family), model, shapes)
     weights = read.named(raw, own)
@@ -145,6 +145,9 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         if name not in weights:
             raise UsageError(f"{folder}: weight {name!r} is missing: all of the shape "
                              f"{shapes[name]} and the others would do")
+        if not np.isfinite(np.float64(weights[name])).all():
+            raise UsageError(f"{folder}: weight {name!r} has elements that are infinite or not a "
+                             f"number before the step: finite ones would do")
     absent |= _said(read, raw, own, about.get("skipped", ()))
     optimizer = about.get("optimizer")
     if optimizer and isinstance(optimizer.get("decayed"), list):
@@ -209,7 +212,11 @@ def _model(config: Mapping[str, Any], folder: Path, shape: tuple[int, ...],
     dtype = about.get("dtype", stored)
     number_type(dtype)
     narrow = dtype in ("float16", "bfloat16")
-    found = model_fields(config, str(folder))
+    try:
+        found = model_fields(config, str(folder))
+    except (TypeError, AttributeError) as error:
+        raise UsageError(f"{folder}: config.json has a value of another kind than Hugging Face's: "
+                         f"{error}") from error
     return Model(
         seq=take_length(found, shape[1], str(folder)), batch=shape[0], dtype=dtype,
         ignored=about.get("ignored", -100), dropout=float(about.get("dropout", 0.0)),
@@ -219,8 +226,9 @@ def _model(config: Mapping[str, Any], folder: Path, shape: tuple[int, ...],
 def _tensors(folder: Path, file: str) -> dict[str, np.ndarray]:
     """Return the tensors of a file of a dump."""
     path = folder / f"{file}.safetensors"
-    if not path.exists():
-        raise UsageError(f"{path} is missing: results/judge/README.rst says what would do")
+    if not path.is_file():
+        raise UsageError(f"{path} is {'no file' if path.exists() else 'missing'}: "
+                         f"results/judge/README.rst says what would do")
     return read_tensors(path)
 
 

@@ -35,6 +35,8 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         means = [total / max(count, 1) for total, count in pairs]
         if ignored.any() and same(float(np.mean(means))):
             yield f"a mean over {n} ranks of their means, with other numbers of targets"
+        if same(float(np.sum(means))):
+            yield f"a sum of the means of {n} micro-batches or ranks, and not their mean"
         alone += [f"the mean of rank {rank} of {n} alone: it was not averaged over ranks"
                   for rank, mean in enumerate(means) if same(mean)]
     for n in patterns.COUNTS:
@@ -53,8 +55,13 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
                               dump.model.ignored)
         if same(other.sum() / max(count, 1)) or same(other.sum() / (~ignored).sum()):
             yield f"of targets one position {what}: they were shifted twice, or not at all"
-    if same(float(losses.sum())):
-        yield "a sum over all targets, and not a mean"
+    for value, what in (
+            (losses.sum(), "a sum over all targets, and not a mean"),
+            (losses.sum() / len(losses), "a sum over targets, divided by the sequences alone"),
+            (exact / math.log(2), "in bits, and not by the natural logarithm"),
+            (math.exp(min(exact, 700.0)), "the exponential of the right one: a perplexity")):
+        if same(float(value)):
+            yield what
     logits = verdict.exact[Place("activation", "lm_head")]
     goals = np.take_along_axis(logits, np.where(ignored, 0, dump.targets)[..., None], -1)
     more = (goals - logits.mean(-1, keepdims=True))[~ignored].mean()

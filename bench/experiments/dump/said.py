@@ -9,6 +9,7 @@ from typing import Any, Callable
 from bench.errors import UsageError
 
 COMPUTED = ("float64", "float32", "float16", "bfloat16")
+ALONG = {"data", "tensor", "sequence", "stages"}    # what ranks divide
 Check = tuple[Callable[[Any], bool], str]
 
 
@@ -30,8 +31,9 @@ AT_LEAST_0, SHARE = _number(0, inf, "a number of at least 0"), _number(
 ABOUT: dict[str, Check] = {
     "dtype": (lambda value: value in COMPUTED, ", ".join(COMPUTED)),
     "ignored": (lambda value: type(value) is int and abs(value) < 2 ** 31, "a whole number"),
-    "ranks": (lambda value: isinstance(value, dict) and all(
-        type(n) is int and 0 < n < 2 ** 31 for n in value.values()), 'an object: {"data": 2}'),
+    "ranks": (lambda value: isinstance(value, dict) and value.keys() <= ALONG and all(
+        type(n) is int and 0 < n < 2 ** 31 for n in value.values()),
+        'an object such as {"data": 2}, of data, tensor, sequence and stages,'),
     "optimizer": (lambda value: isinstance(value, dict), "an object with name and lr"),
     "dropout": SHARE, "skipped": (_texts, "a list of weights"),
     "unseen": (_texts, "a list of texts")}

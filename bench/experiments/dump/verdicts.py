@@ -205,7 +205,7 @@ def _judge_step(dump: Dump, reference: Reference,
         return every, exact, 1.0
     size, a = exact[first], np.float64(dump.tensors[first])
     c = float(np.abs((a * size).sum() / (size * size).sum()))
-    scaled = judged(c) if np.isfinite(c) else every
+    scaled = judged(c) if 0 < c < np.inf else every
     return (every, exact, 1.0) if any(one.outside for one in scaled) else (scaled, exact, c)
 
 

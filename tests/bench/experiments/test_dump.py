@@ -139,6 +139,10 @@ def test_a_loss_may_be_scaled_on_its_way_back_if_the_gradients_are_right(right, 
     verdict = judge(replace(right, tensors=tensors | {place: 1.1 * right.tensors[place]}), ALONE,
                     reference)
     assert verdict.scale == 1 and verdict.first.place.kind == "activation gradient"
+    lost = {place: 0 * a if place.kind == "activation gradient" else a
+            for place, a in right.tensors.items()}
+    first = judge(replace(right, tensors=lost), ALONE, reference).first
+    assert first.place == Place("activation gradient", "lm_head")
 
 
 @pytest.mark.parametrize("loss, cause", [
@@ -268,6 +272,19 @@ def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
     assert judge(read_dump(copy), ALONE, reference).first.place == Place("weight after", name)
 
 
+@pytest.mark.parametrize("key, value, message", [
+    ("n_head", 5, "hidden=24 cannot be divided among heads=5"),
+    ("layer_norm_epsilon", "x", "epsilon='x' should be a number above 0")])
+def test_models_that_cannot_be_are_refused(copy, key, value, message):
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UsageError, match=message):
+        read_dump(copy)
+    path.write_text('{"a":' * 100_000)
+    with pytest.raises(UsageError, match="recursion"):
+        read_dump(copy)
+
+
 @pytest.mark.parametrize("about, message", [
     ({"optimizer": {"name": "adam", "lr": 1}}, "name = 'adam': adamw or sgd would do"),
     ({"optimizer": {"name": "sgd"}}, "the optimizer has no lr: a number of at least 0"),
@@ -275,7 +292,8 @@ def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
     ({"optimizer": {"name": "adamw", "lr": 1, "betas": [0.9, 1]}}, "two numbers of at least 0"),
     ({"optimizer": {"name": "adamw", "lr": 1, "decayed": ["no.weight"]}}, "'no.weight', which is"),
     ({"optimizer": "adamw"}, "optimizer = 'adamw': an object with name and lr would do"),
-    ({"ranks": {"data": 0}}, "ranks = {'data': 0}: an object: {\"data\": 2} would do"),
+    ({"ranks": {"data": 0}}, "ranks = {'data': 0}: an object such as {\"data\": 2}, of"),
+    ({"ranks": {"dp": 2}}, "ranks = {'dp': 2}: an object such as {\"data\": 2}, of data, tensor"),
     ({"dropout": 1.0}, "dropout = 1.0: a number of at least 0 and below 1 would do"),
     ({"dtype": "int8"}, "dtype = 'int8': float64, float32, float16, bfloat16 would do"),
     ({"unseen": "text"}, "unseen = 'text': a list of texts would do")])
@@ -296,6 +314,8 @@ def test_what_a_dump_says_is_checked(copy, about, message):
      "'transformer.ln_f.bias' has the shape \\(3,\\), not \\(24,\\)"),
     ("gradients", lambda some: some.update({"other.bias": np.zeros(3, "f4")}),
      "'gradient transformer.other.bias' is not in this model: --names would do"),
+    ("weights", lambda some: some["transformer.wte.weight"].fill(np.nan),
+     "'transformer.wte.weight' has elements that are infinite or not a number"),
     ("batch", lambda some: some["tokens"].fill(50), "tokens\\[0, 0\\] = 50 is out of range"),
     ("batch", lambda some: some.pop("targets") is None, "batch.safetensors has no targets")])
 def test_bad_dumps_are_refused_in_a_line(copy, file, change, message):
@@ -316,6 +336,11 @@ def test_files_that_are_no_dump_are_refused(copy, tmp_path):
         path.write_bytes(bad)
         with pytest.raises(UsageError, match=message):
             read_dump(copy)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UsageError, match="gradients.safetensors is no file"):
+        read_dump(copy)
+    path.rmdir()
     path.write_bytes(data)
     (copy / "dump.json").write_text('{"optimizer": {"rate": 1}}')
     with pytest.raises(UsageError, match="rate is unknown: dropout, dtype, .* betas"):
