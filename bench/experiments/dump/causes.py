@@ -109,8 +109,8 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
     if c != patterns.simple(c or 0):    # of which a fit finds one for anything alike
         yield from scaled
     if len(alike) > 1 and all(other.outside for other in alike):
-        yield (f"all {len(alike)} gradients are outside: those of an earlier step or of another "
-               f"batch are added, or it is another loss that is differentiated")
+        yield (f"all {len(alike)} gradients are outside: something is added, such as those of an "
+               f"earlier step, of another batch or loss, or decay")
 
 
 def _another(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:

@@ -497,7 +497,8 @@ CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_s
 
 
 @pytest.mark.parametrize("fault, first", [("", None), (
-    "model.transformer.h[0].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias")])
+    "model.transformer.h[0].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias"), (
+    "model.transformer.h[0].mlp.c_fc.bias.grad = None", "transformer.h.0.mlp.c_fc.bias")])
 def test_a_step_of_pytorch_is_dumped_and_judged(fault, first, tmp_path):
     """By the interpreter that MM3D_TORCH names, if this one has no PyTorch."""
     python = os.environ.get("MM3D_TORCH", sys.executable)
