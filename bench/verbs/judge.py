@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
-    """Print the verdicts; 1 when a tensor is outside its envelope.
+    """Print the verdicts; 1 when a tensor is outside its envelope, or none was judged.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
             say(*_told(found, bool(arguments.against)))
         else:
             arguments.show(verdict_parts(found, bool(arguments.against)))
-    return int(any(verdict.first is not None for _, verdict in found))
+    return int(any(verdict.first or not verdict.judged for _, verdict in found))
 
 
 def _told(found: list[tuple[Dump, Verdict]], both: bool) -> list[str]:

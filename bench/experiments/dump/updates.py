@@ -60,7 +60,8 @@ def _said_of(c: float, settings: dict[str, Any]) -> str:
         return "it goes the other way"
     if settings["name"] == "adamw" and np.isclose(c, (1 - b1) / np.sqrt(1 - b2), rtol=2e-3):
         return "the moments are not divided by 1 - beta, to correct their bias"
-    return "another norm in clipping, such as of a part of the model, or another rate"
+    return ("another norm in clipping, such as of a part of the model, another rate" + (
+        ", or it is done twice" if c > 1.9 else ""))
 
 
 def _other_steps(dump: Dump, name: str, settings: dict[str, Any]) -> Iterator[tuple[Any, str]]:

@@ -199,6 +199,9 @@ def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
                  "not judged: gradients: 1 of 28 not dumped",
                  "inside: loss inside, 27 of 27 gradients, norm inside"):
         assert line in text, text
+    for file in ("gradients", "scalars"):
+        (copy / f"{file}.safetensors").unlink()
+    assert main(["judge", str(copy)]) == 1 and "nothing was judged" in capsys.readouterr().out
 
 
 def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
