@@ -244,8 +244,12 @@ def test_settings_of_optimizers_are_those_that_programs_have(settings, tmp_path)
     step = shop.step()
     norm = np.sqrt(sum((a ** 2).sum() for a in shop.gradients(step).values()))
     used = {"clip": {"clip": 0.1 * (1 + 1e-6 / norm)},
-            "weight_decay": {"weight_decay": 0.01}}.get(*settings, settings)
-    dump = planted.dump_of(shop, shop.finish(step, **used), tmp_path / "dump")
+            "weight_decay": {"weight_decay": 0.01}}.get(*settings, {})
+    tensors = shop.finish(step, **used)
+    tensors |= {place: a for place, a in shop.finish(step, weight_decay=0.0).items()
+                if place.kind == "weight after" and place.name not in settings.get(
+                    "decayed", [place.name])}
+    dump = planted.dump_of(shop, tensors, tmp_path / "dump")
     if "clip" not in settings:
         optimizer = {**shop.optimizer, **settings}
         update(dump.folder, optimizer=optimizer)
