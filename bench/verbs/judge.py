@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
-    """Print the verdicts; 1 when a tensor is outside its envelope.
+    """Print the verdicts; 1 when a tensor is outside its envelope, or none was judged.
 
     Raises
     ------
@@ -49,13 +49,18 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     if arguments.against:
         dumps.append(read_dump(arguments.against, arguments.names))
         check_same_start(*dumps)
+    for dump in dumps:
+        if dump.model.layers > 1 and dump.model.experts and dump.model.experts.balance:
+            raise UsageError(f"{dump.folder}: the routers' loss of Hugging Face is of all layers "
+                             f"at once, which nothing here computes: output_router_logits false "
+                             f"would do, or one layer")
     found = [(dump, judge(dump, comm)) for dump in dumps]
     if comm.rank == 0:    # which alone looks for causes
         if arguments.format == "text":
             say(*_told(found, bool(arguments.against)))
         else:
             arguments.show(verdict_parts(found, bool(arguments.against)))
-    return int(any(verdict.first is not None for _, verdict in found))
+    return int(any(verdict.first or not verdict.judged for _, verdict in found))
 
 
 def _told(found: list[tuple[Dump, Verdict]], both: bool) -> list[str]:

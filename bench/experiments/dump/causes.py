@@ -16,6 +16,7 @@ from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
 from bench.experiments.dump.terms import gradient_terms
+from bench.experiments.dump.updates import update_causes
 from bench.experiments.dump.verdicts import Judged, Verdict, start_of
 from mm3d.model.layers import Linear
 
@@ -35,6 +36,7 @@ def explain(dump: Dump, verdict: Verdict, comm: Any) -> str:
     comm : mpi4py.MPI.Intracomm
         One rank.
     """
+    dump, verdict = _of_first(dump, verdict)
     one = verdict.first
     assert one is not None
     if one.place.kind == "mask":
@@ -45,17 +47,32 @@ def explain(dump: Dump, verdict: Verdict, comm: Any) -> str:
         return "it has elements that are infinite or not a number"
     find: dict[str, Callable[..., Iterator[str]]] = {
         LOSS: loss_causes, NORM: norm_causes, "gradient": _gradient, "activation": _activation,
-        "activation gradient": _passed_back, "weight after": _update}
+        "activation gradient": _passed_back, "weight after": update_causes}
     causes = find[one.place.kind](dump, verdict, one, comm)
     told = islice(causes, TOLD if one.ratio < WEAK or not a.ndim else 1)
     where = _where(a, exact, one) if one.ratio >= WEAK else None
     return "; or ".join(told) or where or "no pattern that is known here"
 
 
+def _of_first(dump: Dump, verdict: Verdict) -> tuple[Dump, Verdict]:
+    """Return them with the first wrong tensor in its place, if it is a copy, and no others."""
+    assert verdict.first is not None
+    wrong = verdict.first.place
+    tensors = {place: a for place, a in dump.tensors.items() if not place.rank}
+    judged = [replace(one, place=one.place.first) for one in verdict.judged
+              if one.place == wrong or one.place != wrong.first and not one.place.rank]
+    return (replace(dump, tensors=tensors | {wrong.first: dump.tensors[wrong]}),
+            replace(verdict, judged=judged))
+
+
 def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
     """Return where a tensor is wrong, if not everywhere."""
     region = patterns.wrong_region(a, exact, one.envelope)
-    return None if region is None else f"wrong only in {region}"
+    if region is None:
+        return None
+    packed = one.place.kind == "activation" and region.dim == 1
+    return f"wrong only in {region}" + packed * (
+        ": the mask is another, or documents are packed into sequences, which nothing here does")
 
 
 def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
@@ -76,6 +93,7 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
         yield from scaled
     if dump.model.tied and one.place.name.endswith(("wte.weight", "embed_tokens.weight")):
         yield from _tied(dump, one, comm)
+    yield from _another(dump, verdict, one)
     region = patterns.wrong_shard(a, exact, one.envelope)
     if region is not None:
         part, right = region.of(a), region.of(exact)
@@ -91,8 +109,29 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
     if c != patterns.simple(c or 0):    # of which a fit finds one for anything alike
         yield from scaled
     if len(alike) > 1 and all(other.outside for other in alike):
-        yield (f"all {len(alike)} gradients are outside: those of an earlier step or of another "
-               f"batch are added, or it is another loss that is differentiated")
+        yield (f"all {len(alike)} gradients are outside: something is added, such as those of an "
+               f"earlier step, of another batch or loss, or decay")
+
+
+def _another(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+    """Yield which other tensor a gradient is, or in which order its elements are."""
+    a, exact, name = np.float64(dump.tensors[one.place]), verdict.exact[one.place], one.place.name
+    if moved := patterns.moved_blocks(a, exact, one.left):
+        yield moved
+    if a.ndim == 2 and a.shape == a.T.shape and patterns.explained(a.T, exact, one.left):
+        yield "it is transposed"
+    for place, other in verdict.exact.items():
+        if place.kind == "gradient" and place.name != name and other.shape == a.shape and (
+                a.any() and patterns.explained(a, other, one.left)):
+            yield f"it is the gradient of {place.name}"
+    most = np.abs(a).max(initial=0.0)
+    if 0 < most < np.abs(exact).max() and patterns.explained(a, np.clip(exact, -most, most),
+                                                             one.left):
+        yield f"it is cut at {most:.3g}, element by element: clipped by value, and before the dump"
+    if name.endswith(("wte.weight", "embed_tokens.weight")) and not dump.model.tied:
+        counts = np.bincount(dump.tokens.ravel(), minlength=len(a))[:, None]
+        if counts.max() > 1 and patterns.explained(a, exact / np.maximum(counts, 1), one.left):
+            yield "rows are divided by the number of their tokens: scale_grad_by_freq"
 
 
 def _factor(dump: Dump, verdict: Verdict, one: Judged) -> float | None:
@@ -108,14 +147,18 @@ def _said_of(dump: Dump, c: float) -> str:
         return "a mean over all targets, with the ignored ones"
     if c == 0:
         return "lost"
+    if c < 0:
+        return "its sign is wrong"
     if c > max(patterns.COUNTS):
         return "the scale of a loss, which was not taken away again"
+    if min(abs(many - round(many)) for many in (c, 1 / c)) > 0.01 * max(c, 1 / c):
+        return "scaled, by a factor of clipping before the dump, or by another count"
     if c > 1.5:
         return f"a sum over {patterns.say_number(c)} ranks that should be a mean, or added twice"
     if 0 < c < 0.7:
         return (f"divided by {patterns.say_number(1 / c)} once too often, or a sum over ranks "
                 f"that is missing")
-    return "scaled, by a factor of clipping or by another count"
+    return "scaled, by another count"
 
 
 def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
@@ -156,7 +199,7 @@ def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[
         if of_means:
             yield (f"a mean over {n} ranks of their means, with other numbers of targets: parts "
                    f"of the {what} {told}")
-        elif np.ptp(c):    # else it is a factor
+        elif not np.allclose(c, c[0], rtol=0.02):    # else it is a factor
             yield f"parts of the {what}, divided among {n} ranks, {told}" + (
                 ": a sum over ranks is missing" if (c == 0).any() else "")
         return    # of which other divisions are parts
@@ -267,9 +310,10 @@ def _seen(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
     wrong = np.flatnonzero((np.abs(a - exact) > one.envelope.largest).any((0, 2)))
     if np.array_equal(wrong, np.arange(1, count)):
         return ("wrong in all positions but the first, which sees itself alone: queries or keys, "
-                "their heads, angles or scale")
+                "their heads, angles, scale or mask")
     if np.array_equal(wrong, np.arange(count - 1)):
-        return "wrong in all positions but the last, which sees all: there was no causal mask"
+        return ("wrong in all positions but the last, which sees all: there was no causal mask, "
+                "or one of other positions")
     return None
 
 
@@ -279,32 +323,3 @@ def _passed_back(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterat
     c = patterns.factor_of(a, exact, one.left)
     if c is not None:
         yield f"{patterns.say_number(c)} times the right one: {_said_of(dump, c)}"
-
-
-def _update(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
-    """Yield what explains a weight after the step."""
-    name = one.place.name
-    before, right = np.float64(dump.weights[name]), verdict.exact[one.place]
-    a, change = np.float64(dump.tensors[one.place]), verdict.exact[one.place] - np.float64(
-        dump.weights[name])
-    every = [other for other in verdict.judged if other.place.kind == "weight after"]
-    if np.array_equal(a, before):
-        yield "it did not change: stale, the step did not reach it or its copy"
-    if dump.weights[name].dtype.itemsize > 2 and (narrow := patterns.narrower(a)):
-        yield f"all of its numbers are those of {narrow}: it was kept in that type"
-    region = patterns.wrong_shard(a, right, one.envelope)
-    if region is not None and np.array_equal(region.of(a), region.of(before)):
-        yield f"it did not change in {region}: one shard is stale"
-    c = patterns.factor_of(a - before, change, one.left)
-    if c is not None:
-        wrong = sum(other.outside for other in every)
-        yield (f"its change is {patterns.say_number(c)} times the right one, {wrong} of "
-               f"{len(every)} weights are outside: another norm in clipping, such as of a part of "
-               f"the model, or another rate")
-    c = patterns.fit([before], a - right)
-    if c is not None and patterns.explained(a, right + c[0] * before, one.left):
-        optimizer = dump.optimizer or {}
-        said = optimizer.get("lr", 0) * optimizer.get("weight_decay", 0)
-        found = said - c[0] if abs(said - c[0]) > 1e-3 * said else 0.0
-        yield (f"it decays by {found:.3g} of its size, and not by lr times weight_decay = "
-               f"{said:.3g}")

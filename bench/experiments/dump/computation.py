@@ -7,8 +7,10 @@ from typing import Any, Callable, Mapping
 import numpy as np
 from scipy.special import ndtr
 
-from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names)
+from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names,
+                                           tensor_names)
 from bench.experiments.dump.reordering import Reordering
+from bench.experiments.dump.said import DEFAULTS
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
 from mm3d.model.functional import gelu_backward
@@ -252,7 +254,7 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
             block = given[p.name].reshape(p.shape)[p.layout.slices(p.grid, p.shape)]
             p.grad[...] = p.grid.backend.asarray(
                 np.ascontiguousarray(block).astype(host_dtype(p.grad)))
-        make_optimizer(gpt, optimizer).step()
+        make_optimizer(gpt, optimizer, start.family).step()
         state = {p.name: p.gather(wide(p.master)) for p in gpt.trained}
     finally:
         gpt.free()
@@ -260,21 +262,20 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
     return {Place("weight after", name): a for name, a in named.items()}
 
 
-def make_optimizer(gpt: GPT, settings: Mapping[str, Any]) -> Any:
-    """Return the optimizer that the settings of a dump describe."""
-    every = settings.get("decayed", "all") == "all"
-    options = {"lr": settings["lr"], "clip": settings.get("clip"),
-               "weight_decay": settings.get("weight_decay", 0.0),
-               "decays": _every if every else decays}
+def make_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
+    """Return the optimizer that the settings of a dump describe; others are those of PyTorch.
+
+    There every parameter decays, unless groups say otherwise.
+    """
+    decayed, names = settings.get("decayed", "all"), tensor_names(family, gpt.config.model)
+    which = decays if decayed == "matrices" else lambda trained: decayed == "all" or any(
+        name in decayed for name in names[trained.name])
+    settings = DEFAULTS[settings["name"]] | settings
+    options = {"lr": settings["lr"], "clip": settings.get("clip"), "decays": which,
+               "weight_decay": settings["weight_decay"]}
     if settings["name"] == "sgd":
-        return SGD(gpt, momentum=settings.get("momentum", 0.0), **options)
-    return AdamW(gpt, betas=tuple(settings.get("betas", (0.9, 0.999))),
-                 eps=settings.get("eps", 1e-8), **options)
-
-
-def _every(trained: Any) -> bool:
-    """Let every parameter decay, as optimizers of PyTorch do unless groups say otherwise."""
-    return True
+        return SGD(gpt, momentum=settings["momentum"], **options)
+    return AdamW(gpt, betas=tuple(settings["betas"]), eps=settings["eps"], **options)
 
 
 def to_parameters(family: str, model: Model,

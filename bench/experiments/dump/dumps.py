@@ -3,7 +3,6 @@
 `FORMAT` says what its folder has.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator, Mapping
@@ -11,9 +10,10 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 
 from bench.errors import UsageError
-from bench.experiments.dump.names import Rule, arrange, find_rules, translate
+from bench.experiments.dump.names import WRAPPERS, Rule, arrange, find_rules, translate
 from bench.experiments.dump.places import (FILES, LOSS, NORM, SCALARS, Place, border_names,
                                            in_order)
+from bench.experiments.dump.said import COMPUTED, read_about
 from bench.experiments.dump.tensor_files import number_type, read_tensors
 from mm3d.config import Model
 from mm3d.hugging_face.config_file import model_fields, read_config, take_length
@@ -27,8 +27,9 @@ A dump is a folder.  All but the first four files may be missing, and hold a par
   dump.json                         dtype (of computation), ignored (target that does not count,
                                     -100), ranks (an object such as {"data": 2}), optimizer (name
                                     adamw or sgd, lr, betas, eps, weight_decay, momentum, clip,
-                                    decayed: all or matrices), dropout, unseen (a list of texts);
-                                    each may be missing
+                                    decayed: all, matrices, or a list of weights), dropout, skipped
+                                    (weights without a gradient, which stay), unseen (a list of
+                                    texts); each may be missing
   weights.safetensors               before the step, or model.safetensors
   batch.safetensors                 tokens and targets, whole, (batch, seq)
   masks.safetensors                 by module of dropout: whether an element stays
@@ -38,10 +39,8 @@ A dump is a folder.  All but the first four files may be missing, and hold a par
   gradients.safetensors             by weight, before clipping
   scalars.safetensors               loss, and norm of the gradients before clipping
   weights_after.safetensors         after one step of the optimizer, its first one
-Tensors are whole: a program gathers its shards, and adds nothing to them."""
-OPTIMIZER = {"name", "lr", "betas", "eps", "weight_decay", "momentum", "clip", "decayed"}
-ABOUT = {"dtype", "ignored", "ranks", "optimizer", "dropout", "unseen"}
-COMPUTED = ("float64", "float32", "float16", "bfloat16")
+Tensors are whole: a program gathers its shards, and adds nothing to them.  NAME@RANK is a copy on
+another rank that differs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ class Dump:
     erf : bool
         Whether GELU is that of the error function, and not of tanh.
     absent : frozenset of str
-        Biases that the program does not have: they are 0, and nothing is judged of them.
+        What no optimizer changes: weights that are frozen, or have no gradient; and biases that
+        the program does not have, which are 0.
     """
 
     folder: Path
@@ -106,7 +106,7 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
     """
     folder = Path(folder)
     try:
-        config, about = read_config(folder), _about(folder)
+        config, about = read_config(folder), read_about(folder)
         batch = _tensors(folder, "batch")
         for name in ("tokens", "targets"):
             if name not in batch:
@@ -126,13 +126,13 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
                        shape, about, *kinds)
         tokens, targets, _ = check_batch(batch["tokens"], batch["targets"], shape, model.vocab,
                                          model.ignored)
+        shapes = tensor_shapes(model_pieces(config["model_type"], model))
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.strerror else error
         raise UsageError(f"{what}; results/judge/README.rst says what a dump has") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise error if isinstance(error, UsageError) else UsageError(f"{folder}: {error}") from (
             error)
-    shapes = tensor_shapes(model_pieces(config["model_type"], model))
     family = config["model_type"]
     read = _Reading(folder, family, find_rules(names, family), model, shapes)
     weights = read.named(raw, own)
@@ -145,19 +145,50 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         if name not in weights:
             raise UsageError(f"{folder}: weight {name!r} is missing: all of the shape "
                              f"{shapes[name]} and the others would do")
-    found = {Place(kind, name): a for kind, file in FILES.items() if (
+        if not np.isfinite(np.float64(weights[name])).all():
+            raise UsageError(f"{folder}: weight {name!r} has elements that are infinite or not a "
+                             f"number before the step: finite ones would do")
+    absent |= _said(read, raw, own, about.get("skipped", ()))
+    optimizer = about.get("optimizer")
+    if optimizer and isinstance(optimizer.get("decayed"), list):
+        optimizer = optimizer | {"decayed": _said(read, raw, own, optimizer["decayed"])}
+    found = {Place.of(kind, name): a for kind, file in FILES.items() if (
         folder / f"{file}.safetensors").exists()
         for name, a in read.named(_tensors(folder, file), file).items()}
-    scalars = _tensors(folder, SCALARS) if (folder / f"{SCALARS}.safetensors").exists() else {}
-    found |= {Place(name): a for name, a in scalars.items() if name in (LOSS, NORM)}
-    order = [place for place in in_order(read.family, model) if place in found]
-    if unknown := sorted(str(place) for place in found.keys() - {*order}):
+    found |= _scalars(folder)
+    places = {place: number for number, place in enumerate(in_order(read.family, model))}
+    if unknown := sorted(str(place) for place in found if place.first not in places):
         raise UsageError(f"{folder}: {unknown[0]!r} is not in this model"
                          f"{f', nor {len(unknown) - 1} more' * (len(unknown) > 1)}: "
                          f"--names would do, with a table of names")
     return Dump(folder, read.family, model, weights, tokens, targets,
-                {place: found[place] for place in order}, about.get("ranks") or {},
-                about.get("optimizer"), tuple(about.get("unseen") or ()), erf, frozenset(absent))
+                {place: found[place] for place in sorted(found, key=lambda one: (
+                    places[one.first], one.rank))}, about.get("ranks", {}),
+                optimizer, tuple(about.get("unseen", ())), erf, frozenset(absent))
+
+
+def _said(read: "_Reading", raw: Mapping[str, np.ndarray], file: str, names: Any) -> set[str]:
+    """Return the names in Hugging Face's files of weights that ``dump.json`` names."""
+    plain = [WRAPPERS.sub("", name) for name in names]
+    for name in plain:
+        if name not in raw:
+            raise UsageError(f"{read.folder}: dump.json names {name!r}, which is no weight of "
+                             f"{file}.safetensors: one of {', '.join(sorted(raw))} would do")
+    return {*read.named({name: raw[name] for name in plain}, file)}
+
+
+def _scalars(folder: Path) -> dict[Place, np.ndarray]:
+    """Return the loss and the norm of a dump, and copies of them, each of no dimension."""
+    found = {}
+    tensors = _tensors(folder, SCALARS) if (folder / f"{SCALARS}.safetensors").exists() else {}
+    for place, a in ((Place.of("", name), a) for name, a in tensors.items()):
+        if place.name not in (LOSS, NORM):
+            continue
+        if a.size != 1 or a.dtype.kind not in "fV":
+            raise UsageError(f"{folder}: {place.name} in scalars.safetensors is {a.dtype} of the "
+                             f"shape {a.shape}: one number of {', '.join(COMPUTED)} would do")
+        found[Place(place.name, "", place.rank)] = a.reshape(())
+    return found
 
 
 def check_same_start(one: Dump, other: Dump) -> None:
@@ -175,30 +206,17 @@ def check_same_start(one: Dump, other: Dump) -> None:
                              f"{name!r}: dumps of the same step would do")
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    """Return what ``dump.json`` says; nothing where there is none."""
-    path = folder / "dump.json"
-    try:
-        found = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}") from error
-    unknown = sorted(found.keys() - ABOUT) if isinstance(found, dict) else ["no object"]
-    unknown += sorted((found.get("optimizer") or {}).keys() - OPTIMIZER) if not unknown else []
-    if unknown:
-        raise UsageError(f"{path}: {unknown[0]} is unknown: {', '.join(sorted(ABOUT))} would do, "
-                         f"and for an optimizer {', '.join(sorted(OPTIMIZER))}")
-    return found
-
-
 def _model(config: Mapping[str, Any], folder: Path, shape: tuple[int, ...],
            about: Mapping[str, Any], stored: str) -> Model:
     """Return the model of a dump, in its type of computation; `stored` is that of the weights."""
     dtype = about.get("dtype", stored)
-    if dtype not in COMPUTED:
-        raise UsageError(f"{folder}: dtype {dtype!r} in dump.json: {', '.join(COMPUTED)} would do")
     number_type(dtype)
     narrow = dtype in ("float16", "bfloat16")
-    found = model_fields(config, str(folder))
+    try:
+        found = model_fields(config, str(folder))
+    except (TypeError, AttributeError) as error:
+        raise UsageError(f"{folder}: config.json has a value of another kind than Hugging Face's: "
+                         f"{error}") from error
     return Model(
         seq=take_length(found, shape[1], str(folder)), batch=shape[0], dtype=dtype,
         ignored=about.get("ignored", -100), dropout=float(about.get("dropout", 0.0)),
@@ -208,8 +226,9 @@ def _model(config: Mapping[str, Any], folder: Path, shape: tuple[int, ...],
 def _tensors(folder: Path, file: str) -> dict[str, np.ndarray]:
     """Return the tensors of a file of a dump."""
     path = folder / f"{file}.safetensors"
-    if not path.exists():
-        raise UsageError(f"{path} is missing: results/judge/README.rst says what would do")
+    if not path.is_file():
+        raise UsageError(f"{path} is {'no file' if path.exists() else 'missing'}: "
+                         f"results/judge/README.rst says what would do")
     return read_tensors(path)
 
 
@@ -228,16 +247,25 @@ class _Reading:
         found: dict[str, np.ndarray] = {}
         before: dict[str, str] = {}
         for own, name, how, a in self._parts(tensors, file):
-            full = self._full(name, file)
-            if full is None:
+            _, at, rank = own.partition("@")
+            if at and not (rank.isdecimal() and int(rank)):
+                raise UsageError(f"{self.folder}: {file}: {own!r}: NAME@RANK would do, for a copy "
+                                 f"on another rank that differs")
+            root = self._full(name, file)
+            if root is None:
                 continue
+            full = root + at + rank
             if full in found:
                 raise UsageError(f"{self.folder}: {file}: {before[full]!r} and {own!r} are the "
                                  f"same tensor {full!r}: one of them would do")
             if a.dtype.kind not in "fV" and file != "masks":
                 raise UsageError(f"{self.folder}: {file}: {own!r} is in {a.dtype}, of which "
                                  f"nothing here has gradients: {', '.join(COMPUTED)} would do")
-            found[full], before[full] = self._shaped(own, full, file, a, how), own
+            found[full], before[full] = self._shaped(own, root, file, a, how), own
+            if at and file == "weights":
+                raise UsageError(f"{self.folder}: the weights of rank {rank} before the step are "
+                                 f"not those of an earlier rank, in {root!r}: ranks that begin "
+                                 f"alike, or whole tensors of ranks that have parts, would do")
         return found
 
     def _parts(self, tensors: Mapping[str, np.ndarray], file: str) -> Iterator[tuple]:
@@ -248,7 +276,7 @@ class _Reading:
         for own, a in tensors.items():
             try:
                 yield from ((own, *one) for one in translate(
-                    own, a, self.rules, sizes, self.shapes))
+                    own.partition("@")[0], a, self.rules, sizes, self.shapes))
             except (ValueError, TypeError) as error:
                 raise UsageError(f"{self.folder}: {file}: {own!r} has the shape {a.shape}, which "
                                  f"its parts do not fit") from error
@@ -281,5 +309,6 @@ class _Reading:
             a = a[:wanted[0]]    # positions after the sequences have no part in the step
         if a.shape != wanted:
             raise UsageError(f"{self.folder}: {file}: {own!r} has the shape {a.shape}, not "
-                             f"{wanted}")
+                             f"{wanted}: all of it would do, or --names with a table that says "
+                             f"how it is arranged")
         return a

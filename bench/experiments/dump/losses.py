@@ -2,7 +2,7 @@
 
 import math
 from itertools import combinations
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 import numpy as np
 
@@ -35,6 +35,8 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         means = [total / max(count, 1) for total, count in pairs]
         if ignored.any() and same(float(np.mean(means))):
             yield f"a mean over {n} ranks of their means, with other numbers of targets"
+        if same(float(np.sum(means))):
+            yield f"a sum of the means of {n} micro-batches or ranks, and not their mean"
         alone += [f"the mean of rank {rank} of {n} alone: it was not averaged over ranks"
                   for rank, mean in enumerate(means) if same(mean)]
     for n in patterns.COUNTS:
@@ -53,8 +55,13 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
                               dump.model.ignored)
         if same(other.sum() / max(count, 1)) or same(other.sum() / (~ignored).sum()):
             yield f"of targets one position {what}: they were shifted twice, or not at all"
-    if same(float(losses.sum())):
-        yield "a sum over all targets, and not a mean"
+    for value, what in (
+            (losses.sum(), "a sum over all targets, and not a mean"),
+            (losses.sum() / len(losses), "a sum over targets, divided by the sequences alone"),
+            (exact / math.log(2), "in bits, and not by the natural logarithm"),
+            (math.exp(min(exact, 700.0)), "the exponential of the right one: a perplexity")):
+        if same(float(value)):
+            yield what
     logits = verdict.exact[Place("activation", "lm_head")]
     goals = np.take_along_axis(logits, np.where(ignored, 0, dump.targets)[..., None], -1)
     more = (goals - logits.mean(-1, keepdims=True))[~ignored].mean()
@@ -77,48 +84,73 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
 
 
 def norm_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
-    """Yield which gradients the dump's norm has too often, or not at all."""
+    """Yield what other number of the gradients the dump's norm is, such as one of a part."""
     norm = float(dump.tensors[one.place])
-    own = {place.name: float((np.float64(a) ** 2).sum()) for place, a in dump.tensors.items()
+    own = {place.name: np.float64(a) for place, a in dump.tensors.items()
            if place.kind == "gradient"}
     if not own:
         return
-    total = sum(own.values())
+    total = sum(float((a * a).sum()) for a in own.values())
     first = next(iter(verdict.judged)).place.name    # of a root module, for what it names
-    groups = {"norms and biases": [name for name in own if "ln_" in name or "norm" in name
+    clip = (dump.optimizer or {}).get("clip") or 0.0
+    for tried, (square, what) in enumerate(_squares(own, first, clip), 1):
+        if 100 * tried > one.ratio:    # of which one may be near by chance
+            return
+        if square > 0 and patterns.explained(
+                np.asarray(norm), np.sqrt(square), one.left, np.sqrt(square / total)):
+            yield what
+
+
+def _squares(own: dict[str, np.ndarray], first: str, clip: float) -> Iterator[tuple[float, str]]:
+    """Yield squares of what may be taken for the norm, the more plausible first, and its name."""
+    squares = {name: float((a * a).sum()) for name, a in own.items()}
+    total = sum(squares.values())
+    groups = {"norms": [name for name in own if "ln_" in name or "norm" in name],
+              "norms and biases": [name for name in own if "ln_" in name or "norm" in name
                                    or name.endswith("bias")],
-              "norms": [name for name in own if "ln_" in name or "norm" in name],
               "biases": [name for name in own if name.endswith("bias")],
-              "embeddings": [name for name in own if "wte" in name or "wpe" in name
-                             or "embed" in name],
               "the table of tokens": [name for name in own if "wte" in name
-                                      or "embed_tokens" in name]}
-    groups |= {name: [name] for name in own if name != first}
-
-    def same(square: float) -> bool:
-        return square > 0 and patterns.explained(
-            np.asarray(norm), np.sqrt(square), one.left, np.sqrt(square / total))
+                                      or "embed_tokens" in name],
+              "embeddings": [name for name in own if "wte" in name or "wpe" in name
+                             or "embed" in name]}
+    yield from _counted(squares, groups, (2, 0))
     for n in patterns.COUNTS:
-        if same(n * total) or same(total / n):
-            yield (f"{'' if same(n * total) else '1/'}sqrt({n}) times the right one: squares of "
-                   f"{n} ranks that have the same gradients are added")
-        if same(n * n * total) or same(total / n / n):
-            yield f"{'' if same(n * n * total) else '1/'}{n} times the right one"
-    for what, names in groups.items():
-        part = sum(own[name] for name in names)
-        for n in (0, *patterns.COUNTS):
-            if part and same(total + (n - 1) * part):
-                yield (f"{what} count {n} times: {'they are' if n else 'not'} "
-                       f"{'the same on several ranks' if n else 'added on any rank'}")
-    for name, square in _runs(own):
-        if same(square):
-            yield f"the norm of a part alone, {name}: norms of stages or shards were not added"
+        same = f"squares of {n} ranks that have the same gradients are added"
+        yield n * total, f"sqrt({n}) times the right one: {same}"
+        yield total / n, f"1/sqrt({n}) times the right one: {same}"
+        yield n * n * total, f"{n} times the right one"
+        yield total / n / n, f"1/{n} times the right one"
+    magnitudes = [np.abs(a) for a in own.values()]
+    for value, what in (
+            (min(clip, math.sqrt(total)), "the norm after clipping"),
+            (total, "the sum of squares, without its root"),
+            (max(a.max(initial=0.0) for a in magnitudes), "the largest element"),
+            (sum(a.sum() for a in magnitudes), "the sum of all magnitudes"),
+            (max(squares.values()) ** 0.5, "the largest norm of a tensor"),
+            (sum(square ** 0.5 for square in squares.values()), "the sum of the tensors' norms"),
+            (math.sqrt(total / sum(a.size for a in magnitudes)),
+             "the root of the mean of squares, and not of their sum")):
+        yield value * value, what
+    names, sums = list(squares), np.cumsum([0.0, *squares.values()])
+    runs = sorted(((i, j) for i in range(len(names)) for j in range(i, len(names))
+                   if j - i + 1 < len(names)),
+                  key=lambda run: run[0] > 0 and run[1] + 1 < len(names))    # stages first
+    for i, j in runs[:2 * len(names)]:
+        yield float(sums[j + 1] - sums[i]), (f"the norm of a part alone, {names[i]} to {names[j]}"
+                                             f": norms of stages or shards were not added")
+    alone = {name: [name] for name in own if name != first}
+    yield from _counted(squares, alone, (2, 0))
+    yield from _counted(squares, groups | alone, patterns.COUNTS[1:])
+    for i, j in runs[2 * len(names):]:
+        yield float(sums[j + 1] - sums[i]), (f"the norm of a part alone, {names[i]} to {names[j]}"
+                                             f": norms of stages or shards were not added")
 
 
-def _runs(own: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield neighbouring tensors, from one to another, and the sum of their squares."""
-    names, sums = list(own), np.cumsum([0.0, *own.values()])
-    for first in range(len(names)):
-        for last in range(first, len(names)):
-            if last - first + 1 < len(names):
-                yield f"{names[first]} to {names[last]}", float(sums[last + 1] - sums[first])
+def _counted(squares: dict[str, float], groups: dict[str, list[str]],
+             counts: Iterable[int]) -> Iterator[tuple[float, str]]:
+    """Yield the sum of squares where those of a group count so many times."""
+    for n, (what, names) in ((n, group) for n in counts for group in groups.items()):
+        if part := sum(squares[name] for name in names):
+            yield sum(squares.values()) + (n - 1) * part, (
+                f"{what} count {n} times: {'they are' if n else 'not'} "
+                f"{'the same on several ranks' if n else 'added on any rank'}")

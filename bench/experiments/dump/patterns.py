@@ -89,6 +89,20 @@ def explained(a: np.ndarray, other: np.ndarray, left: Distance, grown: float = 1
     return Distance.between(a, other).over(left.times(max(1.0, abs(grown)))) <= 1
 
 
+def moved_blocks(a: np.ndarray, exact: np.ndarray, left: Distance) -> str | None:
+    """Return in which order blocks of the exact tensor are in `a`, if in another than its own."""
+    for dim, n in ((dim, n) for n in (2, 4, 8) for dim in range(a.ndim)):
+        if a.shape[dim] % n or not a.any():
+            continue
+        blocks = np.split(exact, n, dim)
+        found = [next((number for number, other in enumerate(blocks) if explained(
+            own, other, left)), None) for own in np.split(a, n, dim)]
+        if None not in found and found != [*range(n)]:
+            return (f"of {n} blocks in dimension {dim} it has {', '.join(map(str, found))} one "
+                    f"after another: shards are in another order")
+    return None
+
+
 def narrower(a: np.ndarray) -> str | None:
     """Return the type of 16 bits that has all of a tensor's numbers, which are not few."""
     for name in ("bfloat16", "float16"):

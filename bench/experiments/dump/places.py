@@ -20,13 +20,28 @@ SCALARS, LOSS, NORM = "scalars", "loss", "norm"
 
 @dataclass(frozen=True)
 class Place:
-    """Name a tensor of a step: its kind, a key of `FILES`, "loss" or "norm"; and its name."""
+    """Name a tensor of a step: its kind, a key of `FILES`, "loss" or "norm"; and its name.
+
+    `rank` is that of a copy which differs from those of earlier ranks, and else 0.
+    """
 
     kind: str
     name: str = ""
+    rank: int = 0
+
+    @classmethod
+    def of(cls, kind: str, name: str) -> "Place":
+        """Return the place of a name in a dump, which may be NAME@RANK."""
+        name, _, rank = name.partition("@")
+        return cls(kind, name, int(rank or 0))
+
+    @property
+    def first(self) -> "Place":
+        """Return the place of which this is a copy."""
+        return Place(self.kind, self.name)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}".strip()
+        return f"{self.kind} {self.name}".strip() + f" of rank {self.rank}" * bool(self.rank)
 
 
 def border_names(family: str, layers: int) -> list[str]:

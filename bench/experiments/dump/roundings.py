@@ -22,6 +22,7 @@ from mm3d.model.rotary import Turns, frequencies
 OPERATIONS = {"LayerNorm": 7, "RMSNorm": 4, "Gelu": 8, "ErfGelu": 5, "SwiGLU": 4, "Rotary": 5,
               "Linear": 2, "Residual": 1, "DropoutResidual": 2, "Embedding": 2, "ExpertsLayer": 3}
 SCORES, PROBABILITIES, GRADIENTS_OF_SCORES = 2, 2, 3    # of attention
+GATES = 3    # of experts, before the chosen ones' gradients are those of all logits
 LOSS = 3    # of the logits' gradient: the exponential, the one of the target, the factor
 SEEDS = 1000    # from those of one kind of errors to those of another
 # Layers that programs may compute in another type than products, with attention and the loss.
@@ -177,6 +178,8 @@ def _round(layer: Any, rounder: Rounder, tensor: float = 0.0) -> None:
     kind = type(layer).__name__
     if hasattr(layer, "pair"):
         layer.pair = straightforward_attention(rounder.inside)
+    if hasattr(layer, "router"):
+        _round_gates(layer, rounder.inside)
     for part in ("up", "down"):    # of experts
         if hasattr(layer, part):
             _wrap_product(getattr(layer, part).product, rounder, tensor)
@@ -185,6 +188,25 @@ def _round(layer: Any, rounder: Rounder, tensor: float = 0.0) -> None:
         terms = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
     _wrap(layer, rounder.inside if kind in INSIDE else rounder,
           OPERATIONS.get(kind, 1) + tensor * (kind == "Linear"), *terms)
+
+
+def _round_gates(layer: Any, rounder: Rounder) -> None:
+    """Round the gradients of gates of experts before they are those of all logits.
+
+    What follows may cancel them, as where one expert is chosen and its gate is 1: errors stay.
+    """
+    once, back = layer._route_backward, layer.router.backward
+
+    def backward(routing: Any, dgates: np.ndarray, *given: Any) -> Any:
+        choice = routing.choice
+        p, sizes = np.float64(choice.probabilities), np.float64(dgates)
+        dp = np.zeros_like(p)
+        np.put_along_axis(dp, choice.chosen, (rounder(sizes.copy(), GATES) - sizes) / (
+            np.take_along_axis(p, choice.chosen, 1).sum(1, keepdims=True)), 1)
+        errors = p * (dp - (p * dp).sum(1, keepdims=True))
+        layer.router.backward = lambda dlogits, *rest: back(dlogits + errors, *rest)
+        return once(routing, dgates, *given)
+    layer._route_backward = backward
 
 
 def _wrap(layer: Any, rounder: Rounder, operations: float, terms: int = 0,

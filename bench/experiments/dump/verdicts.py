@@ -5,6 +5,7 @@ all of them: each stage is judged by itself.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +103,8 @@ class Verdict:
 
 def start_of(dump: Dump) -> Start:
     """Return what the step of a dump begins with."""
-    masks = {place.name: a for place, a in dump.tensors.items() if place.kind == "mask"}
+    masks = {place.name: a for place, a in dump.tensors.items()
+             if place.kind == "mask" and not place.rank}
     return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks,
                  dump.erf)
 
@@ -177,7 +179,8 @@ def _judge_step(dump: Dump, reference: Reference,
     Where no later target counts, activations are taken for right: programs mask such padding in
     several ways.  A loss may be scaled for the way back, if the gradients are right at the end.
     """
-    exact = {**reference.exact}
+    exact = reference.exact | {place: reference.exact[place.first] for place in dump.tensors
+                               if place.rank and place.kind in IMITATED}
     counts = np.flip(np.maximum.accumulate(np.flip(
         dump.targets != dump.model.ignored, 1), 1), 1)[..., None]
     if not counts.all() and not (dump.model.experts and dump.model.experts.balance):
@@ -192,7 +195,8 @@ def _judge_step(dump: Dump, reference: Reference,
             if place.kind == "mask":
                 found.append(_judge_mask(dump, place))
             elif place.kind in IMITATED:
-                found.append(_judged(place, a, c * exact[place], reference.spread[place].times(c)))
+                found.append(_judged(place, a, c * exact[place],
+                                     reference.spread[place.first].times(c)))
         return found
     every = judged(1.0)
     wrong = {one.place.kind for one in every if one.outside}
@@ -201,7 +205,7 @@ def _judge_step(dump: Dump, reference: Reference,
         return every, exact, 1.0
     size, a = exact[first], np.float64(dump.tensors[first])
     c = float(np.abs((a * size).sum() / (size * size).sum()))
-    scaled = judged(c) if np.isfinite(c) else every
+    scaled = judged(c) if 0 < c < np.inf else every
     return (every, exact, 1.0) if any(one.outside for one in scaled) else (scaled, exact, c)
 
 
@@ -234,30 +238,54 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
     """Judge the norm and the weights after the step, by the dump's own gradients if it can."""
     names = [place.name for place in in_order(dump.family, dump.model)
              if place.kind == "gradient" and place.name not in dump.absent]
-    own = {place.name: a for place, a in dump.tensors.items() if place.kind == "gradient"}
+    own = {place.name: a for place, a in dump.tensors.items()
+           if place.kind == "gradient" and not place.rank}
     after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
-    whole = len(own) == len(names)
+    norms = {place: a for place, a in dump.tensors.items() if place.kind == NORM}
+    whole = own and own.keys() >= {*names}
     found, norm = [], Place(NORM)
-    if norm in dump.tensors and whole:
+    if norms and whole:
         exact[norm], spread = measure_norm(own)
-        found.append(_judged(norm, dump.tensors[norm], exact[norm], spread))
-    elif norm in dump.tensors and reference is not None and not dump.absent:
-        more = rounding(exact[norm], dump.tensors[norm].dtype).times(OF_NORM)
-        found.append(_judged(norm, dump.tensors[norm], exact[norm],
-                             reference.spread[norm].plus(more)))
-    elif norm in dump.tensors:
+    elif norms and reference is not None and not dump.absent:
+        spread = reference.spread[norm].plus(rounding(exact[norm], norms[norm].dtype).times(
+            OF_NORM))
+    elif norms:
         left[NAMES[NORM]] = "not all gradients are there"
+        norms = {}
+    found = [_judged(place, a, exact[norm], spread) for place, a in norms.items()]
     if after and not whole:
         left[NAMES["weight after"]] = "not all gradients are there, from which they follow"
+    elif after and not all(np.isfinite(np.float64(a)).all() for a in own.values()):
+        left[NAMES["weight after"]] = "not all gradients are finite, from which they follow"
     elif after and dump.optimizer is None:
         left[NAMES["weight after"]] = "dump.json has no optimizer"
     elif after:
-        none = {name: np.zeros_like(dump.weights[name]) for name in dump.absent}
-        right, spread = measure_update(start_of(dump), comm, dump.optimizer, none | own)
-        exact |= right
-        for place, a in after.items():
-            change = right[place] - np.float64(dump.weights[place.name])
-            found.append(_judged(place, a, right[place], spread[place], change))
+        found += _judge_updates(dump, comm, own, after, exact)
+    return found
+
+
+def _judge_updates(dump: Dump, comm: Any, own: Mapping[str, np.ndarray], after: Tensors,
+                   exact: Tensors) -> list[Judged]:
+    """Judge the weights after a step by the gradients `own`; add the exact ones to `exact`.
+
+    Some programs divide by the norm when they clip, and others by 1e-6 more.
+    """
+    none = {name: np.zeros_like(dump.weights[name]) for name in dump.absent}
+    settings = dict(dump.optimizer or {})
+
+    def judged(settings: Mapping[str, Any]) -> tuple[Tensors, list[Judged]]:
+        right, spread = measure_update(start_of(dump), comm, settings, own | none)
+        right |= {Place("weight after", name): np.float64(dump.weights[name]) for name in none}
+        return right, [_judged(place, a, right[place.first], spread[place.first],
+                               right[place.first] - np.float64(dump.weights[place.name]))
+                       for place, a in after.items()]
+    right, found = judged(settings)
+    clip, norm = settings.get("clip"), float(measure_norm(own)[0])
+    if clip and norm and any(one.outside for one in found):
+        other = judged(settings | {"clip": clip * (1 + 1e-6 / norm)})
+        if not any(one.outside for one in other[1]):
+            right, found = other
+    exact |= right
     return found
 
 

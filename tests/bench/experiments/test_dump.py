@@ -139,6 +139,10 @@ def test_a_loss_may_be_scaled_on_its_way_back_if_the_gradients_are_right(right, 
     verdict = judge(replace(right, tensors=tensors | {place: 1.1 * right.tensors[place]}), ALONE,
                     reference)
     assert verdict.scale == 1 and verdict.first.place.kind == "activation gradient"
+    lost = {place: 0 * a if place.kind == "activation gradient" else a
+            for place, a in right.tensors.items()}
+    first = judge(replace(right, tensors=lost), ALONE, reference).first
+    assert first.place == Place("activation gradient", "lm_head")
 
 
 @pytest.mark.parametrize("loss, cause", [
@@ -195,6 +199,9 @@ def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
                  "not judged: gradients: 1 of 28 not dumped",
                  "inside: loss inside, 27 of 27 gradients, norm inside"):
         assert line in text, text
+    for file in ("gradients", "scalars"):
+        (copy / f"{file}.safetensors").unlink()
+    assert main(["judge", str(copy)]) == 1 and "nothing was judged" in capsys.readouterr().out
 
 
 def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
@@ -205,6 +212,102 @@ def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
     text = capsys.readouterr().out
     assert "FIRST OUTSIDE: gradient transformer.h.0.ln_1.bias" in text
     assert text.endswith("outside the envelope is copy\n")
+
+
+def test_copies_of_other_ranks_that_differ_are_judged(copy, capsys):
+    name = "transformer.h.1.ln_1.bias"
+    spoil(copy, "gradients", lambda some: some.update({f"{name}@3": 2 * some[name]}))
+    assert main(["judge", str(copy)]) == 1
+    text = capsys.readouterr().out
+    assert f"FIRST OUTSIDE: gradient {name} of rank 3" in text and "2 times the right" in text
+    spoil(copy, "weights_after", lambda some: some.update({f"{name}@two": some[name]}))
+    with pytest.raises(UsageError, match="NAME@RANK would do"):
+        read_dump(copy)
+    spoil(copy, "weights", lambda some: some.update({f"{name}@3": 2 * some[name]}))
+    with pytest.raises(UsageError, match="weights of rank 3 before the step are not those of"):
+        read_dump(copy)
+
+
+def update(folder: Path, **about) -> None:
+    path = folder / "dump.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | about))
+
+
+@pytest.mark.parametrize("settings", [
+    {"decayed": ["transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight"]}, {"clip": None},
+    {"weight_decay": None}])
+def test_settings_of_optimizers_are_those_that_programs_have(settings, tmp_path):
+    """Weights that decay by name; clip / norm without 1e-6; PyTorch's decay if none is said."""
+    shop = planted.make_shop("sgd", "float64", ALONE)
+    if "clip" not in settings:
+        shop = replace(shop, optimizer=planted.OPTIMIZER)
+    step = shop.step()
+    norm = np.sqrt(sum((a ** 2).sum() for a in shop.gradients(step).values()))
+    used = {"clip": {"clip": 0.1 * (1 + 1e-6 / norm)},
+            "weight_decay": {"weight_decay": 0.01}}.get(*settings, {})
+    tensors = shop.finish(step, **used)
+    tensors |= {place: a for place, a in shop.finish(step, weight_decay=0.0).items()
+                if place.kind == "weight after" and place.name not in settings.get(
+                    "decayed", [place.name])}
+    dump = planted.dump_of(shop, tensors, tmp_path / "dump")
+    if "clip" not in settings:
+        optimizer = {**shop.optimizer, **settings}
+        update(dump.folder, optimizer=optimizer)
+    tensors = {place: a for place, a in read_dump(dump.folder).tensors.items()
+               if place.kind in ("gradient", "weight after")}
+    verdict = judge(replace(read_dump(dump.folder), tensors=tensors), ALONE)
+    assert verdict.first is None, verdict.first
+    assert "weights after" not in verdict.left
+
+
+def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
+    name = "transformer.h.0.mlp.c_fc.weight"
+    spoil(copy, "gradients", lambda some: some.pop(name) is None)
+    own = read_tensors(copy / "gradients.safetensors")
+    norm = np.sqrt(sum((np.float64(a) ** 2).sum() for a in own.values()))
+    spoil(copy, "scalars", lambda some: some.update(norm=np.float32(norm)))
+    shop = planted.make_shop("plain", "float32", ALONE)
+    lost = {Place("gradient", one): np.float64(a) for one, a in own.items()}
+    lost[Place("gradient", name)] = np.zeros_like(right.weights[name])
+    after = {place.name: np.float32(a) for place, a in shop.finish(lost).items()
+             if place.kind == "weight after"}
+    spoil(copy, "weights_after", lambda some: {**after, name: right.weights[name]})
+    update(copy, skipped=[name])
+    verdict = judge(read_dump(copy), ALONE, reference)
+    assert verdict.first is None and not verdict.left, (verdict.first, verdict.left)
+    spoil(copy, "weights_after", lambda some: after)
+    assert judge(read_dump(copy), ALONE, reference).first.place == Place("weight after", name)
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("n_head", 5, "hidden=24 cannot be divided among heads=5"),
+    ("layer_norm_epsilon", "x", "epsilon='x' should be a number above 0")])
+def test_models_that_cannot_be_are_refused(copy, key, value, message):
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UsageError, match=message):
+        read_dump(copy)
+    path.write_text('{"a":' * 100_000)
+    with pytest.raises(UsageError, match="recursion"):
+        read_dump(copy)
+
+
+@pytest.mark.parametrize("about, message", [
+    ({"optimizer": {"name": "adam", "lr": 1}}, "name = 'adam': adamw or sgd would do"),
+    ({"optimizer": {"name": "sgd"}}, "the optimizer has no lr: a number of at least 0"),
+    ({"optimizer": {"name": "sgd", "lr": "1"}}, "lr = '1': a number of at least 0 would do"),
+    ({"optimizer": {"name": "adamw", "lr": 1, "betas": [0.9, 1]}}, "two numbers of at least 0"),
+    ({"optimizer": {"name": "adamw", "lr": 1, "decayed": ["no.weight"]}}, "'no.weight', which is"),
+    ({"optimizer": "adamw"}, "optimizer = 'adamw': an object with name and lr would do"),
+    ({"ranks": {"data": 0}}, "ranks = {'data': 0}: an object such as {\"data\": 2}, of"),
+    ({"ranks": {"dp": 2}}, "ranks = {'dp': 2}: an object such as {\"data\": 2}, of data, tensor"),
+    ({"dropout": 1.0}, "dropout = 1.0: a number of at least 0 and below 1 would do"),
+    ({"dtype": "int8"}, "dtype = 'int8': float64, float32, float16, bfloat16 would do"),
+    ({"unseen": "text"}, "unseen = 'text': a list of texts would do")])
+def test_what_a_dump_says_is_checked(copy, about, message):
+    update(copy, **about)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_dump(copy)
 
 
 @pytest.mark.parametrize("file, change, message", [
@@ -218,6 +321,8 @@ def test_two_dumps_of_a_step_differ_by_rounding_or_not(right, copy, capsys):
      "'transformer.ln_f.bias' has the shape \\(3,\\), not \\(24,\\)"),
     ("gradients", lambda some: some.update({"other.bias": np.zeros(3, "f4")}),
      "'gradient transformer.other.bias' is not in this model: --names would do"),
+    ("weights", lambda some: some["transformer.wte.weight"].fill(np.nan),
+     "'transformer.wte.weight' has elements that are infinite or not a number"),
     ("batch", lambda some: some["tokens"].fill(50), "tokens\\[0, 0\\] = 50 is out of range"),
     ("batch", lambda some: some.pop("targets") is None, "batch.safetensors has no targets")])
 def test_bad_dumps_are_refused_in_a_line(copy, file, change, message):
@@ -238,6 +343,11 @@ def test_files_that_are_no_dump_are_refused(copy, tmp_path):
         path.write_bytes(bad)
         with pytest.raises(UsageError, match=message):
             read_dump(copy)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UsageError, match="gradients.safetensors is no file"):
+        read_dump(copy)
+    path.rmdir()
     path.write_bytes(data)
     (copy / "dump.json").write_text('{"optimizer": {"rate": 1}}')
     with pytest.raises(UsageError, match="rate is unknown: dropout, dtype, .* betas"):
@@ -394,7 +504,8 @@ CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_s
 
 
 @pytest.mark.parametrize("fault, first", [("", None), (
-    "model.transformer.h[0].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias")])
+    "model.transformer.h[0].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias"), (
+    "model.transformer.h[0].mlp.c_fc.bias.grad = None", "transformer.h.0.mlp.c_fc.bias")])
 def test_a_step_of_pytorch_is_dumped_and_judged(fault, first, tmp_path):
     """By the interpreter that MM3D_TORCH names, if this one has no PyTorch."""
     python = os.environ.get("MM3D_TORCH", sys.executable)

@@ -1,5 +1,6 @@
 """Envelopes of the judge: their false alarms, what roundings are imitated, and several ranks."""
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,6 +76,16 @@ def test_envelopes_are_as_wide_as_the_type_and_grow_with_ranks():
     assert 2 ** 12 < narrow[place].whole / wide[place].whole < 2 ** 17
     assert 1.5 < many[place].whole / narrow[place].whole < 6
     assert narrow[loss].whole > 100 * wide[loss].whole
+
+
+def test_the_gradient_of_one_chosen_expert_s_gate_is_zero_but_for_rounding():
+    start = planted.make_shop("mixtral", "float32", ALONE).start
+    start = replace(start, model=replace(start.model, experts=replace(
+        start.model.experts, top=1)))
+    found = measure_reference(start, ALONE)
+    place = Place("gradient", "model.layers.1.block_sparse_moe.gate.weight")
+    size = found.exact[Place("gradient", "model.layers.1.input_layernorm.weight")]
+    assert not found.exact[place].any() and 0 < found.spread[place].whole < 1e-5 * abs(size).max()
 
 
 def single(angles_of_one_step, positions):
