@@ -12,7 +12,7 @@ from mm3d.child_process import ChildResult, run_child, start_child
 from support import runs
 
 # A child and a grandchild that print their numbers; neither ends when it is told to.
-STUBBORN = ["bash", "-c", "trap '' TERM; sleep 60 & echo $$ $!; wait"]
+STUBBORN = ["bash", "-c", "trap '' TERM; sleep 1000 & echo $$ $!; wait"]
 # A child that leaves a grandchild, which holds its standard output.
 LEAVING = ["bash", "-c", "sleep 60 & echo $!"]
 
