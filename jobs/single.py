@@ -123,7 +123,7 @@ def check_name(name: str) -> str:
 def standing(work: Work, name: str) -> str:
     """Describe how far a training is, and how its last job ended."""
     ended = sorted((work.folder / "runs" / name).glob("ended-*"),
-                   key=lambda path: path.stat().st_mtime)
+                   key=lambda path: (path.stat().st_mtime, path.name))
     last = [path.read_text("utf-8", "replace").strip() for path in ended[-1:]]
     return "; ".join([progress(work, name), *(f"its last job: {text}" for text in last)])
 

@@ -220,7 +220,8 @@ def pytest_sessionstart(session):
     if hasattr(session.config, "workerinput") and not sys.dont_write_bytecode:
         rewrite_share(session.config)
     if not deals_out(session.config):
-        session.watch = Watch("collecting the tests", max(LIMIT, 60))
+        # Where workers share few cores, far longer than a test: it only guards against hanging.
+        session.watch = Watch("collecting the tests", max(5 * LIMIT, 60))
 
 
 def pytest_generate_tests(metafunc):

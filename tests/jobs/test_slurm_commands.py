@@ -104,7 +104,7 @@ LOST = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; ex
     (GONE, "echo CANCELLED by 0", "CANCELLED"), (LOST, "printf 'Hello\nCOMPLETED\n'", "COMPLETED"),
     (GONE, LOST, ""), (GONE, "", ""), ("echo Job 7_3 not found; exit 1", "", ""),
     (LOST, LOST, slurm.UNKNOWN), (LOST, "", slurm.UNKNOWN), ("", "", slurm.UNKNOWN),
-    ("exit 1", "exit 1", slurm.UNKNOWN), ("sleep 9", "sleep 9", slurm.UNKNOWN),
+    ("exit 1", "exit 1", slurm.UNKNOWN), ("exec sleep 9", "exec sleep 9", slurm.UNKNOWN),
     # Another cluster of the federation has taken it.
     ("echo JobState=REVOKED", "echo RUNNING", "RUNNING"),
     ("echo JobState=REVOKED", "echo TIMEOUT", "TIMEOUT"),
@@ -247,7 +247,7 @@ def test_a_cluster_that_is_gone_keeps_nobody_from_the_others(commands, tmp_path,
 
 @pytest.mark.parametrize("body, doubt", [
     ("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' "
-     ">&2; exit 1", True), ("sleep 9", True),
+     ">&2; exit 1", True), ("exec sleep 9", True),
     ("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1", False)])
 def test_a_lost_answer_of_sbatch_leaves_in_doubt_whether_it_took_the_job(
         commands, tmp_path, body, doubt):

@@ -109,12 +109,24 @@ def test_ranks_that_leave_together_are_left_alone():
     assert done.returncode == 2 and "Abort" not in done.stderr, done.stderr
 
 
+# Ranks that fail at once hear of each other, also where this machine is busy: they begin together,
+# with all imported, and wait for twice the usual time.
+TOGETHER = """
+import sys
+import mm3d
+from mm3d import guard
+from mpi4py import MPI
+guard.EARLIER_SECONDS *= 2
+comm = MPI.COMM_WORLD
+for name in "scheme", "Mesh", "Transformer":
+    getattr(mm3d, name)
+comm.Barrier()
+"""
+
+
 def tell(ranks, source, *before):
     """Run ranks that fail, and return what they print; the job must end by itself."""
-    done = run_ranks(ranks, *before, "-c", f"import sys\nimport mm3d\nfrom mpi4py import MPI\n"
-                     # They begin together, also where this machine is busy.
-                     f"comm = MPI.COMM_WORLD\ncomm.Barrier()\n{source}\ncomm.Barrier()\n",
-                     timeout=90)
+    done = run_ranks(ranks, *before, "-c", f"{TOGETHER}\n{source}\ncomm.Barrier()\n", timeout=90)
     text = done.stdout + done.stderr
     assert "killed: did not end" not in text and done.returncode, text
     return text
@@ -152,7 +164,6 @@ if comm.rank == 0:
 def test_an_interrupt_is_a_word():
     """Ctrl-C finds ranks at other lines: no tracebacks, which differ, and the shell's status."""
     text = tell(3, """
-from mm3d import guard
 try:
     raise KeyboardInterrupt(comm.rank)
 except KeyboardInterrupt as error:
@@ -164,6 +175,7 @@ except KeyboardInterrupt as error:
 def test_errors_that_differ_are_all_printed():
     """Each with its rank and its whole traceback; those that are the same once."""
     text = tell(4, """
+guard.FLUSH_SECONDS *= 3
 def fail(what):
     raise ValueError(what)
 fail("odd" if comm.rank % 2 else f"even {comm.rank}")
@@ -187,8 +199,10 @@ raise ValueError("the same")
 def test_an_error_of_the_program_itself_on_all_ranks_is_printed_once():
     done = run_ranks(2, "-c", """
 from bench import verbs, __main__ as program
+from mpi4py import MPI
 verb = verbs.load("measure gemm")
 def run(*_):
+    MPI.COMM_WORLD.Barrier()
     raise ZeroDivisionError("a mistake")
 verb.run = run
 program.main(["measure", "gemm", "--sizes", "8"])

@@ -112,6 +112,14 @@ def status_of(main: Callable[[list[str]], int], words: list[str]) -> int:
         return int(ended.code or 0)
 
 
+def runs(pid: int | str) -> bool:
+    """Whether a process runs; one that has ended may wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):    # the second where it ends meanwhile
+        return False
+
+
 def _kill(process: subprocess.Popen, grace: float = 3.0) -> None:
     """End a program and what it started.
 

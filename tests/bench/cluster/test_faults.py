@@ -78,12 +78,12 @@ def test_slow_nodes_of_rates(rates, slow):
 
 def test_a_job_that_leaves_its_output_open():
     """As Open MPI's daemon does on a node that is lost: all lines come, and the job has ended."""
-    begun, left = time.monotonic(), "setsid sleep 60 & echo $!; sleep 1; echo last; exit 3"
+    begun, left = time.monotonic(), "setsid sleep 60 & echo $!; sleep 1.5; echo last; exit 3"
     with start_child(["sh", "-c", left], stderr=-3) as child:
-        process, *more = reproduction.job_lines(child, 0.2)
+        process, *more = reproduction.job_lines(child, 0.5)
         assert more == ["last\n"] and child.wait() == 3
     try:
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 50
     finally:
         os.kill(int(process), signal.SIGKILL)
 
@@ -93,7 +93,7 @@ def test_a_job_that_goes_on_after_its_watchdog(capsys):
     says = "watchdog: no progress for 9 s, nothing is heard of rank 3; the job ends"
     with start_child(["sh", "-c", f"echo before >&2; echo '{says}' >&2; exec sleep 100"],
                      stderr=-1) as child, reproduction.JobErrors(child, 0.1) as errors:
-        assert child.wait(10) == -15
+        assert child.wait(60) == -15
         assert errors.finish() == "no progress for 9 s, nothing is heard of rank 3; "
     assert child.stderr.closed
     assert capsys.readouterr().err == f"before\n{says}\n"
@@ -105,11 +105,11 @@ def test_a_job_that_is_stopped_is_not_ended_again():
     with pytest.raises(KeyboardInterrupt):
         with start_child(["sh", "-c", "echo 'watchdog: no progress;' >&2; exec sleep 100"],
                          stderr=-1) as child, reproduction.JobErrors(
-                             child, 0.2, ended.append) as errors:
+                             child, 100, ended.append) as errors:
             while not errors._reason:
                 time.sleep(0.01)
             raise KeyboardInterrupt
-    errors._thread.join(10)
+    errors._thread.join(60)
     assert child.stderr.closed
-    time.sleep(0.3)
-    assert not ended
+    errors._timer.join(60)
+    assert not errors._timer.is_alive() and not ended

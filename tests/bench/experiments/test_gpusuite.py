@@ -17,7 +17,7 @@ def test_each_step_survives_the_others(tmp_path, capsys):
     """One that ends with a status, by a signal, never, or is not there."""
     every = [python("status", "print('hello'); raise SystemExit('error: no such thing')"),
              python("signal", "import os; os.abort()"),
-             python("hang", "import time; print('here', flush=True); time.sleep(60)", 1),
+             Step("hang", ["sh", "-c", "echo here; exec sleep 60"], 2),
              Step("missing", [str(tmp_path / "nothing")], 1),
              python("well", "import os; print(os.environ['GIVEN'])", GIVEN="this")]
     found = list(gpu_suite.run_steps(every, tmp_path))
@@ -28,7 +28,7 @@ def test_each_step_survives_the_others(tmp_path, capsys):
         ["failed", "status"], ["failed", "signal"], ["failed", "hang"], ["failed", "missing"],
         ["ok", "well"]]
     for line, text in zip(lines, ("ended with status 1: error: no such thing", "signal 6",
-                                  "did not end within 1 seconds", "No such file")):
+                                  "did not end within 2 seconds", "No such file")):
         assert text in line
     assert (tmp_path / "well.log").read_text() == "this\n"
     assert (tmp_path / "hang.log").read_text() == "here\n"

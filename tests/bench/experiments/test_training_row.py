@@ -66,7 +66,9 @@ def test_a_step_waits_for_all_of_its_work(comm, number):
         values = {name: one.values for name, one in found.raw.items()}
         waited = values["slept"] + values["overlapped"]
         assert (waited >= values["modelled"] * (1 - 1e-9)).all() and (waited > 0).all()
-        assert (values["samples"] >= values["modelled"].max()).all()
+        # In all: a sleep that lasts too long shortens those of the next step.
+        least = len(values["samples"]) * values["modelled"].max()
+        assert values["samples"].sum() >= least * (1 - 1e-9)
         assert {"loss", "loss after a step"} < {one.quantity for one in found.checks}
         assert found.configuration["mesh"] == str(division)
 

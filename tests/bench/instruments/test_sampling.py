@@ -1,12 +1,13 @@
 """Sides of a comparison take turns, and end when what is compared is known."""
-import time
 from functools import partial
+from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.instruments.clock import Clock
+from bench.instruments import timing
 from bench.instruments.sampling import (Sample, compare_in_turns, makespans_in_turns,
                                         repeat_calls, time_alone)
 from bench.instruments.timing import Limits
@@ -70,13 +71,17 @@ def test_repeated_calls_hold_one_result():
     assert repeat_calls(Result, 5)().number == 5 and Result.most == 1
 
 
-def test_steps_in_turns_have_the_seconds_of_each():
-    """Six rounds of two steps, which are not over after the seconds of one step."""
-    steps = [partial(time.sleep, seconds) for seconds in (4e-3, 8e-3)]
-    found, ended_by = makespans_in_turns(steps, Limits(2, 6, 0.04, 1e-9), 0, MPI.COMM_SELF,
-                                         lambda: None, Clock(MPI.COMM_SELF))
-    assert ended_by in ("repetitions", "seconds") and len(found[0]) == len(found[1]) > 3
-    assert min(found[0]) >= 4e-3 and min(found[1]) >= 8e-3
+def test_steps_in_turns_have_the_seconds_of_each(monkeypatch):
+    """Rounds of two steps, which are not over after the seconds of one step."""
+    clock = SimpleNamespace(time=100.0, now=lambda: clock.time)
+    monkeypatch.setattr(timing, "perf_counter", clock.now)
+
+    def step(seconds):
+        clock.time += next(seconds)
+    steps = [partial(step, cycle(seconds)) for seconds in ([4, 6], [8, 12])]
+    found, ended_by = makespans_in_turns(steps, Limits(2, 9, 40, 1e-9), 0, MPI.COMM_SELF,
+                                         lambda: None, clock)
+    assert ended_by == "seconds" and found == [3 * [4, 6], 3 * [8, 12]]
 
 
 def test_a_rank_alone():

@@ -96,7 +96,6 @@ def test_what_may_not_be_read_is_neither_missing_nor_damaged(tmp_path, finished,
     tmp_path.chmod(0o755)
 
 
-@pytest.mark.limit(30)
 def test_what_is_no_file_of_results_leaves_itself_out(tmp_path, finished):
     os.mkfifo(tmp_path / "pipe.h5")
     (tmp_path / "folder.h5").mkdir()

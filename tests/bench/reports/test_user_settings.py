@@ -1,10 +1,13 @@
 """Figures are the same whatever a user's matplotlib is set to; what is not drawn is a line."""
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from importlib import resources
+from pathlib import Path
 
+import matplotlib
 import pytest
 
 from bench.__main__ import main
@@ -74,6 +77,8 @@ def test_settings_of_the_user_change_no_figure(plain, tmp_path, place, value):
                                              else value.encode())
         variables = {} if where == folder else {"MPLCONFIGDIR": str(where),
                                                 "MATPLOTLIBRC": str(where)}
+        for fonts in Path(matplotlib.get_cachedir()).glob("fontlist-*.json"):
+            shutil.copy(fonts, where)    # a search for them takes long, and is said after 5 s
     done = subprocess.run([sys.executable, "-c", DRAW], cwd=folder, text=True,
                           capture_output=True, env=os.environ | variables)
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -81,7 +86,6 @@ def test_settings_of_the_user_change_no_figure(plain, tmp_path, place, value):
 
 
 def test_variables_and_settings_of_a_program_stay(monkeypatch):
-    import matplotlib
     monkeypatch.setenv("MPLBACKEND", "svg")
     monkeypatch.delenv("MATPLOTLIBRC", raising=False)
     with matplotlib.rc_context({"font.size": 31}):

@@ -130,7 +130,7 @@ DAMAGES = {
     "no time": (writes("samples/forward", 0.0, (0, 0)), "not greater than 0"),
     "interval": (edit(spread_out), "those of the samples are not: forward"),
     "skew": (writes("samples/forward_late", 1.0), "some rank is the first"),
-    "crowded": (sets("environment", ranks_on_this_node=64), "64 ranks on"),
+    "crowded": (sets("environment", cores=64, oversubscribed=True), "2 ranks on 64 cores, but"),
     "ranks": (sets("environment", ranks=4),
               "environment/ranks says 4 ranks, the samples are of 2"),
     "words": (writes("traffic/words", 1), "the words counted are"),

@@ -151,6 +151,7 @@ def test_folders_of_another_user(tmp_path):
 def test_a_folder_that_cannot_be_listed_is_refused_in_one_line(tmp_path):
     """What is written there could not be found again."""
     model, folder = transformer(), tmp_path / "run"
+    saved(tmp_path / "mine", model, 1)    # all is imported while files of this user can be read
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     folder.chmod(0o300)

@@ -331,11 +331,12 @@ def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     alone = ("import os; assert not [name for name in os.environ if name.startswith('SLURM_')]; "
              f"assert os.environ.keys() >= {set(cuda_aware.launcher.PERMISSIONS)}")
-    for program, expected in (("import time; time.sleep(60)", "did not end within 2 seconds"),
-                              ("raise SystemExit(3)", "ended with status 3"), (alone, "")):
+    for seconds, program, expected in (
+            (2, "import time; time.sleep(60)", "did not end within 2 seconds"),
+            (60, "raise SystemExit(3)", "ended with status 3"), (60, alone, "")):
         monkeypatch.setattr(cuda_aware.launcher, "mpirun_command",
                             lambda *_, program=program: [sys.executable, "-c", program])
-        found = cuda_aware.find_problem.__wrapped__(seconds=2)
+        found = cuda_aware.find_problem.__wrapped__(seconds=seconds)
         assert found.endswith(expected) and bool(found) == bool(expected), found
     monkeypatch.setattr(cuda_aware, "claims_cuda_support", lambda: False)
     assert "says that it does not" in cuda_aware.find_problem.__wrapped__()

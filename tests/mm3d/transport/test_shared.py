@@ -287,8 +287,11 @@ def test_regions_are_used_again_once_all_ranks_have_given_them_back(comm):
 
 
 @pytest.mark.ranks(4)
-def test_each_rank_accounts_for_its_share(comm):
-    """A gathered array is there once for all ranks, a term once for each."""
+def test_each_rank_accounts_for_its_share(comm, no_backends):
+    """A gathered array is there once for all ranks, a term once for each.
+
+    The memory is this test's own: what others held may be given back at any time.
+    """
     with on_grid(comm, x=comm.size) as grid:
         before = grid.backend.memory()["in_use"]
         split = Split(grid.x, 0, 40)
@@ -499,4 +502,4 @@ comm.Barrier()
 
     before = names()
     assert run_ranks(8, str(program)).returncode != 0
-    assert names() == before
+    assert names() <= before    # what another run of the tests had may be gone
