@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Callable
 
+from bench.instruments.leftover_memory import FOLDER, abandoned_segments, remove_segments
 from mm3d import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,7 @@ def _run(command: list[str], timeout: float, cwd: str | Path | None,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, start_new_session=True)
     _running.add(process)
-    late = ""
+    others, late = {*FOLDER.glob("mpich_sh*")}, ""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -100,6 +101,8 @@ def _run(command: list[str], timeout: float, cwd: str | Path | None,
     finally:
         _kill(process)
         _running.discard(process)
+    if process.returncode:    # ranks that are killed leave theirs, and a container has 64 MB
+        remove_segments([one for one in abandoned_segments() if one.path not in others])
     code = process.returncode or (1 if late else 0)
     return subprocess.CompletedProcess(command, code, out, err + late)
 
