@@ -62,6 +62,17 @@ def oldest() -> list[str]:
     return [re.sub(r"(\[.*?\])?>=", "==", line) for line in lines]
 
 
+def test_every_file_that_is_no_module_is_installed():
+    """Each matches a pattern: one in each line, as setuptools splits a list of several lines."""
+    read = configparser.ConfigParser()
+    read.read(ROOT / "setup.cfg", encoding="utf-8")
+    patterns = read["options.package_data"]["*"].strip().splitlines()
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()
+             and path.suffix not in (".py", ".pyc") and path.name != "README.rst"]
+    left = [str(path) for path in files if not any(path.match(pattern) for pattern in patterns)]
+    assert len(files) > 50 and not left
+
+
 def test_every_requirement_has_one_lower_bound():
     """So that the oldest of everything is what `oldest` lists."""
     lines = [line for name, found in requirements().items() if name != "all" for line in found]

@@ -242,4 +242,5 @@ def test_run_and_matmul_write_traces(tmp_path):
         file = tmp_path / f"t-weak-{scheme}-p008-tiny.json"
         assert len(tracks(json.loads(file.read_text()))) == 8
     runs = [run_file.read_run(path) for path in tmp_path.glob("weak-*.h5")]
-    assert [set(run.groups) for run in runs] == [{"parts", "machine", "memory"}] * 2
+    assert [set(run.groups) for run in runs] == [
+        {"clock", "machine", "memory", "parts", "published", "traffic"}] * 2

@@ -94,7 +94,7 @@ def test_the_placement_is_recorded_and_changes_no_result(tmp_path):
         assert np.array_equal(a.traffic[name], b.traffic[name], equal_nan=True), name
     done = run_ranks(8, "-m", "bench", "run", "--table", "strong", "--scheme", "1d", "--preset",
                      "tiny", "--inside", "y", "--out", str(tmp_path / "none"))
-    assert done.returncode == 1 and done.stdout.count("--inside y: ") == 1
+    assert done.returncode == 2 and done.stderr.count("--inside y: ") == 1
 
 
 @pytest.mark.slow
