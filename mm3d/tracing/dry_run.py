@@ -13,7 +13,6 @@ elementwise pass, every collective, and the memory over time, exactly.
 import math
 import sys
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Callable
 
 from mm3d.arrays import backend as backends
@@ -91,7 +90,7 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
 
 def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
                block: int = sys.maxsize, options: dict[str, Any] | None = None,
-               halves: bool = False, **sizes: Any) -> Trace:
+               **sizes: Any) -> Trace:
     """Trace a forward and a backward pass of a Transformer on one rank.
 
     Parameters
@@ -100,8 +99,6 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         As in `mm3d.scheme`.
     ranks, rank, block
         As in `trace`; rank 0 has the largest blocks.
-    halves : bool
-        Whether backward is traced in its halves, "backward_input" and "backward_weights".
     **sizes
         As in `mm3d.Transformer`.
 
@@ -120,7 +117,7 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
                          f"{MOST_LAYERS} at most would do")
     return trace(lambda comm, backend: Transformer(
         make_scheme(name, comm, grid, backend, **(options or {})), **sizes), ranks, rank, block,
-        partial(step_of_chunks, halves=halves))
+        step_of_chunks)
 
 
 def step_of_chunks(model: Any, trace: Trace, halves: bool = False) -> None:

@@ -2,11 +2,11 @@
 
 import json
 from math import inf
-from numbers import Real
 from pathlib import Path
 from typing import Any, Callable
 
 from bench.errors import UsageError
+from mm3d.arrays.plain_numbers import is_number
 
 COMPUTED = ("float64", "float32", "float16", "bfloat16")
 ALONG = {"data", "tensor", "sequence", "stages"}    # what ranks divide
@@ -16,7 +16,7 @@ Check = tuple[Callable[[Any], bool], str]
 def _number(least: float, most: float, wanted: str, *, above: bool = False) -> Check:
     """Return a check of a number of `least` to below `most`, or above `least`."""
     def good(value: Any) -> bool:
-        return isinstance(value, Real) and not isinstance(value, bool) and (
+        return is_number(value) and (
             least < value < most if above else least <= value < most)
     return good, wanted
 

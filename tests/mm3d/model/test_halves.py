@@ -1,5 +1,6 @@
 """Backward in two halves, input and weights: the same bits as the whole, in any order."""
 from collections import Counter
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -86,9 +87,12 @@ def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
 def every_dry_rank(parallelism, sizes, **rest) -> list[Trace]:
     """Dry runs of all ranks of a parallelism, backward in halves."""
     ranks = int(np.prod(parallelism.grid))
-    return [dry_run.trace_step(parallelism.name, ranks, parallelism.grid, rank,
-                               backend.Backend.block, parallelism.options, halves=True, **sizes,
-                               **rest) for rank in range(ranks)]
+    return [dry_run.trace(
+        lambda comm, library: mm3d.Transformer(mm3d.scheme(
+            parallelism.name, comm, parallelism.grid, library, **parallelism.options),
+            **sizes, **rest),
+        ranks, rank, backend.Backend.block, partial(dry_run.step_of_chunks, halves=True))
+        for rank in range(ranks)]
 
 
 CLOSED = [Parallelism("3d", (2, 1, 3)), Parallelism("1d-sp", (4,)), Parallelism("2d", (2, 2)),
