@@ -3,8 +3,8 @@
 Each of these four parts is a record of its own: products beside bare calls of the library,
 elementwise kernels beside a copy, one Transformer layer beside PyTorch's, and one layer of every
 row of both tables with the blocks of rank 0, without communication.  All are compared with NumPy
-first, layers at a small size.  Seconds are measured by the device, between two marks in its
-stream.
+first, layers at a small size, and at the size that is timed with PyTorch's.  Seconds are measured
+by the device, between two marks in its stream.
 """
 
 import gc
@@ -20,7 +20,7 @@ from bench.cases.case import make_case
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
-from bench.experiments.products import operands
+from bench.experiments.gpu.gpu_cases import LayerStep, TorchLayerStep
 from bench.instruments.sampling import measured_environment, pad_samples, take_samples
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
@@ -93,11 +93,8 @@ class GpuBenchmark:
         return take_samples(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
 
     def draw_array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
-        """Draw normally distributed numbers, all of them different."""
-        a = self.backend.empty(shape, dtype)
-        values = operands.fill(self.backend.empty(shape, "float32"), self.backend, self.seed, name)
-        a[...] = self.backend.xp.astype(values, a.dtype, copy=False)
-        return a
+        """Draw normally distributed numbers."""
+        return gpu_cases.draw_array(self.backend, shape, dtype, self.seed, name)
 
     def measure_gemm(self) -> Measurements:
         """Measure C = A B as the model computes it, and by one bare call of the library."""
@@ -141,7 +138,7 @@ class GpuBenchmark:
         launch.
         """
         found, flops, checks = [], [], []
-        batch, seq = self.scale.tokens
+        (batch, seq), torch = self.scale.tokens, gpu_cases.find_torch(self.backend)
         for mode in self.modes:
             with mode:
                 checks += device_checks.check_layer(mode)
@@ -150,17 +147,20 @@ class GpuBenchmark:
                     sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
                     work = float(sum(mm3d.cost.flops(sizes).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
-                    step = self.layer_step(scheme, sizes, mode.dtype)
+                    step = LayerStep(scheme, sizes, mode.dtype, self.seed)
                     checks += device_checks.check_finite(
                         self.backend, f"a layer of hidden {hidden} {mode}", step)
+                    theirs = None
+                    if torch:
+                        theirs = TorchLayerStep(*torch, heads, step.operands(), mode)
+                        checks += device_checks.check_beside_torch(mode, hidden, step.check(),
+                                                                   theirs.check())
                     own = [self.sample_seconds(step)]
                     if "mm3d, graph" in self.libraries:
                         own.append(self.sample_seconds(scheme.grid.graph(step)))
                     del step
                     gc.collect()
-                    theirs = gpu_cases.torch_layer_step(self.backend, sizes, mode)
-                    other = self.sample_torch(theirs) if theirs else [np.nan]
-                    found += [own[0], other, *own[1:]]
+                    found += [own[0], self.sample_torch(theirs) if theirs else [np.nan], *own[1:]]
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
@@ -183,20 +183,11 @@ class GpuBenchmark:
             scheme = mm3d.scheme(row.scheme, DryCommunicator(row.gpus), None, self.backend)
             # Blocks that would have been received have no defined contents.
             with mode, np.errstate(all="ignore"):
-                found.append(self.sample_seconds(self.layer_step(scheme, sizes, mode.dtype)))
+                found.append(self.sample_seconds(
+                    LayerStep(scheme, sizes, mode.dtype, self.seed)))
             names.append(f"{row.table} {row.scheme} {row.gpus}")
             gc.collect()
         return self.make_record("gpu-rows", {"row": names}, found, checks)
-
-    def layer_step(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
-        """Return a step: forward and backward of one layer on this rank's blocks."""
-        model = mm3d.Transformer(scheme, **sizes, seed=self.seed, dtype=dtype)
-        x, dy = model.random("input"), model.random("output gradient")
-
-        def step() -> tuple[Any, Any]:
-            y, saved = model.forward(x)
-            return y, model.backward(dy, saved)
-        return step
 
     def make_record(self, kind: str, scales: dict, found: list[list[float]],
                     checks: list[Check], rate: Rate | None = None) -> Measurements:
