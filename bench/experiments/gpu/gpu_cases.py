@@ -189,13 +189,24 @@ class TorchLayerStep:
         self.layer.x, self.layer.dy = there(self.layer.x, True), there(self.layer.dy, False)
         self.layer.p = {name: there(a, True) for name, a in self.layer.p.items()}
 
-    def __call__(self) -> float:
-        """Return the seconds of forward and backward."""
-        begun = time.perf_counter()
+    def __call__(self) -> None:
+        """Run forward and backward."""
         self.layer.step()
-        if self.where == "cuda":
-            self.torch.cuda.synchronize()
-        return time.perf_counter() - begun
+
+    def record_mark(self) -> Any:
+        """Mark this place in PyTorch's stream, as `Backend.record_mark` does in the backend's."""
+        if self.where == "cpu":
+            return time.perf_counter()
+        mark = self.torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Wait for `end`; return the seconds since `start`."""
+        if self.where == "cpu":
+            return end - start
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
 
     def check(self) -> dict[str, Any]:
         """Return the results of a call, by the names that checks use."""

@@ -21,7 +21,8 @@ from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
 from bench.experiments.gpu.gpu_cases import LayerStep, TorchLayerStep
-from bench.instruments.sampling import measured_environment, pad_samples, take_samples
+from bench.instruments.sampling import (measured_environment, pad_samples, take_samples,
+                                        take_samples_in_turns)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
@@ -81,16 +82,26 @@ class GpuBenchmark:
                 raise UsageError(f"--graph: {problem}")
             self.libraries.append("mm3d, graph")
 
-    def sample_seconds(self, step: Step) -> list[float]:
-        """Take samples of the seconds of a call of `step`, after two calls that do not count."""
+    def sampler(self, step: Step, clock: Any = None) -> Callable[[], float]:
+        """Return a function that takes a sample of the seconds of a call of `step`.
+
+        Two calls that do not count come first.  `clock` places marks in the stream of the step's
+        library, by default the backend's.
+        """
+        clock = clock or self.backend
+
         def sample(calls: int) -> float:
-            start = self.backend.record_mark()
+            start = clock.record_mark()
             for _ in range(calls):
                 step()
-            return self.backend.seconds_between(start, self.backend.record_mark()) / calls
+            return clock.seconds_between(start, clock.record_mark()) / calls
         sample(1)
         calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
-        return take_samples(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
+        return lambda: sample(calls)
+
+    def sample_seconds(self, step: Step) -> list[float]:
+        """Take samples of the seconds of a call of `step`."""
+        return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
 
     def draw_array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
         """Draw normally distributed numbers."""
@@ -132,7 +143,7 @@ class GpuBenchmark:
                                 Rate("bandwidth", "byte s-1", moved))
 
     def measure_layer(self) -> Measurements:
-        """Measure forward and backward of one layer, by mm3d and by PyTorch.
+        """Measure forward and backward of one layer, by mm3d and by PyTorch, in turns.
 
         PyTorch's are NaN where it is not installed; with `graph` mm3d's are measured also as one
         launch.
@@ -155,22 +166,21 @@ class GpuBenchmark:
                         theirs = TorchLayerStep(*torch, heads, step.operands(), mode)
                         checks += device_checks.check_beside_torch(mode, hidden, step.check(),
                                                                    theirs.check())
-                    own = [self.sample_seconds(step)]
+                    sides = [self.sampler(step)]
+                    if theirs:
+                        sides.append(self.sampler(theirs, theirs))
                     if "mm3d, graph" in self.libraries:
-                        own.append(self.sample_seconds(scheme.grid.graph(step)))
-                    del step
+                        sides.append(self.sampler(scheme.grid.graph(step)))
+                    taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
+                    if not theirs:
+                        taken.insert(1, [np.nan])
+                    del step, theirs, sides
                     gc.collect()
-                    found += [own[0], self.sample_torch(theirs) if theirs else [np.nan], *own[1:]]
+                    found += taken
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
         return self.make_record("gpu-layer", scales, found, checks, Rate("rate", "s-1", flops))
-
-    def sample_torch(self, step: Callable[[], float]) -> list[float]:
-        """Take samples of PyTorch's step, which times itself."""
-        step()
-        step()
-        return take_samples(step, self.limits, MPI.COMM_SELF)[0]
 
     def measure_rows(self) -> Measurements:
         """Measure a layer of each row of both tables on rank 0's blocks, without communication."""
