@@ -54,6 +54,7 @@ class GpuKernels:
         """Launch the kernel `name` for the type of `like`; nothing if there are no blocks."""
         if 0 in blocks:
             return
+        self.library.join_stream()
         function = self._functions.get((name, like.dtype))
         if function is None:
             function = self._look_up_kernel(name, like.dtype)
