@@ -366,6 +366,7 @@ def test_products_of_all_forms_and_layouts(cupy, dtype, m, k, n):
 def test_the_record_names_the_device(cupy):
     found = machine.describe_host("cupy", 1, "MPICH Version: 5", "python -m bench")
     assert found["gpu"] == "none" and found["cuda_driver"] == 13000    # the fake's
+    assert found["tf32"] is False    # a record of a whole number would not be read
     assert "gpu" not in machine.describe_host("numpy", 1, "MPICH Version: 5", "")
 
 
