@@ -166,7 +166,8 @@ class CupyBackend(Backend):
             runtime.memcpyAsync(to, source, length, getattr(runtime, kind), stream.ptr)
 
     def mpi_buffer(self, a: Array) -> Array:
-        return a.view(np.uint16) if str(a.dtype) in ("float16", "bfloat16") else a
+        a = a.view(np.uint16) if str(a.dtype) in ("float16", "bfloat16") else a
+        return a if a.size else a.reshape(-1)    # in (4, 0) mpi4py finds gaps
 
     def pointer(self, a: Array) -> int:
         """Return the address of the first element."""

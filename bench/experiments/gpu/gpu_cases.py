@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import numpy as np
@@ -50,21 +50,23 @@ SCALES = {"paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192
 
 @dataclass(frozen=True)
 class Mode:
-    """A dtype, with or without TensorFloat-32 in products; `with` puts it in force."""
+    """A dtype, with or without TensorFloat-32 in products; `with` puts it in force, also again."""
 
     backend: Backend
     dtype: str
     tf32: bool = False
     itemsize: int = 0
+    before: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "tf32" if self.tf32 else self.dtype
 
     def __enter__(self) -> None:
+        self.before.append(getattr(self.backend, "tf32", False))
         self.backend.tf32 = self.tf32
 
     def __exit__(self, *_: object) -> None:
-        self.backend.tf32 = False
+        self.backend.tf32 = self.before.pop()
 
 
 def list_modes(backend: Backend) -> list[Mode]:

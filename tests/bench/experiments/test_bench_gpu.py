@@ -93,6 +93,17 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
         assert not list(tmp_path.glob("*.h5"))
 
 
+def test_a_check_within_a_mode_leaves_it_in_force():
+    """A layer's small model is checked in the mode in which the layer is timed."""
+    numpy = backend.get("numpy")
+    with gpu_cases.Mode(numpy, "float32", tf32=True), gpu_cases.Mode(numpy, "float32", tf32=True):
+        assert numpy.tf32
+        with gpu_cases.Mode(numpy, "float64"):
+            assert not numpy.tf32
+        assert numpy.tf32
+    assert not numpy.tf32
+
+
 def test_what_is_no_number_is_found():
     numpy, a = backend.get("numpy"), np.ones(3, np.float16)
     assert device_checks.check_finite(numpy, "ones", lambda: (a, a))[0].passed

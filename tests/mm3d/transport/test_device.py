@@ -46,6 +46,7 @@ def test_every_collective_even_and_uneven(comm, carried):
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
     assert comm.size == 1 or grid.x.transport.name == carried
     assert selftest.failed_collectives(grid, (1, 700), ("float16",)) == []
+    assert grid.x.all_reduce(grid.backend.empty((4, 0), "float32")).shape == (4, 0)
     grid.free()
 
 
