@@ -20,9 +20,8 @@ from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 
-# A product during which a collective goes on is divided into at most MAX_PANELS panels, each of a
-# multiple of PANEL_ROWS rows.  BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds
-# differently in a last, shorter block.  Panels of whole blocks leave every bit as it is.
+# A product during which a collective goes on has at most MAX_PANELS panels of multiples of
+# PANEL_ROWS rows: BLAS rounds differently in a last block of fewer than 12 or 24 rows.
 MAX_PANELS, PANEL_ROWS = 8, 96
 _has_16_bits = cache(lambda dtype: str(dtype) in ("float16", "bfloat16"))    # names are slow
 DTYPES = ("float64", "float32", "float16")    # of models, that every library has
@@ -47,8 +46,7 @@ class Backend:
     pool : object
         Lends the memory of the arrays, and counts it.
     block : int
-        Elements that elementwise work handles at a time: as many as stay in cache on a
-        processor, all at once where each operation is a kernel launch.
+        Elements that elementwise work handles at a time: those that stay in cache, or all.
     host_buffers : bool
         Whether MPI may read and write the arrays in place.
     has_device : bool
@@ -92,8 +90,7 @@ class Backend:
         number : int
             Number of the rank on its node.
         counted : float
-            Number of ranks that were counted, infinite for all ranks.  The call is ignored if
-            an earlier one counted more.
+            Number of ranks that were counted, infinite for all; fewer than before are ignored.
 
         Raises
         ------
@@ -165,11 +162,15 @@ class Backend:
 
     def contiguous(self, a: Array) -> Array:
         """Return `a` itself if it is contiguous, otherwise a contiguous copy."""
-        if self.is_contiguous(a):
-            return a
-        copy = self.empty(a.shape, a.dtype)
-        copy[...] = a
-        return copy
+        if not self.is_contiguous(a):
+            gaps, a = a, self.empty(a.shape, a.dtype)
+            a[...] = gaps
+        return a
+
+    def add_to(self, a: Array, b: Array) -> Array:
+        """Compute a += b, of one shape; return `a`."""
+        a += b
+        return a
 
     def take_rows(self, a: Array, rows: np.ndarray, out: Array) -> Array:
         """Copy the rows of `a` with these numbers, integers of the host, to `out`; return it.
@@ -190,8 +191,7 @@ class Backend:
         a, b, out : Array
             (m, k), (k, n) and (m, n).
         progress : callable, optional
-            If given, the product is made in panels of rows, and this is called after each of
-            them, so that collectives in flight make progress.
+            Called after each panel of rows, so that collectives in flight make progress.
         """
         if a.dtype.itemsize == 2:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))

@@ -18,6 +18,7 @@ from mm3d import launcher
 from mm3d.arrays import backend
 from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.cublas import Cublas
+from mm3d.arrays.cupy_graph import Graph
 from mm3d.arrays.cupy_kernels import GpuKernels
 from mm3d.arrays.device_choice import gpu_of_rank
 
@@ -225,6 +226,11 @@ class CupyBackend(Backend):
         elif not add:
             out[...] = 0
 
+    def add_to(self, a: Array, b: Array) -> Array:
+        if self.kernels is None or a.dtype not in self.kernels.dtypes:
+            return super().add_to(a, b)
+        return self.kernels.add_to(a, b)
+
     def compile_module(self, code: str, options: tuple[str, ...], names: list[str]) -> Any:
         """Compile CUDA C++ for this GPU; `names` are the instances of its templates."""
         return self.xp.RawModule(code=code, options=options, name_expressions=names)
@@ -259,46 +265,6 @@ class CupyBackend(Backend):
         self._forget_finished_copies()
         self.pool.free_all_blocks()
         self.xp.get_default_pinned_memory_pool().free_all_blocks()    # of the transport `staged`
-
-
-class Graph:
-    """Record the device's work of a step as a CUDA graph; each call launches it again.
-
-    Memory that the step allocates is from a pool of the graph, so that its addresses are never
-    given to other arrays; the step's inputs are read and written in place.  The step runs once
-    before it is recorded, to allocate all memory and compile all kernels.
-
-    Parameters
-    ----------
-    backend : CupyBackend
-        The backend whose stream is recorded.
-    step : callable
-        The step; the host does nothing else in it, such as MPI.
-
-    Attributes
-    ----------
-    result : object
-        The result of `step`; each call overwrites its arrays.
-    """
-
-    def __init__(self, backend: CupyBackend, step: Callable[[], Any]) -> None:
-        self._stream, self._step = backend.stream, step
-        before, backend.pool = backend.pool, backend.xp.cuda.MemoryPool()
-        self._pool = backend.pool
-        try:
-            step()
-            backend.synchronize()
-            self._stream.begin_capture()
-            try:
-                self.result = step()
-            finally:
-                self._graph = self._stream.end_capture()
-        finally:
-            backend.pool = before
-
-    def __call__(self) -> Any:
-        self._graph.launch(self._stream)
-        return self.result
 
 
 def _import_cupy() -> Any:

@@ -28,11 +28,15 @@ __device__ inline void put(double &y, double x) { y = x; }
 __device__ inline void put(float &y, double x) { y = (float)x; }
 __device__ inline void put(bf16_t &y, float x)
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
     unsigned u = __float_as_uint(x);
     if (x != x)
         y.bits = (unsigned short)((u >> 16) | 64);
     else
         y.bits = (unsigned short)((u + 0x7FFF + ((u >> 16) & 1)) >> 16);    // to nearest even
+#endif
 }
 __device__ inline void put(half_t &y, float x)
 {
@@ -77,11 +81,18 @@ __device__ void with_rows(long long rows, long long cols, const T *a, const T *b
 
 // --- GELU, bias, scale ---------------------------------------------------------------------
 
-// (1 + tanh v) / 2 = 1 / (1 + exp(-2 v)), in a third of the instructions and without cancellation.
+// Powers of 2 and reciprocals take a few instructions of a GPU, in float.
+__device__ inline float power_of_2(float x) { return exp2f(x); }
+__device__ inline double power_of_2(double x) { return exp2(x); }
+__device__ inline float reciprocal(float x) { return __fdividef(1.0f, x); }
+__device__ inline double reciprocal(double x) { return 1 / x; }
+
+// (1 + tanh v) / 2 = 1 / (1 + exp(-2 v)) for v = sqrt(2 / pi) (u + 0.044715 u^3), without
+// cancellation.
 template <typename V> __device__ inline V logistic(V u)
 {
-    const V a = (V)1.59576912160573071176, b = (V)(1.59576912160573071176 * 0.044715);
-    return 1 / (1 + exp(-u * (a + b * (u * u))));
+    const V a = (V)-2.30220819814432489, b = (V)(-2.30220819814432489 * 0.044715);
+    return reciprocal(1 + power_of_2(u * (a + b * (u * u))));    // a = -2 sqrt(2 / pi) / ln 2
 }
 template <typename V> __device__ inline V gelu(V u) { return u * logistic(u); }
 template <typename V> __device__ inline V gelu_slope(V u)
@@ -104,6 +115,45 @@ template <typename T>
 __global__ void scale_rows(const T *a, const T *b, T *y, long long rows, long long cols)
 {
     with_rows(rows, cols, a, b, y, [](W u, W v) { return u * v; });
+}
+
+// --- Sums and copies of arrays ---------------------------------------------------------------
+
+template <typename T> __global__ void add_arrays(const T *a, const T *b, T *y, long long length)
+{
+    const int width = 16 / sizeof(T);
+    const long long c = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * width;
+    if (aligned(a, b, y) && c + width <= length) {
+        Pack<T> u = *(const Pack<T> *)(a + c);
+        const Pack<T> v = *(const Pack<T> *)(b + c);
+        for (int i = 0; i < width; i++)
+            put(u.of[i], wide(u.of[i]) + wide(v.of[i]));
+        *(Pack<T> *)(y + c) = u;
+    } else
+        for (long long j = c; j < length && j < c + width; j++)
+            put(y[j], wide(a[j]) + wide(b[j]));
+}
+// Copy an array (n0, n1, n2, d), whose rows of d elements have no gaps, between two layouts: x0, y0
+// and so on are the distances of its first three dimensions.  It has fewer than 2^31 elements.
+template <typename T>
+__global__ void copy_rows(const T *x, T *y, int length, int n1, int n2, int d, long long x0,
+                          long long x1, long long x2, long long y0, long long y1, long long y2)
+{
+    const int width = 16 / sizeof(T);
+    const bool packed = aligned(x, y, y) && d % width == 0
+                        && (x0 | x1 | x2 | y0 | y1 | y2) % width == 0;
+    const int step = packed ? width : 1;
+    for (long long j = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * step; j < length;
+         j += (long long)gridDim.x * blockDim.x * step) {
+        const int row = (int)j / d, c = (int)j % d;
+        const int k2 = row % n2, k1 = row / n2 % n1, k0 = row / n2 / n1;
+        const T *from = x + k0 * x0 + k1 * x1 + k2 * x2 + c;
+        T *to = y + k0 * y0 + k1 * y1 + k2 * y2 + c;
+        if (packed)
+            *(Pack<T> *)to = *(const Pack<T> *)from;
+        else
+            *to = *from;
+    }
 }
 
 // --- Sums over rows: blocks of 32 packs of columns x 8 rows, a part for each block of rows ----

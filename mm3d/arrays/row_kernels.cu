@@ -177,11 +177,14 @@ __global__ void norm_backward(const T *dy, const T *xhat, const W *rstd, const W
 }
 
 // --- Softmax of scores (heads, queries, positions), one warp a row ---------------------------
-// Scores are scaled here; in a causal row q positions beyond first + q have no weight.  A lane
-// holds up to `HELD` elements of a row; elements of longer rows are read again.
+// Scores are scaled here; in a causal row q positions beyond first + q have no weight.  Of rows that
+// can be read by fours, a lane holds up to 4 `FOURS` elements; others are read again.
 
-const int HELD = 32;
+const int FOURS = 8;
 template <typename T> struct alignas(4 * sizeof(T)) Quad { T of[4]; };
+template <typename V> struct Log { static constexpr V of_e = (V)1.44269504088896340736,
+                                                       of_2 = (V)0.69314718055994530942; };
+
 template <typename V, typename F> __device__ inline V across_warp(V x, F join)
 {
     for (int d = 16; d > 0; d /= 2)
@@ -192,44 +195,66 @@ template <typename V> __device__ inline V warp_sum(V x)
 {
     return across_warp(x, [](V a, V b) { return a + b; });
 }
-// The column of the element that a lane holds at place 4 k + i; four neighbours if `four`.
-__device__ inline int column(int k, int i, bool four)
+template <typename V> __device__ inline V warp_top(V x)
 {
-    const int lane = threadIdx.x % 32;
-    return four ? (32 * k + lane) * 4 + i : (4 * k + i) * 32 + lane;
+    return across_warp(x, [](V a, V b) { return a > b ? a : b; });
 }
-template <typename T> __device__ inline bool by_four(const T *a, const void *b, int length)
+template <typename T> __device__ inline bool by_fours(const T *a, const void *b, int length)
 {
     return length % 4 == 0 && ((size_t)a & (4 * sizeof(T) - 1)) == 0 && aligned(b, b, b);
 }
-template <typename T> __device__ inline void hold(W *held, const T *row, int length, bool four)
+// Call f for each of the fours that this lane holds, with its number and its first column.
+template <int N, typename F> __device__ inline void each_four(int length, F f)
 {
-    for (int k = 0; k < HELD / 4; k++) {
-        if (128 * k >= length)
-            continue;
-        Quad<T> q;
-        if (four && column(k, 0, four) < length)
-            q = *(const Quad<T> *)(row + column(k, 0, four));
-        for (int i = 0; i < 4; i++)
-            if (column(k, i, four) < length)
-                held[4 * k + i] = wide(four ? q.of[i] : row[column(k, i, four)]);
+    for (int k = 0; k < N; k++) {
+        const int c = (32 * k + (int)threadIdx.x % 32) * 4;
+        if (c < length)
+            f(k, c);
     }
 }
-template <typename T> __device__ inline void put_held(T *row, const W *held, int length, bool four)
+template <typename T, int N>
+__device__ W softmax_held(const W *s, T *p, int length, int seen, W scale)
 {
-    for (int k = 0; k < HELD / 4; k++) {
-        if (128 * k >= length)
-            continue;
+    const W none = -__uint_as_float(0x7F800000u);
+    Quad<W> held[N];
+    W top = none, sum = 0;
+    each_four<N>(length, [&](int k, int c) {
+        held[k] = *(const Quad<W> *)(s + c);
+        for (int i = 0; i < 4; i++) {
+            held[k].of[i] = c + i < seen ? held[k].of[i] * scale : none;
+            top = held[k].of[i] > top ? held[k].of[i] : top;
+        }
+    });
+    top = warp_top(top);
+    each_four<N>(length, [&](int k, int c) {
+        for (int i = 0; i < 4; i++) {
+            held[k].of[i] = power_of_2(held[k].of[i] - top);
+            sum += held[k].of[i];
+        }
+    });
+    sum = warp_sum(sum);
+    const W by = 1 / sum;
+    each_four<N>(length, [&](int k, int c) {
         Quad<T> q;
         for (int i = 0; i < 4; i++)
-            if (column(k, i, four) < length) {
-                put(q.of[i], held[4 * k + i]);
-                if (!four)
-                    row[column(k, i, four)] = q.of[i];
-            }
-        if (four && column(k, 0, four) < length)
-            *(Quad<T> *)(row + column(k, 0, four)) = q;
-    }
+            put(q.of[i], held[k].of[i] * by);
+        *(Quad<T> *)(p + c) = q;
+    });
+    return top + log2(sum);
+}
+template <typename T>
+__device__ W softmax_read_again(const W *s, T *p, int length, int seen, W scale)
+{
+    W top = -__uint_as_float(0x7F800000u), sum = 0;
+    for (int c = threadIdx.x % 32; c < seen; c += 32)
+        top = s[c] * scale > top ? s[c] * scale : top;
+    top = warp_top(top);
+    for (int c = threadIdx.x % 32; c < seen; c += 32)
+        sum += power_of_2(s[c] * scale - top);
+    sum = warp_sum(sum);
+    for (int c = threadIdx.x % 32; c < length; c += 32)
+        put(p[c], c < seen ? power_of_2(s[c] * scale - top) / sum : (W)0);
+    return top + log2(sum);
 }
 template <typename T>
 __global__ void softmax_forward(const W *scores, T *P, W *lse, long long rows, int queries,
@@ -240,37 +265,19 @@ __global__ void softmax_forward(const W *scores, T *P, W *lse, long long rows, i
         return;
     const W *s = scores + row * positions;
     T *p = P + row * positions;
-    const int last = first + (int)(row % queries) + 1, lane = threadIdx.x % 32;
+    const int last = first + (int)(row % queries) + 1;
     const int seen = causal && last < positions ? last : positions;
-    W top = -__uint_as_float(0x7F800000u), sum = 0;    // minus infinity
-    if (positions <= 32 * HELD) {
-        const bool four = by_four(p, s, positions);
-        W held[HELD];
-        hold<W>(held, s, positions, four);
-        for (int e = 0; e < HELD; e++)
-            if (column(e / 4, e % 4, four) < seen)
-                top = held[e] * scale > top ? held[e] * scale : top;
-        top = across_warp(top, [](W a, W b) { return a > b ? a : b; });
-        for (int e = 0; e < HELD; e++) {
-            held[e] = column(e / 4, e % 4, four) < seen ? exp(held[e] * scale - top) : 0;
-            sum += held[e];
-        }
-        sum = warp_sum(sum);
-        for (int e = 0; e < HELD; e++)
-            held[e] /= sum;
-        put_held<T>(p, held, positions, four);
-    } else {
-        for (int c = lane; c < seen; c += 32)
-            top = s[c] * scale > top ? s[c] * scale : top;
-        top = across_warp(top, [](W a, W b) { return a > b ? a : b; });
-        for (int c = lane; c < seen; c += 32)
-            sum += exp(s[c] * scale - top);
-        sum = warp_sum(sum);
-        for (int c = lane; c < positions; c += 32)
-            put(p[c], c < seen ? exp(s[c] * scale - top) / sum : (W)0);
-    }
-    if (lane == 0)
-        lse[row] = top + log(sum);
+    const bool fours = by_fours(p, s, positions);
+    W total;
+    scale *= Log<W>::of_e;
+    if (fours && positions <= 64 * FOURS)
+        total = softmax_held<T, FOURS / 2>(s, p, positions, seen, scale);
+    else if (fours && positions <= 128 * FOURS)
+        total = softmax_held<T, FOURS>(s, p, positions, seen, scale);
+    else
+        total = softmax_read_again(s, p, positions, seen, scale);
+    if (threadIdx.x % 32 == 0)
+        lse[row] = total * Log<W>::of_2;
 }
 template <typename T>
 __global__ void softmax_recompute(const W *scores, T *P, const W *lse, long long rows, int queries,
@@ -283,18 +290,40 @@ __global__ void softmax_recompute(const W *scores, T *P, const W *lse, long long
     const int seen = causal && last < positions ? last : positions;
     const W *s = scores + row * positions;
     T *p = P + row * positions;
-    const W sum = lse[row];
-    if (by_four(p, s, positions))
+    const W total = lse[row] * Log<W>::of_e;
+    scale *= Log<W>::of_e;
+    if (by_fours(p, s, positions))
         for (int c = 4 * (threadIdx.x % 32); c < positions; c += 128) {
             const Quad<W> u = *(const Quad<W> *)(s + c);
             Quad<T> q;
             for (int i = 0; i < 4; i++)
-                put(q.of[i], c + i < seen ? exp(u.of[i] * scale - sum) : (W)0);
+                put(q.of[i], c + i < seen ? power_of_2(u.of[i] * scale - total) : (W)0);
             *(Quad<T> *)(p + c) = q;
         }
     else
         for (int c = threadIdx.x % 32; c < positions; c += 32)
-            put(p[c], c < seen ? exp(s[c] * scale - sum) : (W)0);
+            put(p[c], c < seen ? power_of_2(s[c] * scale - total) : (W)0);
+}
+template <typename T, int N>
+__device__ void softmax_slopes(const T *p, const W *g, T *d, int length, W scale)
+{
+    Quad<T> held[N];
+    Quad<W> slopes[N];
+    W sum = 0;
+    each_four<N>(length, [&](int k, int c) {
+        held[k] = *(const Quad<T> *)(p + c);
+        slopes[k] = *(const Quad<W> *)(g + c);
+    });
+    each_four<N>(length, [&](int k, int c) {
+        for (int i = 0; i < 4; i++)
+            sum += wide(held[k].of[i]) * slopes[k].of[i];
+    });
+    sum = warp_sum(sum);
+    each_four<N>(length, [&](int k, int c) {
+        for (int i = 0; i < 4; i++)
+            put(held[k].of[i], wide(held[k].of[i]) * (slopes[k].of[i] - sum) * scale);
+        *(Quad<T> *)(d + c) = held[k];
+    });
 }
 template <typename T>
 __global__ void softmax_backward(const T *P, const W *dP, T *dS, long long rows, int positions,
@@ -306,24 +335,17 @@ __global__ void softmax_backward(const T *P, const W *dP, T *dS, long long rows,
     const T *p = P + row * positions;
     const W *g = dP + row * positions;
     T *d = dS + row * positions;
-    W sum = 0;
-    if (positions <= 32 * HELD) {
-        const bool four = by_four(p, g, positions) && by_four(d, g, positions);
-        W held[HELD], slopes[HELD];
-        hold<T>(held, p, positions, four);
-        hold<W>(slopes, g, positions, four);
-        for (int e = 0; e < HELD; e++)
-            if (column(e / 4, e % 4, four) < positions)
-                sum += held[e] * slopes[e];
+    const bool fours = by_fours(p, g, positions) && by_fours(d, g, positions);
+    if (fours && positions <= 64 * FOURS)
+        softmax_slopes<T, FOURS / 2>(p, g, d, positions, scale);
+    else if (fours && positions <= 128 * FOURS)
+        softmax_slopes<T, FOURS>(p, g, d, positions, scale);
+    else {
+        W sum = 0;
+        for (int c = threadIdx.x % 32; c < positions; c += 32)
+            sum += wide(p[c]) * g[c];
         sum = warp_sum(sum);
-        for (int e = 0; e < HELD; e++)
-            held[e] *= (slopes[e] - sum) * scale;
-        put_held<T>(d, held, positions, four);
-        return;
+        for (int c = threadIdx.x % 32; c < positions; c += 32)
+            put(d[c], wide(p[c]) * (g[c] - sum) * scale);
     }
-    for (int c = threadIdx.x % 32; c < positions; c += 32)
-        sum += wide(p[c]) * g[c];
-    sum = warp_sum(sum);
-    for (int c = threadIdx.x % 32; c < positions; c += 32)
-        put(d[c], wide(p[c]) * (g[c] - sum) * scale);
 }

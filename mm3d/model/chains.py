@@ -6,7 +6,7 @@ that save only their input.  It is the same for every scheme and has no state.
 
 from typing import Any, Sequence
 
-from mm3d.arrays.backend import Array
+from mm3d.arrays.backend import Array, backend_of
 from mm3d.model.layers import Layer, Linear
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import Vector
@@ -77,21 +77,18 @@ class Residual(Chain):
     def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute x + f(x)."""
         y, saved = super().forward(x, within)
-        y += x
-        return y, saved
+        return backend_of(y).add_to(y, x), saved
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dy plus the gradient through f."""
         dx = super().backward(dy, saved, within)
-        dx += dy
-        return dx
+        return backend_of(dx).add_to(dx, dy)
 
     def backward_input(self, dy: Array, saved: Any,
                        within: Pass | None = None) -> tuple[Array, list]:
         """Compute dy plus the gradient through f, without the gradients of weights."""
         dx, operands = super().backward_input(dy, saved, within)
-        dx += dy
-        return dx, operands
+        return backend_of(dx).add_to(dx, dy), operands
 
 
 class Recomputed(Chain):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, namespace
+from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.grid.activations import Space
 from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Layer
@@ -87,18 +87,15 @@ class DropoutResidual(Residual):
         """Compute x + dropout(f(x))."""
         y, saved = Chain.forward(self, x, within)
         y = self.dropout.apply(y, y)
-        y += x
-        return y, saved
+        return backend_of(y).add_to(y, x), saved
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dy plus the gradient through dropout and f."""
         dx = Chain.backward(self, self.dropout.backward(dy, None), saved, within)
-        dx += dy
-        return dx
+        return backend_of(dx).add_to(dx, dy)
 
     def backward_input(self, dy: Array, saved: Any,
                        within: Pass | None = None) -> tuple[Array, list]:
         """Compute dy plus the gradient through dropout and f, without the gradients of weights."""
         dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, within)
-        dx += dy
-        return dx, operands
+        return backend_of(dx).add_to(dx, dy), operands

@@ -129,7 +129,7 @@ class Parameter(Shown):
     def accumulate(self, gradient: Array | None) -> None:
         """Add `gradient`, this rank's block or None if it stores none, to `grad`."""
         if gradient is not None:
-            self.grad += gradient
+            self.grad = self.grid.backend.add_to(self.grad, gradient)
 
     def load(self, value: np.ndarray) -> None:
         """Set the master and `value` to this rank's block of the global array `value`."""

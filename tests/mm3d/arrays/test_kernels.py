@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from mm3d.arrays import backend, cupy_kernels
+from mm3d.arrays import backend, cupy_attention, cupy_kernels
 from mm3d.model import functional
 
 DTYPES = [pytest.param("float64", marks=pytest.mark.slow), "float32", "float16"]
@@ -93,6 +93,25 @@ def test_elementwise(cupy, name):
 
 
 @pytest.mark.parametrize("name", DTYPES)
+def test_sums_of_arrays_and_copies_of_rows(cupy, name):
+    """Whole packs, others, and none; rows with gaps, in packs and not."""
+    for size in (0, 1, 30, 2048, 4100):
+        a, b = numbers((size,), name, 1), numbers((size,), name, 2)
+        total = cupy.add_to(cupy.asarray(a), cupy.asarray(b))
+        close(cupy.to_host(total), a.astype(float) + b.astype(float), name)
+    for shape in ((2, 3, 5, 7), (2, 3, 5, 48), (1, 2, 0, 4)):
+        a = numbers(shape, name, 3)
+        out = cupy.asarray(np.zeros((shape[0], shape[2], 3, *shape[1::2]), a.dtype))
+        there = out[:, :, 1, ...].transpose(0, 2, 1, 3)
+        cupy.kernels.copy_rows(cupy.asarray(a), there)
+        expected = np.zeros(out.shape, a.dtype)
+        expected[:, :, 1] = a.transpose(0, 2, 1, 3)
+        assert np.array_equal(cupy.to_host(out), expected)
+        back = cupy.kernels.copy_rows(there, cupy.empty(shape, a.dtype))
+        assert np.array_equal(cupy.to_host(back), a)
+
+
+@pytest.mark.parametrize("name", DTYPES)
 def test_into_arrays_with_gaps_and_in_place(cupy, name):
     """The rows of `out` need not follow each other, and `out` may be the input."""
     x, b = numbers((4, 6, 10), name, 1), numbers((5,), name, 2)
@@ -163,7 +182,7 @@ def test_attention(cupy, monkeypatch, name, batch, heads, causal, first, queries
     of four neighbours a lane, others, and ones too long for the registers.  A rank without
     queries fills dK and dV all the same: they are added to those of others."""
     d = 4
-    monkeypatch.setattr(cupy_kernels, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
+    monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
     q, do = (numbers((batch, queries, heads, d), name, n) for n in (1, 2))
     kv = numbers((batch, positions, 2, heads, d), name, 3)
     k, v = kv[:, :, 0], kv[:, :, 1]
@@ -218,8 +237,8 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     assert sum(held) > batch * heads * queries * one    # both passes
     for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (2 * queries, 3 * 2),
                         (queries, 3 * 3), (2, 3 * 3 * 2), (1, 3 * 3 * 3)):
-        monkeypatch.setattr(cupy_kernels, "MAX_SCORE_BYTES", some * one)
-        assert len(cupy_kernels.divide_scores(batch, heads, queries, one)) == parts
+        monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", some * one)
+        assert len(cupy_attention.divide_scores(batch, heads, queries, one)) == parts
         held.clear()
         found = attend(cupy, (batch, queries, heads, d), positions, name)
         scores = [size for size in held if size]

@@ -31,7 +31,8 @@ static void turn()
 #define __device__
 #define __shared__ static
 #define __syncthreads turn
-using std::exp; using std::log; using std::sqrt; using std::tanh;
+using std::exp2; using std::log2; using std::sqrt;
+static float __fdividef(float x, float y) { return x / y; }
 
 template <typename V> V __shfl_xor_sync(unsigned, V x, int d)
 {
