@@ -27,11 +27,12 @@ def describe_libraries(environment: Mapping[str, Setting], kernels: str = "{}") 
 
 
 def describe_machine(record: Measurements) -> str:
-    """Describe the machine of a record: processor, cores, BLAS and MPI."""
+    """Describe the machine of a record: GPU, processor, cores, BLAS and MPI."""
     env = record.environment
     known = [f"{env[name]}{unit}" for name, unit in (
-        ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
-        ("elementwise_version", ""), ("mpi", "")) if name in env]
+        ("gpu", ""), ("cpu_model", ""), ("cores", " cores"), ("blas", ""),
+        ("blas_architecture", " kernels"), ("elementwise_version", ""), ("mpi", ""))
+        if name in env]
     return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
 
 
