@@ -179,7 +179,7 @@ class CupyBackend(Backend):
                 "gpu_memory": int(properties["totalGlobalMem"]),
                 "gpu_multiprocessors": int(properties["multiProcessorCount"]),
                 "cuda_runtime": int(runtime.runtimeGetVersion()),
-                "cuda_driver": int(runtime.driverGetVersion()), "tf32": int(self.tf32)}
+                "cuda_driver": int(runtime.driverGetVersion()), "tf32": self.tf32}
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply two matrices by cuBLAS; elements of 16 and 32 bits are summed in float32.

@@ -67,6 +67,8 @@ def spoil(layer, way, change):
 
     def wrong(*arrays):
         result = right(*arrays)
+        if way == "backward":
+            arrays[2].finish_gradients()    # sums of vectors wait for those of a whole block
         change(result, layer)
         return result
     setattr(layer, way, wrong)
