@@ -179,6 +179,7 @@ class Trained(Shown):
             rest.  Nothing is loaded then.
         """
         check_state(state, self._gather("load", lambda p: p.public_shape, state))
+        self.grids[0].comm.allgather(None)    # others may read these blocks yet, in forward
         for p in self.trained:
             p.load(np.asarray(state[p.name]))
 

@@ -84,10 +84,9 @@ def test_training_steps_on_meshes_that_have_no_result(cluster, tmp_path):
 
 
 def test_tasks_without_an_mpi_say_what_is_wrong_once(cluster):
-    done = cluster.command("srun", "--mpi=none", "--nodes=2", "--ntasks=4", sys.executable, "-m",
-                           "bench", "measure", "layer", "--hidden", "7", "--scheme", "3d",
-                           cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.count("error: --hidden 7 --head-size 64") == 1
+    done = cluster.command("srun", "--mpi=none", "--nodes=2", "--ntasks-per-node=2",
+                           sys.executable, "-m", "bench", "measure", "layer", cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("error: the launcher started 2 ranks") == 1
 
 
 def test_two_who_submit_at_once(cluster, tmp_path):

@@ -52,13 +52,13 @@ def test_no_node_has_more_ranks_than_the_site_says(spare, tmp_path):
             "[node]", 'options = ["--export=NONE"]\n[node]') + 'MEANT = "so"\n')
         done = spare.command(sys.executable, "-m", "jobs", "pipeline", "--site", str(user.site),
                              "--out", str(user.out), "--ranks", str(ranks), "--submit", "--",
-                             "--stages", "1", cwd=ROOT)
+                             "--stages", "1", "--scheme", "1d", cwd=ROOT)
         users.append((user, folder, {3: [3], 6: [4, 2], 8: [4, 4]}[ranks]))
         jobs += re.findall(r"^job (\d+)$", done.stdout, re.M)
         assert len(jobs) == len(users), done.stdout + done.stderr
     assert spare.quiet(PATIENCE, jobs), [user.logs() for user, *_ in users]
     for user, folder, counts in users:
-        for step in ("bench.doctor.census-census", "bench-pipeline"):
+        for step in ("bench.doctor.census-census", "bench-measure"):
             found = places(folder / f"said-{step}")
             assert found == sorted(found), user.logs()
             assert [found.count(place) for place in sorted(set(found))] == counts, user.logs()

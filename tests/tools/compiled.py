@@ -21,15 +21,13 @@ def load_compiled(how: str, monkeypatch):
     """Import `mm3d.arrays.compiled` "by numba", or skip; or "as written", without it."""
     if how == "by numba":
         pytest.importorskip("numba")
-    else:
-        monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(
-            float32=Type(), float64=Type(), njit=njit, void=lambda *kinds: None))
-        monkeypatch.setitem(sys.modules, "numba.extending", SimpleNamespace(
-            overload=lambda function, **options: lambda other: other))
-    monkeypatch.delitem(sys.modules, "mm3d.arrays.compiled", raising=False)
-    monkeypatch.delattr("mm3d.arrays.compiled", raising=False)
-    found = importlib.import_module("mm3d.arrays.compiled")
-    if how != "by numba":    # no later test may find it
-        monkeypatch.setitem(sys.modules, "mm3d.arrays.compiled", found)
-        monkeypatch.delitem(sys.modules, "mm3d.arrays.compiled")
-    return found
+        return importlib.import_module("mm3d.arrays.compiled")
+    monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(
+        float32=Type(), float64=Type(), njit=njit, void=lambda *kinds: None))
+    monkeypatch.setitem(sys.modules, "numba.extending", SimpleNamespace(
+        overload=lambda function, **options: lambda other: other))
+    # What is set has gone after the test, so that no later one finds the module of this one.
+    monkeypatch.setattr("mm3d.arrays.compiled", None, raising=False)
+    monkeypatch.setitem(sys.modules, "mm3d.arrays.compiled", None)
+    del sys.modules["mm3d.arrays.compiled"]
+    return importlib.import_module("mm3d.arrays.compiled")

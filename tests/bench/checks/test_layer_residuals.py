@@ -67,6 +67,8 @@ def spoil(layer, way, change):
 
     def wrong(*arrays):
         result = right(*arrays)
+        if way == "backward":
+            arrays[2].finish_gradients()    # sums of vectors wait for those of a whole block
         change(result, layer)
         return result
     setattr(layer, way, wrong)
@@ -82,12 +84,12 @@ def gradient(name, place=np.s_[...]):
 
 ONE = np.s_[:1]    # in a sum with random signs a fault of all numbers can be next to nothing
 FAULTS = {
+    "db": (Linear, 0, "backward", gradient("bias", ONE), "attention.qkv, dbias"),
     "a block of C": (Linear, 0, "forward", times(1.01), "attention.qkv, C"),
     "a column of C": (Linear, 3, "forward", times(1.1, np.s_[..., :1]), "mlp.down, C"),
     "dA": (Linear, 2, "backward", times(1.01), "mlp.up, dA"),
     "dB": (Linear, 1, "backward", gradient("weight"), "attention.proj, dB"),
     "a row of dB": (Linear, 3, "backward", gradient("weight", np.s_[:1]), "mlp.down, dB"),
-    "db": (Linear, 0, "backward", gradient("bias", ONE), "attention.qkv, dbias"),
     "dgamma": (LayerNorm, 0, "backward", gradient("weight", ONE), "ln1, dweight"),
     "dbeta": (LayerNorm, 1, "backward", gradient("bias", ONE), "ln2, dbias"),
     "a norm": (LayerNorm, 1, "forward", times(1.01), "ln2, y in some rows"),

@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import bench
+import fakelibs
 import mm3d
 from bench import verbs
 from bench.__main__ import main, parser
@@ -23,7 +24,7 @@ from bench.errors import UsageError
 from bench.experiments.rows import reproduction, row
 from bench.instruments import host
 from bench.instruments.host import command_line
-from bench.records import atomic, run_file
+from bench.records import atomic, run_file, schema
 from bench.reports.paper_tables import words_agree
 from bench.verbs import reproduce as reproduce_verb
 from jobs import scripts, site
@@ -300,6 +301,14 @@ def test_what_may_name_somebody_is_masked(monkeypatch):
     assert host.mask_variables({"LD_PRELOAD": "/home/one/a.so:/opt/b.so", "MKL_X": "/one"}) == (
         "LD_PRELOAD=a.so:b.so MKL_X=(masked)")
     assert found["slurm"] == "JOB_ID=77 CPU_BIND=cores" and "someone" not in str(found)
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy"])
+def test_what_is_said_of_a_host_can_be_read_again(monkeypatch, no_backends, library):
+    fakelibs.replace_cupy(monkeypatch)
+    found = host.describe_host(library, 1, "MPICH Version: 5", "python -m bench")
+    schema.check_settings("environment", found, ["git_clean"])
+    assert ("gpu" in found) == (library == "cupy")
 
 
 def test_all_that_computes_is_of_the_source(tmp_path):

@@ -1,6 +1,7 @@
 """Every distributed product of one shape in one table: counts, bounds, pictures, refusals."""
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from bench.experiments.products import side_by_side
 from bench.experiments.products.matmul import Limits, check_results
@@ -14,8 +15,8 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import cannon
 from mm3d.transport.communicators import DryCommunicator
-from support import run_ranks
 from records import format_record
+from refused import refused
 
 SHAPE = (9, 12, 10)
 LIMITS = Limits(2, 2, 1.0)
@@ -125,9 +126,7 @@ def test_grids_of_a_record():
     assert grids == {"cannon": GridShape("xy", (2, 2)), "2.5d-sd": GridShape("xyz", (2, 2, 1))}
 
 
-@pytest.mark.slow
 def test_all_refuses_what_it_does_not_measure(tmp_path):
-    done = run_ranks(1, "-m", "bench", "measure", "matmul", "--scheme", "all", "--shape", "8",
-                     "--backward",
-                     "--out", str(tmp_path))
-    assert done.returncode == 2 and "leave out --backward" in done.stderr
+    assert "leave out --backward" in refused(
+        MPI.COMM_SELF, "measure", "matmul", "--scheme", "all", "--shape", "8", "--backward",
+        "--out", str(tmp_path))

@@ -203,15 +203,6 @@ def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
     assert labels >= {"waiting", "elementwise"}
 
 
-@pytest.mark.slow
-def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys):
-    write_all(tmp_path)
-    assert main(["report", str(tmp_path), "--figures"]) == 0
-    out = capsys.readouterr().out
-    assert "not drawn: where-the-time-goes-laptop: no run says where its time went" in out
-    assert not list(tmp_path.glob("where*"))
-
-
 def test_the_roofline_has_its_roofs_and_points(tmp_path):
     row = select_rows("weak", "3d")[0]
     run = limited(row)

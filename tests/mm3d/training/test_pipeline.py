@@ -103,7 +103,7 @@ def words_of_layers(pipeline, scheme: str) -> dict:
     found = {}
     for chunk, stage in zip(pipeline.chunks, pipeline.schedule.stages[pipeline.mesh.stage]):
         sizes = replace(chunk.sizes, layers=len(pipeline.parts[stage]))
-        for phase in mm3d.cost.words(scheme, chunk.grid.shape, sizes).values():
+        for phase in mm3d.cost.words(scheme, chunk.grid.shape, sizes, chunk.recompute).values():
             for key, words in phase.items():
                 found[key] = found.get(key, 0) + M * words
     return found

@@ -91,14 +91,14 @@ def trained(comm, monkeypatch, grid: tuple[int, int, int], backward: bool,
     return found
 
 
-@pytest.mark.ranks(8, first=(8,))
-@pytest.mark.parametrize("grid", [(2, 2, 2), (8, 1, 1)])
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("grid", [(2, 2, 2), pytest.param((8, 1, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backward", [True, False])
 def test_no_weight_changes_before_all_have_read_it(comm, monkeypatch, grid, backward):
     """A rank that is done changes its blocks, which others multiply with where they lie: the same
     bits whoever is late.
 
-    Forward alone, it is the bias after a product for which the ranks that read a weight meet.
+    After forward alone, the ranks that read a weight meet when others are loaded.
     """
     expected = trained(comm, monkeypatch, grid, backward, late=False)
     found = trained(comm, monkeypatch, grid, backward, late=True)
