@@ -14,14 +14,12 @@ from bench.instruments import sampling
 from bench.prediction import work_list
 from bench.prediction.calibration import fit, measure, operations_alone, record as samples_record
 from bench.prediction.machine_model import Achieved, Curve, Line, load_machine
-from bench.prediction.seconds import gemm_seconds
 from bench.prediction.work import predict_seconds
 from bench.records import run_file
 from bench.records.measurements import Check, Measurements
 from bench.validation.files import check_file
 from bench.verbs import calibrate as verb
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.tracing.events import Gemm
 from machine_files import assert_sourced, format_machine
 
 CPU = load_machine("cpu")
@@ -44,18 +42,6 @@ def test_a_fit_finds_what_made_the_times(start, half, shapes):
     assert found.start == pytest.approx(start, abs=1e-12)
     assert found.half == pytest.approx(half, abs=1e-4)
     assert np.abs(list(found.errors.values())).max() < 1e-6
-
-
-def test_deviations_are_what_was_measured_over_the_fit():
-    rng = np.random.default_rng(0)
-    times = {shape: (1e-5 + 2e-11 * np.prod(shape)) * rng.uniform(0.8, 1.25)
-             for shape in operations_alone.SHAPES}
-    found = fit.fit_products(times)
-    machine = replace(CPU, gemm_rate={"float32": found.rate}, gemm_half_size=found.half,
-                      gemm_seconds=found.start, memory_bandwidth=1e15)
-    for shape, seconds in times.items():
-        ratio = seconds / gemm_seconds(machine, Gemm(1, *shape, "float32"))
-        assert found.deviations["x".join(map(str, shape))] == pytest.approx(ratio)
 
 
 @pytest.mark.slow_but_first
