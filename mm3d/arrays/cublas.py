@@ -17,6 +17,9 @@ Array = Any
 # Workspaces that NVIDIA recommends (cublasSetWorkspace), from Hopper on and before.
 HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES = 32 << 20, 4 << 20
 HOPPER_CAPABILITY = 90    # compute capability of the first Hopper GPU
+# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: cuBLAS rounds no part of a sum that it divides
+# to the 16 bits of the result.
+SUM_WIDE = 16
 MAX_SIZE = 2 ** 31 - 1    # of a dimension or a stride: cuBLAS takes 32-bit integers
 
 CUDA_DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}    # cudaDataType
@@ -24,6 +27,7 @@ CUDA_DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}    
 _int, _long, _void = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
 ARGUMENT_TYPES = {
     "cublasGetStatusString": (_int,),
+    "cublasSetMathMode": (_void, _int),
     "cublasSetStream_v2": (_void, _void),
     "cublasSetWorkspace_v2": (_void, _void, ctypes.c_size_t),
     "cublasGemmStridedBatchedEx": (
@@ -49,7 +53,7 @@ class Cublas:
     ValueError
         When that library lacks a function.
     RuntimeError
-        When cuBLAS refuses the stream or the workspace.
+        When cuBLAS refuses the stream, the workspace or the mode.
     """
 
     def __init__(self, backend: Any, binding: Any, capability: int) -> None:
@@ -64,6 +68,7 @@ class Cublas:
         self._status = library.cublasGetStatusString
         self._status.restype = ctypes.c_char_p
         self.library, self.handle = library, binding.create()
+        self._call("cublasSetMathMode", SUM_WIDE)
         self._call("cublasSetStream_v2", backend.stream.ptr)
         size = HOPPER_WORKSPACE_BYTES if capability >= HOPPER_CAPABILITY else WORKSPACE_BYTES
         self.workspace = backend.empty((size,), np.uint8)    # alive as long as the handle

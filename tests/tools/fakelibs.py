@@ -29,7 +29,7 @@ class Handle:
     every: dict[int, "Handle"] = {}
 
     def __init__(self) -> None:
-        self.stream, self.workspace = 0, None
+        self.stream, self.workspace, self.mode = 0, None, 0
         self.every[len(self.every) + 1] = self
 
     def set_stream(self, stream: int) -> None:
@@ -56,12 +56,15 @@ def answer(name: bytes, arguments) -> int:
         handle = Handle.every[arguments[0]]
         if name == b"stream":
             handle.set_stream(arguments[1])
+        elif name == b"mode":
+            handle.mode = arguments[1]
         elif name == b"workspace":
             assert arguments[1] % 256 == 0 or fakecupy.Memory.driver is None
             handle.workspace = at(arguments[1], np.uint8, arguments[2])
         else:
             assert Stream.every[handle.stream] is Stream.computing
             assert handle.workspace is not None, "a product would allocate"
+            assert handle.mode == 16, "a part of a sum would be rounded to the result's type"
             gemms_ex(*arguments[1:23])
     except Exception:
         traceback.print_exc()

@@ -4,7 +4,7 @@ Products and kernels are compared with float64; a model, whose results combine t
 many operations, with NumPy's that rounds in the same places (`bench.checks.rounding`).
 """
 
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -25,6 +25,7 @@ from mm3d.arrays.products import matmul
 SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 KERNEL_TOLERANCE = 16    # relative error of a result, in units of the last place
 RunStep = Callable[[str | Backend, str], dict[str, np.ndarray]]
+TORCH_ROUNDINGS = 4
 COMPARED = 8    # first and last rows (or columns) of a result that are compared
 
 
@@ -50,9 +51,10 @@ def check_kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
     backend = mode.backend
 
     def ends(x: Array, dim: int = 0) -> np.ndarray:
-        x = backend.to_host(x).astype(np.float64)
-        return np.concatenate([x.take(range(min(COMPARED, x.shape[dim])), dim),
-                               x.take(range(-min(COMPARED, x.shape[dim]), 0), dim)], dim)
+        few, skipped = min(COMPARED, x.shape[dim]), (slice(None),) * dim
+        return np.concatenate([
+            backend.to_host(backend.contiguous(x[(*skipped, rows, ...)])).astype(np.float64)
+            for rows in (slice(0, few), slice(x.shape[dim] - few, None))], dim)
     A, B, C = map(ends, (a, b, c))
     readable = gpu_cases.elementwise_calls(backends.get("numpy"), A, B, C)
     cases = gpu_cases.elementwise_calls(backend, a, b, c)
@@ -98,6 +100,29 @@ def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
 def check_layer(mode: Mode, run_step: RunStep = run_model_step) -> list[Check]:
     """Compare a layer of `SIZES` with NumPy's; WrongResult if it differs."""
     return require_passed([check_model(mode, run_step)])
+
+
+def check_beside_torch(mode: Mode, hidden: int, results: dict[str, Array],
+                       theirs: dict[str, Any]) -> list[Check]:
+    """Compare the first and last rows of a layer's results with PyTorch's.
+
+    PyTorch rounds in other places: differences may be `TORCH_ROUNDINGS` tolerances.
+
+    Raises
+    ------
+    WrongResult
+        When one differs.
+    """
+    tolerance = TORCH_ROUNDINGS * against_serial.tolerances(str(mode), 1)[1]
+    found = []
+    for name, a in results.items():
+        shape = (-1, a.shape[-1]) if a.ndim > 1 else (1, -1)
+        a, b = mode.backend.xp.reshape(a, shape), theirs[name].reshape(shape)
+        for rows in (slice(0, COMPARED), slice(max(0, a.shape[0] - COMPARED), None)):
+            own = mode.backend.to_host(a[rows, :]).astype(np.float64)
+            found.append(Check(f"{name} of hidden {hidden} {mode} beside PyTorch's",
+                               _relative(own, b[rows].double().cpu().numpy()), tolerance))
+    return require_passed(found)
 
 
 def check_finite(backend: Backend, name: str,

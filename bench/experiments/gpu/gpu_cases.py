@@ -1,14 +1,21 @@
-"""Define the cases of ``measure gpu``: sizes, modes, calls of kernels, and PyTorch's layer."""
+"""Define the cases of ``measure gpu``: sizes, modes, calls of kernels, and layers."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from bench.experiments.layer.layer import global_arrays
+import numpy as np
+
+import mm3d
+from bench.experiments.products import operands
 from bench.experiments.torch.models import Layer
-from mm3d import ModelSizes
 from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
+from mm3d.model.initial_values import varied_values
+
+# Numbers that the host draws for an array.  They are odd, so that no two rows are equal soon.
+DRAWN = 2 ** 22 - 3
 
 
 @dataclass(frozen=True)
@@ -94,35 +101,129 @@ def elementwise_calls(backend: Backend, a: Array, b: Array,
             a, b, rstd, features, lambda s: s, c))}
 
 
-def torch_layer_step(backend: Backend, sizes: ModelSizes,
-                     mode: Mode) -> Callable[[], float] | None:
-    """Return a step of PyTorch's layer in eager mode on the backend's device.
+def draw_array(backend: Backend, shape: tuple[int, ...], dtype: Any, seed: int, name: str,
+               mean: float = 0.0, divisor: float = 1.0) -> Array:
+    """Draw normally distributed numbers, divided by `divisor`, around `mean`.
 
-    The step returns its seconds.  None where PyTorch is not installed or sees no GPU.
+    The host draws at most `DRAWN` of them, which are repeated: drawing the weights of a large
+    layer would take it minutes.
     """
+    size = math.prod(shape)
+    drawn = operands.fill(backend.empty((min(size, DRAWN),), "float32"), backend, seed, name)
+    drawn /= divisor
+    drawn += mean
+    a = backend.empty((size,), dtype)
+    drawn = backend.xp.astype(drawn, a.dtype, copy=False)
+    for start in range(0, size, DRAWN):
+        a[start:start + DRAWN] = drawn[:min(DRAWN, size - start)]
+    return backend.xp.reshape(a, shape)
+
+
+class LayerStep:
+    """Forward and backward of one layer, on this rank's blocks of random numbers.
+
+    Gradients are added to those of earlier calls.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Its ranks and array library.
+    sizes : ModelSizes
+        Those of a model with one layer.
+    """
+
+    def __init__(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str, seed: int) -> None:
+        self.model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype,
+                                      initial_values=lambda name, shape: (0, math.inf))
+        self.library, self.seed, self.results = scheme.grid.backend, seed, ()
+        for p in self.model.parameters:
+            p.master[...] = self._draw(p.name, p.master, *varied_values(p.name, p.shape))
+            p.refresh()
+        block = self.model.outer.local_shape(sizes.hidden)
+        like = self.library.empty(block, self.model.parameters[0].value.dtype)
+        self.x, self.dy = (self._draw(name, like) for name in ("input", "output gradient"))
+
+    def _draw(self, name: str, like: Array, *distribution: float) -> Array:
+        return draw_array(self.library, tuple(like.shape), like.dtype, self.seed, name,
+                          *distribution)
+
+    def __call__(self) -> tuple[Array, Array]:
+        """Return the output and the gradient of the input."""
+        y, saved = self.model.forward(self.x)
+        return y, self.model.backward(self.dy, saved)
+
+    def operands(self) -> dict[str, np.ndarray]:
+        """Return what a call reads, in float32, by name."""
+        read = {p.name: self.library.xp.reshape(p.value, p.public_shape)
+                for p in self.model.parameters}
+        read |= {"input": self.x, "output gradient": self.dy}
+        return {name: self.library.to_host(a).astype(np.float32) for name, a in read.items()}
+
+    def check(self) -> dict[str, Array]:
+        """Return the results of a call, by the names that checks use."""
+        self.model.zero_gradients()
+        y, dx = self()
+        return {"output": y, "input gradient": dx} | {
+            f"gradient of {p.name}": self.library.xp.reshape(p.grad, p.public_shape)
+            for p in self.model.parameters}
+
+
+class TorchLayerStep:
+    """PyTorch's layer in eager mode, on the device of a backend.
+
+    Parameters
+    ----------
+    operands : dict of str to ndarray
+        See `LayerStep.operands`.
+    """
+
+    def __init__(self, torch: Any, where: str, heads: int, operands: dict[str, np.ndarray],
+                 mode: Mode) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = mode.tf32
+        self.torch, self.where = torch, where
+        self.layer = Layer(torch, {"heads": heads}, operands)
+
+        def there(a: Any, trained: bool) -> Any:
+            moved = a.detach().to(where, getattr(torch, mode.dtype))
+            return moved.requires_grad_() if trained else moved
+        self.layer.x, self.layer.dy = there(self.layer.x, True), there(self.layer.dy, False)
+        self.layer.p = {name: there(a, True) for name, a in self.layer.p.items()}
+
+    def __call__(self) -> None:
+        """Run forward and backward."""
+        self.layer.step()
+
+    def record_mark(self) -> Any:
+        """Mark this place in PyTorch's stream, as `Backend.record_mark` does in the backend's."""
+        if self.where == "cpu":
+            return time.perf_counter()
+        mark = self.torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Wait for `end`; return the seconds since `start`."""
+        if self.where == "cpu":
+            return end - start
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
+
+    def check(self) -> dict[str, Any]:
+        """Return the results of a call, by the names that checks use."""
+        self()
+        found = {"output": self.layer.y.detach(), "input gradient": self.layer.x.grad}
+        return found | {f"gradient of layers.0.{name}": p.grad
+                        for name, p in self.layer.p.items()}
+
+
+def find_torch(backend: Backend) -> tuple[Any, str] | None:
+    """Return PyTorch and its name of the backend's device; None if it is missing or sees none."""
     try:
         import torch
     except ImportError:
         return None
     where = "cpu" if backend.host_buffers else "cuda"
-    if where == "cuda" and not torch.cuda.is_available():
-        return None
-    torch.backends.cuda.matmul.allow_tf32 = mode.tf32
-    layer = Layer(torch, {"heads": sizes.heads}, global_arrays(sizes, 0, "float32"))
-
-    def there(a: Any, trained: bool) -> Any:
-        moved = a.detach().to(where, getattr(torch, mode.dtype))
-        return moved.requires_grad_() if trained else moved
-    layer.x, layer.dy = there(layer.x, True), there(layer.dy, False)
-    layer.p = {name: there(a, True) for name, a in layer.p.items()}
-
-    def step() -> float:
-        begun = time.perf_counter()
-        layer.step()
-        if where == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-    return step
+    return (torch, where) if where == "cpu" or torch.cuda.is_available() else None
 
 
 def describe_device(backend: Backend) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Each of these four parts is a record of its own: products beside bare calls of the library,
 elementwise kernels beside a copy, one Transformer layer beside PyTorch's, and one layer of every
 row of both tables with the blocks of rank 0, without communication.  All are compared with NumPy
-first, layers at a small size.  Seconds are measured by the device, between two marks in its
-stream.
+first, layers at a small size, and at the size that is timed with PyTorch's.  Seconds are measured
+by the device, between two marks in its stream.
 """
 
 import gc
@@ -20,8 +20,9 @@ from bench.cases.case import make_case
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
-from bench.experiments.products import operands
-from bench.instruments.sampling import measured_environment, pad_samples, take_samples
+from bench.experiments.gpu.gpu_cases import LayerStep, TorchLayerStep
+from bench.instruments.sampling import (measured_environment, pad_samples, take_samples,
+                                        take_samples_in_turns)
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
@@ -81,23 +82,30 @@ class GpuBenchmark:
                 raise UsageError(f"--graph: {problem}")
             self.libraries.append("mm3d, graph")
 
-    def sample_seconds(self, step: Step) -> list[float]:
-        """Take samples of the seconds of a call of `step`, after two calls that do not count."""
+    def sampler(self, step: Step, clock: Any = None) -> Callable[[], float]:
+        """Return a function that takes a sample of the seconds of a call of `step`.
+
+        Two calls that do not count come first.  `clock` places marks in the stream of the step's
+        library, by default the backend's.
+        """
+        clock = clock or self.backend
+
         def sample(calls: int) -> float:
-            start = self.backend.record_mark()
+            start = clock.record_mark()
             for _ in range(calls):
                 step()
-            return self.backend.seconds_between(start, self.backend.record_mark()) / calls
+            return clock.seconds_between(start, clock.record_mark()) / calls
         sample(1)
         calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
-        return take_samples(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
+        return lambda: sample(calls)
+
+    def sample_seconds(self, step: Step) -> list[float]:
+        """Take samples of the seconds of a call of `step`."""
+        return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
 
     def draw_array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
-        """Draw normally distributed numbers, all of them different."""
-        a = self.backend.empty(shape, dtype)
-        values = operands.fill(self.backend.empty(shape, "float32"), self.backend, self.seed, name)
-        a[...] = self.backend.xp.astype(values, a.dtype, copy=False)
-        return a
+        """Draw normally distributed numbers."""
+        return gpu_cases.draw_array(self.backend, shape, dtype, self.seed, name)
 
     def measure_gemm(self) -> Measurements:
         """Measure C = A B as the model computes it, and by one bare call of the library."""
@@ -135,13 +143,13 @@ class GpuBenchmark:
                                 Rate("bandwidth", "byte s-1", moved))
 
     def measure_layer(self) -> Measurements:
-        """Measure forward and backward of one layer, by mm3d and by PyTorch.
+        """Measure forward and backward of one layer, by mm3d and by PyTorch, in turns.
 
         PyTorch's are NaN where it is not installed; with `graph` mm3d's are measured also as one
         launch.
         """
         found, flops, checks = [], [], []
-        batch, seq = self.scale.tokens
+        (batch, seq), torch = self.scale.tokens, gpu_cases.find_torch(self.backend)
         for mode in self.modes:
             with mode:
                 checks += device_checks.check_layer(mode)
@@ -150,27 +158,29 @@ class GpuBenchmark:
                     sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
                     work = float(sum(mm3d.cost.flops(sizes).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
-                    step = self.layer_step(scheme, sizes, mode.dtype)
+                    step = LayerStep(scheme, sizes, mode.dtype, self.seed)
                     checks += device_checks.check_finite(
                         self.backend, f"a layer of hidden {hidden} {mode}", step)
-                    own = [self.sample_seconds(step)]
+                    theirs = None
+                    if torch:
+                        theirs = TorchLayerStep(*torch, heads, step.operands(), mode)
+                        checks += device_checks.check_beside_torch(mode, hidden, step.check(),
+                                                                   theirs.check())
+                    sides = [self.sampler(step)]
+                    if theirs:
+                        sides.append(self.sampler(theirs, theirs))
                     if "mm3d, graph" in self.libraries:
-                        own.append(self.sample_seconds(scheme.grid.graph(step)))
-                    del step
+                        sides.append(self.sampler(scheme.grid.graph(step)))
+                    taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
+                    if not theirs:
+                        taken.insert(1, [np.nan])
+                    del step, theirs, sides
                     gc.collect()
-                    theirs = gpu_cases.torch_layer_step(self.backend, sizes, mode)
-                    other = self.sample_torch(theirs) if theirs else [np.nan]
-                    found += [own[0], other, *own[1:]]
+                    found += taken
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
         return self.make_record("gpu-layer", scales, found, checks, Rate("rate", "s-1", flops))
-
-    def sample_torch(self, step: Callable[[], float]) -> list[float]:
-        """Take samples of PyTorch's step, which times itself."""
-        step()
-        step()
-        return take_samples(step, self.limits, MPI.COMM_SELF)[0]
 
     def measure_rows(self) -> Measurements:
         """Measure a layer of each row of both tables on rank 0's blocks, without communication."""
@@ -183,20 +193,11 @@ class GpuBenchmark:
             scheme = mm3d.scheme(row.scheme, DryCommunicator(row.gpus), None, self.backend)
             # Blocks that would have been received have no defined contents.
             with mode, np.errstate(all="ignore"):
-                found.append(self.sample_seconds(self.layer_step(scheme, sizes, mode.dtype)))
+                found.append(self.sample_seconds(
+                    LayerStep(scheme, sizes, mode.dtype, self.seed)))
             names.append(f"{row.table} {row.scheme} {row.gpus}")
             gc.collect()
         return self.make_record("gpu-rows", {"row": names}, found, checks)
-
-    def layer_step(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
-        """Return a step: forward and backward of one layer on this rank's blocks."""
-        model = mm3d.Transformer(scheme, **sizes, seed=self.seed, dtype=dtype)
-        x, dy = model.random("input"), model.random("output gradient")
-
-        def step() -> tuple[Any, Any]:
-            y, saved = model.forward(x)
-            return y, model.backward(dy, saved)
-        return step
 
     def make_record(self, kind: str, scales: dict, found: list[list[float]],
                     checks: list[Check], rate: Rate | None = None) -> Measurements:
