@@ -70,7 +70,7 @@ class CupyBackend(Backend):
         self.pool, self._peak = cupy.cuda.MemoryPool(), 0
         cupy.cuda.set_allocator(self._allocate)
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.stream.use()
+        self.join_stream()
         self._side_streams: dict[str, Any] = {}
         self._copies_in_flight: list[tuple[Any, np.ndarray]] = []
         self.kernels = GpuKernels(self)
@@ -90,6 +90,17 @@ class CupyBackend(Backend):
                                  "ranks before the first array")
             self._open(gpu)
 
+    def join_stream(self) -> None:
+        """Order `stream` after the current one, and make it current, if it is not.
+
+        What CuPy's functions compute goes to the current stream.  CuPy, the caller or another
+        thread may have made another one current.
+        """
+        current = self.xp.cuda.get_current_stream()
+        if current.ptr != self.stream.ptr:
+            self.stream.wait_event(current.record())
+            self.stream.use()
+
     def _allocate(self, size: int) -> Any:
         """Allocate device memory, for every array and for CuPy's own temporaries."""
         memory = self.pool.malloc(size)
@@ -106,7 +117,9 @@ class CupyBackend(Backend):
         return self.xp.asarray(host)
 
     def to_host(self, a: Array) -> np.ndarray:
-        return self.xp.asnumpy(a)
+        self.join_stream()
+        # CuPy 14.2 copies an array with gaps itself, and then leaves the default stream current.
+        return self.xp.asnumpy(self.contiguous(a))
 
     def take_rows(self, a: Array, rows: np.ndarray, out: Array) -> Array:
         return self.xp.take(a, self.asarray(rows), axis=0, out=out)
@@ -115,6 +128,7 @@ class CupyBackend(Backend):
         a[self.asarray(rows)] = values
 
     def host_copy(self, a: Array) -> np.ndarray:
+        self.join_stream()
         a, out = self.mpi_buffer(self.contiguous(a)), self.side_stream("device to host")
         host = self.host_buffer(a)
         out.wait_event(self.stream.record())
@@ -130,6 +144,7 @@ class CupyBackend(Backend):
     def copy_from_host(self, host: np.ndarray, a: Array) -> None:
         if not self.is_contiguous(a):
             raise ValueError("only into a contiguous array can host memory be copied")
+        self.join_stream()
         back = self.side_stream("host to device")
         # The stream may still use the memory of `a` for another array that had it before.
         back.wait_event(self.stream.record())
@@ -179,7 +194,7 @@ class CupyBackend(Backend):
                 "gpu_memory": int(properties["totalGlobalMem"]),
                 "gpu_multiprocessors": int(properties["multiProcessorCount"]),
                 "cuda_runtime": int(runtime.runtimeGetVersion()),
-                "cuda_driver": int(runtime.driverGetVersion()), "tf32": int(self.tf32)}
+                "cuda_driver": int(runtime.driverGetVersion()), "tf32": self.tf32}
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply two matrices by cuBLAS; elements of 16 and 32 bits are summed in float32.
@@ -203,6 +218,7 @@ class CupyBackend(Backend):
 
     def gemms(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
         """Multiply the matrices along the first dimension, see `Cublas.gemms`."""
+        self.join_stream()
         if a.size and b.size:
             self.cublas.gemms(a, b, out, add)
         elif not add:

@@ -1,7 +1,8 @@
 """Compute the functions of `mm3d.model.functional`, which document them, on a GPU.
 
-The kernels are in ``kernels.cu``.  Attention consists of batched products and of kernels for the
-softmax, over as many sequences and heads at a time as the memory for their scores allows.
+The kernels are in ``kernels.cu`` and ``row_kernels.cu``.  Attention consists of batched products
+and of kernels for the softmax, over as many sequences and heads at a time as the memory for their
+scores allows.
 """
 
 import itertools
@@ -14,17 +15,17 @@ import numpy as np
 Array = Any
 Part = tuple[slice, slice, slice]    # of the sequences, the heads and the queries
 
-SOURCE_FILE = Path(__file__).with_name("kernels.cu")
+SOURCE_FILES = [Path(__file__).with_name(name) for name in ("kernels.cu", "row_kernels.cu")]
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
 KERNEL_NAMES = (
     "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "sum_rows",
     "sum_products", "sum_parts", "norm_sums", "norm_squares", "norm_scale", "norm_forward",
-    "norm_backward_sums", "norm_backward", "softmax_forward", "softmax_recompute",
-    "softmax_backward")
+    "norm_backward_sums", "norm_backward", "norm_backward_whole", "softmax_forward",
+    "softmax_recompute", "softmax_backward")
 TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_TYPES.values()]
 COMPILER_OPTIONS = ("--std=c++17",)
 
-THREADS_PER_BLOCK = 256
+THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
 MAX_SCORE_BYTES = 2 ** 28    # of attention scores that are in memory at a time
 
@@ -54,16 +55,23 @@ class GpuKernels:
         """Launch the kernel `name` for the type of `like`; nothing if there are no blocks."""
         if 0 in blocks:
             return
+        self.library.join_stream()
         function = self._functions.get((name, like.dtype))
         if function is None:
             function = self._look_up_kernel(name, like.dtype)
         function((*blocks, 1)[:2], (THREADS_PER_BLOCK,), arguments)
 
+    def _launch_by_warps(self, name: str, like: Array, rows: int, *arrays: Array,
+                         rest: tuple[np.generic, ...]) -> None:
+        """Launch a kernel of which each warp computes a row."""
+        blocks = -(-rows // (THREADS_PER_BLOCK // THREADS_PER_WARP))
+        self._launch(name, like, (blocks,), *arrays, np.int64(rows), *rest)
+
     def _look_up_kernel(self, name: str, dtype: Any) -> Callable:
         """Look up the kernel `name` for a type, and keep it."""
         if self._module is None:
             self._module = self.library.compile_module(
-                SOURCE_FILE.read_text(encoding="utf-8"), COMPILER_OPTIONS, TEMPLATE_INSTANCES)
+                read_source(), COMPILER_OPTIONS, TEMPLATE_INSTANCES)
         found = self._module.get_function(f"{name}<{C_TYPES[str(dtype)]}>")
         return self._functions.setdefault((name, dtype), found)
 
@@ -118,8 +126,8 @@ class GpuKernels:
     def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array) -> Array:
         """Sum columns by a kernel over blocks of rows, then over the blocks."""
         a, (rows, cols) = arrays[0], _matrix_shape(arrays[0])
-        parts = self._allocate_parts(a)
-        self._launch(name, a, (-(-cols // 32), parts.shape[0]),
+        parts, packs = self._allocate_parts(a), 16 // a.dtype.itemsize
+        self._launch(name, a, (-(-cols // (32 * packs)), parts.shape[0]),
                      *map(self.library.contiguous, arrays), parts, np.int64(rows), np.int64(cols))
         return self._sum_parts(parts, a, keep_float32)
 
@@ -157,6 +165,10 @@ class GpuKernels:
                            total: Callable[[Array], Array], out: Array) -> Array:
         dy, xhat = self.library.contiguous(dy), self.library.contiguous(xhat)
         (rows, cols), kind = _matrix_shape(dy), self._sum_type(dy)
+        if cols == features > 1:
+            return self._compute_into(out, lambda dx: self._launch(
+                "norm_backward_whole", dy, (rows,), dy, xhat, rstd, dx, kind(features),
+                np.int64(cols)))
         sums = self.library.empty((*rstd.shape[:-1], 2), kind)
         self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, np.int64(cols))
         sums = total(sums)
@@ -175,10 +187,10 @@ class GpuKernels:
             Q, y = _select_part(q, part), _select_part(out, part)
             K, V = _select_part(k, part[:2]), _select_part(v, part[:2])
             self.library.gemms(self._stack_heads(Q), _transposed(self._stack_heads(K)), S)
-            self._launch("softmax_forward", q, (S.shape[0] * S.shape[1],), S, P, lse[part],
-                         np.int32(S.shape[1]), np.int32(positions),
-                         np.int32(first + part[2].start), np.int32(causal),
-                         kind(1 / math.sqrt(d)))
+            self._launch_by_warps(
+                "softmax_forward", q, S.shape[0] * S.shape[1], S, P, lse[part],
+                rest=(np.int32(S.shape[1]), np.int32(positions), np.int32(first + part[2].start),
+                      np.int32(causal), kind(1 / math.sqrt(d))))
             self._multiply_stacks(P, self._stack_heads(V), y)
         return out, lse
 
@@ -195,13 +207,15 @@ class GpuKernels:
             K, V = (self._stack_heads(_select_part(a, part[:2])) for a in (k, v))
             rows = S.shape[0] * S.shape[1]
             self.library.gemms(Q, _transposed(K), S)
-            self._launch("softmax_recompute", q, (rows,), S, P, lse[part], np.int32(S.shape[1]),
-                         np.int32(positions), np.int32(first + part[2].start), np.int32(causal),
-                         scale)
+            self._launch_by_warps(
+                "softmax_recompute", q, rows, S, P, lse[part],
+                rest=(np.int32(S.shape[1]), np.int32(positions), np.int32(first + part[2].start),
+                      np.int32(causal), scale))
             dV = self._accumulate_product(sums, 0, _transposed(P), dO,
                                           _select_part(dv, part[:2]), part[2], queries)
             self.library.gemms(dO, _transposed(V), S)    # dP overwrites the scores
-            self._launch("softmax_backward", q, (rows,), P, S, P, np.int32(positions), scale)
+            self._launch_by_warps("softmax_backward", q, rows, P, S, P,
+                                  rest=(np.int32(positions), scale))
             # dS has overwritten P.
             self._multiply_stacks(P, K, _select_part(dq, part))
             dK = self._accumulate_product(sums, 1, _transposed(P), Q,
@@ -261,6 +275,11 @@ class GpuKernels:
         if rows.stop == queries:
             out[...] = total.astype(out.dtype, copy=False)
         return total
+
+
+def read_source() -> str:
+    """Return the source of all kernels."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in SOURCE_FILES)
 
 
 def divide_scores(batch: int, heads: int, queries: int, size: int) -> list[Part]:

@@ -1,7 +1,7 @@
-// Elementwise kernels, sums, layer normalization and softmax, for every type of elements; sums are
-// float, or double for double.  Arrays are contiguous matrices of `rows` x `cols` unless a comment
-// says otherwise.  A backward kernel follows its forward kernel.  `mm3d/arrays/cupy_kernels.py`
-// launches them; `mm3d/model/functional.py` documents what they compute.
+// Elementwise kernels and sums over rows, for every type of elements; sums are float, or double for
+// double.  Arrays are contiguous matrices of `rows` x `cols` unless a comment says otherwise.  A
+// backward kernel follows its forward kernel.  `mm3d/arrays/cupy_kernels.py` launches them;
+// `mm3d/model/functional.py` documents what they compute.
 
 struct half_t { unsigned short bits; };
 struct bf16_t { unsigned short bits; };
@@ -77,16 +77,18 @@ __device__ void with_rows(long long rows, long long cols, const T *a, const T *b
 
 // --- GELU, bias, scale ---------------------------------------------------------------------
 
-template <typename V> __device__ inline V gelu(V u)
+// (1 + tanh v) / 2 = 1 / (1 + exp(-2 v)), in a third of the instructions and without cancellation.
+template <typename V> __device__ inline V logistic(V u)
 {
-    const V a = (V)0.79788456080286535588, b = (V)(0.79788456080286535588 * 0.044715);
-    return (V)0.5 * u * (1 + tanh(u * (a + b * (u * u))));
+    const V a = (V)1.59576912160573071176, b = (V)(1.59576912160573071176 * 0.044715);
+    return 1 / (1 + exp(-u * (a + b * (u * u))));
 }
+template <typename V> __device__ inline V gelu(V u) { return u * logistic(u); }
 template <typename V> __device__ inline V gelu_slope(V u)
 {
-    const V a = (V)0.79788456080286535588, b = (V)(0.79788456080286535588 * 0.044715);
-    const V t = tanh(u * (a + b * (u * u)));
-    return (V)0.5 * (1 + t) + (V)0.5 * u * (a + 3 * b * (u * u)) * (1 - t * t);
+    const V a = (V)1.59576912160573071176, b = (V)(1.59576912160573071176 * 0.044715);
+    const V s = logistic(u);
+    return s + u * (a + 3 * b * (u * u)) * s * (1 - s);
 }
 template <typename T>
 __global__ void bias_gelu_forward(const T *x, const T *b, T *y, long long rows, long long cols)
@@ -104,75 +106,23 @@ __global__ void scale_rows(const T *a, const T *b, T *y, long long rows, long lo
     with_rows(rows, cols, a, b, y, [](W u, W v) { return u * v; });
 }
 
-// --- Sums over rows: blocks of 32 columns x 8 rows, a part for each block of rows ----------
+// --- Sums over rows: blocks of 32 packs of columns x 8 rows, a part for each block of rows ----
 
+// `f` adds to the sums of at most `width` columns from its first argument on, of which its second
+// says how many there are.
 template <typename T, typename F>
 __device__ void column_parts(long long rows, long long cols, W *parts, F f)
-{
-    __shared__ W some[8][33];
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-    const long long c = (long long)blockIdx.x * 32 + lane;
-    W sum = 0;
-    if (c < cols)
-        for (long long r = (long long)blockIdx.y * 8 + group; r < rows; r += 8 * gridDim.y)
-            sum += f(r * cols + c);
-    some[group][lane] = sum;
-    __syncthreads();
-    if (group == 0 && c < cols) {
-        for (int g = 1; g < 8; g++)
-            sum += some[g][lane];
-        parts[blockIdx.y * cols + c] = sum;
-    }
-}
-template <typename T>
-__global__ void sum_rows(const T *a, W *parts, long long rows, long long cols)
-{
-    column_parts<T>(rows, cols, parts, [=](long long i) { return wide(a[i]); });
-}
-template <typename T>
-__global__ void sum_products(const T *a, const T *b, W *parts, long long rows, long long cols)
-{
-    column_parts<T>(rows, cols, parts, [=](long long i) { return wide(a[i]) * wide(b[i]); });
-}
-// dx of GELU(x + b) and, while its elements are in registers, the sums of its columns: db.
-template <typename T>
-__global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W *parts,
-                                   long long rows, long long cols)
 {
     const int width = 16 / sizeof(T);
     __shared__ W some[8][32 * width + 1];
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     const long long c = ((long long)blockIdx.x * 32 + lane) * width;
     const int mine = c >= cols ? 0 : cols - c < width ? (int)(cols - c) : width;
-    const bool packed = aligned(dy, x, dx) && cols % width == 0;
-    W bias[width], sum[width];
-    for (int i = 0; i < width; i++) {
-        bias[i] = i < mine ? wide(b[c + i]) : 0;
+    W sum[width];
+    for (int i = 0; i < width; i++)
         sum[i] = 0;
-    }
-    for (long long r = (long long)blockIdx.y * 8 + group; mine && r < rows; r += 8 * gridDim.y) {
-        const long long at = r * cols + c;
-        Pack<T> g, u;
-        if (packed) {
-            g = *(const Pack<T> *)(dy + at);
-            u = *(const Pack<T> *)(x + at);
-        } else
-            for (int i = 0; i < mine; i++) {
-                g.of[i] = dy[at + i];
-                u.of[i] = x[at + i];
-            }
-        for (int i = 0; i < width; i++)
-            if (i < mine) {
-                const W d = wide(g.of[i]) * gelu_slope(wide(u.of[i]) + bias[i]);
-                put(g.of[i], d);
-                sum[i] += d;
-            }
-        if (packed)
-            *(Pack<T> *)(dx + at) = g;
-        else
-            for (int i = 0; i < mine; i++)
-                dx[at + i] = g.of[i];
-    }
+    for (long long r = (long long)blockIdx.y * 8 + group; mine && r < rows; r += 8 * gridDim.y)
+        f(r * cols + c, mine, sum);
     for (int i = 0; i < width; i++)
         some[group][lane * width + i] = sum[i];
     __syncthreads();
@@ -185,6 +135,67 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
             parts[blockIdx.y * cols + column] = total;
     }
 }
+template <typename T>
+__device__ inline Pack<T> read_pack(const T *a, long long at, int mine, bool packed)
+{
+    Pack<T> u;
+    if (packed)
+        return *(const Pack<T> *)(a + at);
+    for (int i = 0; i < 16 / sizeof(T); i++)    // a bound that is known keeps u in registers
+        if (i < mine)
+            u.of[i] = a[at + i];
+    return u;
+}
+template <typename T>
+__global__ void sum_rows(const T *a, W *parts, long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    const bool packed = aligned(a, a, a) && cols % width == 0;
+    column_parts<T>(rows, cols, parts, [=](long long at, int mine, W *sum) {
+        const Pack<T> u = read_pack(a, at, mine, packed);
+        for (int i = 0; i < width; i++)
+            sum[i] += i < mine ? wide(u.of[i]) : 0;
+    });
+}
+template <typename T>
+__global__ void sum_products(const T *a, const T *b, W *parts, long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    const bool packed = aligned(a, b, b) && cols % width == 0;
+    column_parts<T>(rows, cols, parts, [=](long long at, int mine, W *sum) {
+        const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
+        for (int i = 0; i < width; i++)
+            sum[i] += i < mine ? wide(u.of[i]) * wide(v.of[i]) : 0;
+    });
+}
+// dx of GELU(x + b) and, while its elements are in registers, the sums of its columns: db.
+template <typename T>
+__global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W *parts,
+                                   long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    const bool packed = aligned(dy, x, dx) && cols % width == 0;
+    const long long c = ((long long)blockIdx.x * 32 + threadIdx.x % 32) * width;
+    W bias[width];
+    for (int i = 0; i < width; i++)
+        bias[i] = c + i < cols ? wide(b[c + i]) : 0;
+    column_parts<T>(rows, cols, parts, [&](long long at, int mine, W *sum) {
+        Pack<T> g = read_pack(dy, at, mine, packed);
+        const Pack<T> u = read_pack(x, at, mine, packed);
+        for (int i = 0; i < width; i++)
+            if (i < mine) {
+                const W d = wide(g.of[i]) * gelu_slope(wide(u.of[i]) + bias[i]);
+                put(g.of[i], d);
+                sum[i] += d;
+            }
+        if (packed)
+            *(Pack<T> *)(dx + at) = g;
+        else
+            for (int i = 0; i < width; i++)
+                if (i < mine)
+                    dx[at + i] = g.of[i];
+    });
+}
 template <typename T> __global__ void sum_parts(const W *parts, T *sum, int count, long long cols)
 {
     const long long c = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -194,143 +205,4 @@ template <typename T> __global__ void sum_parts(const W *parts, T *sum, int coun
     for (int p = 0; p < count; p++)
         total += parts[p * cols + c];
     put(sum[c], total);
-}
-
-// --- Rows: one block each ------------------------------------------------------------------
-
-template <typename V, typename F> __device__ V across_block(V x, F join)
-{
-    __shared__ V some[32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    for (int d = 16; d > 0; d /= 2)
-        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
-    __syncthreads();    // no thread reads `some` any longer
-    if (lane == 0)
-        some[warp] = x;
-    __syncthreads();
-    x = some[0];
-    for (int w = 1; w < warps; w++)
-        x = join(x, some[w]);
-    return x;
-}
-template <typename V, typename F> __device__ V row_sum(long long cols, F f)
-{
-    V sum = 0;
-    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
-        sum += f(c);
-    return across_block(sum, [](V a, V b) { return a + b; });
-}
-
-// Layer normalization in steps, for rows divided over ranks: `sums` and `squares`
-// are summed over the ranks between the steps.
-template <typename T> __global__ void norm_sums(const T *x, W *sums, long long cols)
-{
-    const T *u = x + blockIdx.x * cols;
-    const W sum = row_sum<W>(cols, [=](long long c) { return wide(u[c]); });
-    if (threadIdx.x == 0)
-        sums[blockIdx.x] = sum;
-}
-template <typename T>
-__global__ void norm_squares(const T *x, const W *sums, W *squares, W features, long long cols)
-{
-    const T *u = x + blockIdx.x * cols;
-    const W mean = sums[blockIdx.x] / features;
-    const W sum = row_sum<W>(cols, [=](long long c) {
-        const W v = wide(u[c]) - mean;
-        return v * v;
-    });
-    if (threadIdx.x == 0)
-        squares[blockIdx.x] = sum;
-}
-template <typename T>
-__global__ void norm_scale(const T *x, const W *sums, const W *squares, T *y, W *rstd, W features,
-                           W eps, long long cols)
-{
-    const long long row = blockIdx.x * cols;
-    const W mean = sums[blockIdx.x] / features;
-    const W by = 1 / sqrt(squares[blockIdx.x] / features + eps);
-    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
-        put(y[row + c], (wide(x[row + c]) - mean) * by);
-    if (threadIdx.x == 0)
-        rstd[blockIdx.x] = by;
-}
-// The same in one kernel, for whole rows: elements that are read again come from the cache.
-template <typename T>
-__global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long long cols)
-{
-    const T *u = x + blockIdx.x * cols;
-    const W mean = row_sum<W>(cols, [=](long long c) { return wide(u[c]); }) / features;
-    const W squares = row_sum<W>(cols, [=](long long c) {
-        const W v = wide(u[c]) - mean;
-        return v * v;
-    });
-    const W by = 1 / sqrt(squares / features + eps);
-    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
-        put(y[blockIdx.x * cols + c], (wide(u[c]) - mean) * by);
-    if (threadIdx.x == 0)
-        rstd[blockIdx.x] = by;
-}
-
-template <typename T>
-__global__ void norm_backward_sums(const T *dy, const T *xhat, W *sums, long long cols)
-{
-    const T *g = dy + blockIdx.x * cols, *h = xhat + blockIdx.x * cols;
-    const W first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); });
-    const W second = row_sum<W>(cols, [=](long long c) { return wide(g[c]) * wide(h[c]); });
-    if (threadIdx.x == 0) {
-        sums[2 * blockIdx.x] = first;
-        sums[2 * blockIdx.x + 1] = second;
-    }
-}
-template <typename T>
-__global__ void norm_backward(const T *dy, const T *xhat, const W *rstd, const W *sums, T *dx,
-                              W features, long long cols)
-{
-    const long long row = blockIdx.x * cols;
-    const W by = rstd[blockIdx.x];
-    const W first = sums[2 * blockIdx.x] / features, second = sums[2 * blockIdx.x + 1] / features;
-    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
-        put(dx[row + c], (wide(dy[row + c]) - first - wide(xhat[row + c]) * second) * by);
-}
-
-// --- Softmax of scores (heads, queries, positions), one block a row -------------------------
-// Scores are scaled here; in a causal row q positions beyond first + q have no weight.
-
-template <typename T>
-__global__ void softmax_forward(const W *scores, T *P, W *lse, int queries, int positions,
-                                int first, int causal, W scale)
-{
-    const W *s = scores + (long long)blockIdx.x * positions;
-    T *p = P + (long long)blockIdx.x * positions;
-    const int last = first + (int)(blockIdx.x % queries) + 1;
-    const int seen = causal && last < positions ? last : positions;
-    W top = -__uint_as_float(0x7F800000u);    // minus infinity
-    for (int c = threadIdx.x; c < seen; c += blockDim.x)
-        top = s[c] * scale > top ? s[c] * scale : top;
-    top = across_block(top, [](W a, W b) { return a > b ? a : b; });
-    const W sum = row_sum<W>(seen, [=](long long c) { return exp(s[c] * scale - top); });
-    for (int c = threadIdx.x; c < positions; c += blockDim.x)
-        put(p[c], c < seen ? exp(s[c] * scale - top) / sum : (W)0);
-    if (threadIdx.x == 0)
-        lse[blockIdx.x] = top + log(sum);
-}
-template <typename T>
-__global__ void softmax_recompute(const W *scores, T *P, const W *lse, int queries, int positions,
-                              int first, int causal, W scale)
-{
-    const long long row = (long long)blockIdx.x * positions;
-    const int last = first + (int)(blockIdx.x % queries) + 1;
-    const int seen = causal && last < positions ? last : positions;
-    for (int c = threadIdx.x; c < positions; c += blockDim.x)
-        put(P[row + c], c < seen ? exp(scores[row + c] * scale - lse[blockIdx.x]) : (W)0);
-}
-template <typename T>
-__global__ void softmax_backward(const T *P, const W *dP, T *dS, int positions, W scale)
-{
-    const long long row = (long long)blockIdx.x * positions;
-    const W sum = row_sum<W>(positions, [=](long long c) {
-        return wide(P[row + c]) * dP[row + c];
-    });
-    for (int c = threadIdx.x; c < positions; c += blockDim.x)
-        put(dS[row + c], wide(P[row + c]) * (dP[row + c] - sum) * scale);
 }

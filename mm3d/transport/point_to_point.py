@@ -19,7 +19,10 @@ LONGEST_PAUSE = 1e-3    # seconds between two looks at a message, where a rank s
 
 def tag_count(comm: MPI.Intracomm) -> int:
     """Return how many tags messages can have, from 0; nothing is sent."""
-    return comm.Get_attr(MPI.TAG_UB) + 1
+    greatest = comm.Get_attr(MPI.TAG_UB)
+    if greatest is None:    # Open MPI 5 knows it of the world alone
+        greatest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return greatest + 1
 
 
 class PointToPoint:

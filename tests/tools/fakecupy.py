@@ -266,10 +266,10 @@ class Stream:
     computing: "Stream | None" = None
     every: dict[int, "Stream"] = {}
 
-    def __init__(self, non_blocking: bool = False) -> None:
-        assert non_blocking, "a stream that waits for the default stream"
+    def __init__(self, non_blocking: bool = False, ptr: int | None = None) -> None:
+        assert non_blocking or ptr == 0, "a stream that waits for the default stream"
         self.queue, self.finished, self.ready = [], 0, False
-        self.ptr = id(self)
+        self.ptr = id(self) if ptr is None else ptr
         self.every[self.ptr] = self
 
     def use(self) -> "Stream":
@@ -402,6 +402,7 @@ class FakeCupy(types.ModuleType):
         self.get_default_pinned_memory_pool = lambda: self.pinned
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime, Device=Device, MemoryPool=MemoryPool, Stream=Stream,
+            get_current_stream=lambda: Stream.computing or Stream(ptr=0),
             Event=Event, set_allocator=lambda allocate: setattr(self, "allocate", allocate),
             alloc_pinned_memory=lambda size: self.pinned.malloc(size),
             get_elapsed_time=lambda a, b: 1000.0 * (b.time - a.time))
@@ -434,4 +435,6 @@ class FakeCupy(types.ModuleType):
 
     def asnumpy(self, a: ndarray) -> np.ndarray:
         Graph.refuse()
+        if not a.flags.c_contiguous:    # as CuPy 14.2 does, after a copy of its own
+            Stream(ptr=0).use()
         return unwrapped(a).copy()

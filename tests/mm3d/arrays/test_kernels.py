@@ -131,9 +131,10 @@ def test_kernels_are_looked_up_once(cupy, monkeypatch):
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("shape", [(2, 3, 5), (7, 300), (1, 1)])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (7, 304), (1, 1), (2, 8200)])
 def test_layer_normalization(cupy, name, whole, shape):
-    """A mean of 1000 does not cancel; rows whose rest others hold have twice the features."""
+    """A mean of 1000 does not cancel; rows whose rest others hold have twice the features.  Rows
+    of packs, others, and ones too long for the registers."""
     centre = 1000 if name in ("float32", "float64") else 3
     x, dy = numbers(shape, name, 1, centre), numbers(shape, name, 2)
     features = shape[-1] * (1 if whole else 2)
@@ -155,10 +156,12 @@ def test_layer_normalization(cupy, name, whole, shape):
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("batch, heads, causal, first, queries, positions", [
     (2, 3, False, 0, 5, 5), (2, 3, True, 0, 6, 6), (2, 3, True, 2, 3, 7), (2, 3, True, 3, 0, 3),
-    (2, 3, False, 0, 0, 3), (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3)])
+    (1, 1, True, 130, 2, 136), (1, 1, False, 0, 1, 1030), (2, 3, False, 0, 0, 3),
+    (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3)])
 def test_attention(cupy, monkeypatch, name, batch, heads, causal, first, queries, positions):
-    """Forward and backward, also a part of the heads at a time; queries of a part of the rows.  A
-    rank without queries fills dK and dV all the same: they are added to those of others."""
+    """Forward and backward, also a part of the heads at a time; queries of a part of rows; rows
+    of four neighbours a lane, others, and ones too long for the registers.  A rank without
+    queries fills dK and dV all the same: they are added to those of others."""
     d = 4
     monkeypatch.setattr(cupy_kernels, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
     q, do = (numbers((batch, queries, heads, d), name, n) for n in (1, 2))
@@ -268,7 +271,7 @@ def test_kernels_compile_for(architecture):
     if architecture not in list(known):
         pytest.skip(f"this NVRTC knows sm_{known[0]} and later, not sm_{architecture}")
     program = ctypes.c_void_p()
-    code = cupy_kernels.SOURCE_FILE.read_bytes()
+    code = cupy_kernels.read_source().encode()
     assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"kernels.cu", 0, None,
                                       None) == 0
     for expression in cupy_kernels.TEMPLATE_INSTANCES:

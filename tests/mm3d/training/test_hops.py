@@ -131,15 +131,19 @@ def test_more_messages_than_tags_are_refused_before_a_communicator_is_made(comm)
     mesh.free()
 
 
+def test_an_mpi_that_knows_tags_of_the_world_alone():
+    assert tag_count(Limit(None)) == tag_count(MPI.COMM_WORLD)
+
+
 class Limit:
     """A communicator that says how many tags there are, and can do nothing else."""
 
-    def __init__(self, tags: int) -> None:
+    def __init__(self, tags: int | None) -> None:
         self.tags = tags
 
-    def Get_attr(self, key: int) -> int:
+    def Get_attr(self, key: int) -> int | None:
         assert key == MPI.TAG_UB
-        return self.tags - 1
+        return self.tags and self.tags - 1
 
 
 def test_shapes_of_grids_are_values():

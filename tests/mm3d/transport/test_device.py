@@ -366,6 +366,7 @@ def test_products_of_all_forms_and_layouts(cupy, dtype, m, k, n):
 def test_the_record_names_the_device(cupy):
     found = machine.describe_host("cupy", 1, "MPICH Version: 5", "python -m bench")
     assert found["gpu"] == "none" and found["cuda_driver"] == 13000    # the fake's
+    assert found["tf32"] is False    # a record of a whole number would not be read
     assert "gpu" not in machine.describe_host("numpy", 1, "MPICH Version: 5", "")
 
 
@@ -376,6 +377,27 @@ def test_memory_counts_temporaries(cupy):
     kept = cupy.empty((1000,), "float64")
     assert cupy.memory()["peak"] >= before
     assert cupy.memory()["in_use"] >= 8000 and kept.nbytes == 8000
+
+
+@pytest.mark.parametrize("leave", ["gaps", "caller"])
+def test_work_returns_to_its_stream(cupy, leave):
+    """An array with gaps on its way to the host, or the caller, makes another one current."""
+    a = cupy.asarray(integers((4, 6), 1, "float32"))
+    if leave == "gaps":
+        assert (cupy.to_host(a[:, :2]) == integers((4, 6), 1, "float32")[:, :2]).all()
+        assert cupy.xp.cuda.get_current_stream() is cupy.stream
+        cupy.xp.asnumpy(a[:, :2])    # a caller's own
+    other = cupy.xp.cuda.Stream(non_blocking=True)
+    if leave == "caller":
+        other.use()
+    b = cupy.empty((4, 4), "float32")
+    cupy.gemm(a, a.T, b)
+    assert cupy.xp.cuda.get_current_stream() is cupy.stream
+    for move in (cupy.host_copy, cupy.to_host, lambda a: cupy.copy_from_host(
+            cupy.host_buffer(a), a)):
+        other.use()
+        move(b)
+        assert cupy.xp.cuda.get_current_stream() is cupy.stream
 
 
 def test_arrays_refuse_the_host(cupy):

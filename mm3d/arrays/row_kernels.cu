@@ -1,0 +1,329 @@
+// Layer normalization and softmax, which need whole rows.  ``kernels.cu``, which goes before, has
+// the types, and says what holds for all kernels.
+
+// --- Rows: one block each ------------------------------------------------------------------
+
+template <typename V, typename F> __device__ V across_block(V x, F join)
+{
+    __shared__ V some[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (int d = 16; d > 0; d /= 2)
+        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
+    __syncthreads();    // no thread reads `some` any longer
+    if (lane == 0)
+        some[warp] = x;
+    __syncthreads();
+    x = some[0];
+    for (int w = 1; w < warps; w++)
+        x = join(x, some[w]);
+    return x;
+}
+template <typename V, typename F> __device__ V row_sum(long long cols, F f)
+{
+    V sum = 0;
+    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
+        sum += f(c);
+    return across_block(sum, [](V a, V b) { return a + b; });
+}
+
+// Layer normalization in steps, for rows divided over ranks: `sums` and `squares`
+// are summed over the ranks between the steps.
+template <typename T> __global__ void norm_sums(const T *x, W *sums, long long cols)
+{
+    const T *u = x + blockIdx.x * cols;
+    const W sum = row_sum<W>(cols, [=](long long c) { return wide(u[c]); });
+    if (threadIdx.x == 0)
+        sums[blockIdx.x] = sum;
+}
+template <typename T>
+__global__ void norm_squares(const T *x, const W *sums, W *squares, W features, long long cols)
+{
+    const T *u = x + blockIdx.x * cols;
+    const W mean = sums[blockIdx.x] / features;
+    const W sum = row_sum<W>(cols, [=](long long c) {
+        const W v = wide(u[c]) - mean;
+        return v * v;
+    });
+    if (threadIdx.x == 0)
+        squares[blockIdx.x] = sum;
+}
+template <typename T>
+__global__ void norm_scale(const T *x, const W *sums, const W *squares, T *y, W *rstd, W features,
+                           W eps, long long cols)
+{
+    const long long row = blockIdx.x * cols;
+    const W mean = sums[blockIdx.x] / features;
+    const W by = 1 / sqrt(squares[blockIdx.x] / features + eps);
+    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
+        put(y[row + c], (wide(x[row + c]) - mean) * by);
+    if (threadIdx.x == 0)
+        rstd[blockIdx.x] = by;
+}
+// The same in one kernel, for whole rows.  A thread keeps its packs of the row in registers; where
+// it cannot, its elements are read again, from the cache.
+const int KEPT = 8;
+template <typename T>
+__device__ inline bool keeps(const T *a, const T *b, const T *y, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    return aligned(a, b, y) && cols % width == 0 && cols <= (long long)KEPT * blockDim.x * width;
+}
+template <typename T> __device__ inline void keep(Pack<T> *kept, const T *row, long long cols)
+{
+    for (int k = 0; k < KEPT; k++) {
+        const long long c = (threadIdx.x + (long long)k * blockDim.x) * (16 / sizeof(T));
+        if (c < cols)
+            kept[k] = *(const Pack<T> *)(row + c);
+    }
+}
+template <typename T, typename F> __device__ inline W kept_sum(long long cols, F f)
+{
+    const int width = 16 / sizeof(T);
+    W sum = 0;
+    for (int k = 0; k < KEPT; k++)
+        if ((threadIdx.x + (long long)k * blockDim.x) * width < cols)
+            for (int i = 0; i < width; i++)
+                sum += f(k, i);
+    return across_block(sum, [](W a, W b) { return a + b; });
+}
+template <typename T, typename F> __device__ inline void put_kept(T *row, long long cols, F f)
+{
+    const int width = 16 / sizeof(T);
+    for (int k = 0; k < KEPT; k++) {
+        const long long c = (threadIdx.x + (long long)k * blockDim.x) * width;
+        Pack<T> out;
+        for (int i = 0; i < width; i++)
+            put(out.of[i], f(k, i));
+        if (c < cols)
+            *(Pack<T> *)(row + c) = out;
+    }
+}
+template <typename T>
+__global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long long cols)
+{
+    const T *u = x + blockIdx.x * cols;
+    T *v = y + blockIdx.x * cols;
+    W by;
+    if (keeps(u, u, v, cols)) {
+        Pack<T> kept[KEPT];
+        keep(kept, u, cols);
+        const W mean = kept_sum<T>(cols, [&](int k, int i) { return wide(kept[k].of[i]); })
+                       / features;
+        by = 1 / sqrt(kept_sum<T>(cols, [&](int k, int i) {
+            const W d = wide(kept[k].of[i]) - mean;
+            return d * d;
+        }) / features + eps);
+        put_kept(v, cols, [&](int k, int i) { return (wide(kept[k].of[i]) - mean) * by; });
+    } else {
+        const W mean = row_sum<W>(cols, [=](long long c) { return wide(u[c]); }) / features;
+        by = 1 / sqrt(row_sum<W>(cols, [=](long long c) {
+            const W d = wide(u[c]) - mean;
+            return d * d;
+        }) / features + eps);
+        for (long long c = threadIdx.x; c < cols; c += blockDim.x)
+            put(v[c], (wide(u[c]) - mean) * by);
+    }
+    if (threadIdx.x == 0)
+        rstd[blockIdx.x] = by;
+}
+template <typename T>
+__global__ void norm_backward_whole(const T *dy, const T *xhat, const W *rstd, T *dx, W features,
+                                    long long cols)
+{
+    const T *g = dy + blockIdx.x * cols, *h = xhat + blockIdx.x * cols;
+    T *d = dx + blockIdx.x * cols;
+    const W by = rstd[blockIdx.x];
+    if (keeps(g, h, d, cols)) {
+        Pack<T> kept[KEPT], other[KEPT];
+        keep(kept, g, cols);
+        keep(other, h, cols);
+        const W first = kept_sum<T>(cols, [&](int k, int i) { return wide(kept[k].of[i]); })
+                        / features;
+        const W second = kept_sum<T>(cols, [&](int k, int i) {
+            return wide(kept[k].of[i]) * wide(other[k].of[i]);
+        }) / features;
+        put_kept(d, cols, [&](int k, int i) {
+            return (wide(kept[k].of[i]) - first - wide(other[k].of[i]) * second) * by;
+        });
+        return;
+    }
+    const W first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); }) / features;
+    const W second = row_sum<W>(cols, [=](long long c) { return wide(g[c]) * wide(h[c]); })
+                     / features;
+    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
+        put(d[c], (wide(g[c]) - first - wide(h[c]) * second) * by);
+}
+
+template <typename T>
+__global__ void norm_backward_sums(const T *dy, const T *xhat, W *sums, long long cols)
+{
+    const T *g = dy + blockIdx.x * cols, *h = xhat + blockIdx.x * cols;
+    const W first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); });
+    const W second = row_sum<W>(cols, [=](long long c) { return wide(g[c]) * wide(h[c]); });
+    if (threadIdx.x == 0) {
+        sums[2 * blockIdx.x] = first;
+        sums[2 * blockIdx.x + 1] = second;
+    }
+}
+template <typename T>
+__global__ void norm_backward(const T *dy, const T *xhat, const W *rstd, const W *sums, T *dx,
+                              W features, long long cols)
+{
+    const long long row = blockIdx.x * cols;
+    const W by = rstd[blockIdx.x];
+    const W first = sums[2 * blockIdx.x] / features, second = sums[2 * blockIdx.x + 1] / features;
+    for (long long c = threadIdx.x; c < cols; c += blockDim.x)
+        put(dx[row + c], (wide(dy[row + c]) - first - wide(xhat[row + c]) * second) * by);
+}
+
+// --- Softmax of scores (heads, queries, positions), one warp a row ---------------------------
+// Scores are scaled here; in a causal row q positions beyond first + q have no weight.  A lane
+// holds up to `HELD` elements of a row; elements of longer rows are read again.
+
+const int HELD = 32;
+template <typename T> struct alignas(4 * sizeof(T)) Quad { T of[4]; };
+template <typename V, typename F> __device__ inline V across_warp(V x, F join)
+{
+    for (int d = 16; d > 0; d /= 2)
+        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
+    return x;
+}
+template <typename V> __device__ inline V warp_sum(V x)
+{
+    return across_warp(x, [](V a, V b) { return a + b; });
+}
+// The column of the element that a lane holds at place 4 k + i; four neighbours if `four`.
+__device__ inline int column(int k, int i, bool four)
+{
+    const int lane = threadIdx.x % 32;
+    return four ? (32 * k + lane) * 4 + i : (4 * k + i) * 32 + lane;
+}
+template <typename T> __device__ inline bool by_four(const T *a, const void *b, int length)
+{
+    return length % 4 == 0 && ((size_t)a & (4 * sizeof(T) - 1)) == 0 && aligned(b, b, b);
+}
+template <typename T> __device__ inline void hold(W *held, const T *row, int length, bool four)
+{
+    for (int k = 0; k < HELD / 4; k++) {
+        if (128 * k >= length)
+            continue;
+        Quad<T> q;
+        if (four && column(k, 0, four) < length)
+            q = *(const Quad<T> *)(row + column(k, 0, four));
+        for (int i = 0; i < 4; i++)
+            if (column(k, i, four) < length)
+                held[4 * k + i] = wide(four ? q.of[i] : row[column(k, i, four)]);
+    }
+}
+template <typename T> __device__ inline void put_held(T *row, const W *held, int length, bool four)
+{
+    for (int k = 0; k < HELD / 4; k++) {
+        if (128 * k >= length)
+            continue;
+        Quad<T> q;
+        for (int i = 0; i < 4; i++)
+            if (column(k, i, four) < length) {
+                put(q.of[i], held[4 * k + i]);
+                if (!four)
+                    row[column(k, i, four)] = q.of[i];
+            }
+        if (four && column(k, 0, four) < length)
+            *(Quad<T> *)(row + column(k, 0, four)) = q;
+    }
+}
+template <typename T>
+__global__ void softmax_forward(const W *scores, T *P, W *lse, long long rows, int queries,
+                                int positions, int first, int causal, W scale)
+{
+    const long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows)
+        return;
+    const W *s = scores + row * positions;
+    T *p = P + row * positions;
+    const int last = first + (int)(row % queries) + 1, lane = threadIdx.x % 32;
+    const int seen = causal && last < positions ? last : positions;
+    W top = -__uint_as_float(0x7F800000u), sum = 0;    // minus infinity
+    if (positions <= 32 * HELD) {
+        const bool four = by_four(p, s, positions);
+        W held[HELD];
+        hold<W>(held, s, positions, four);
+        for (int e = 0; e < HELD; e++)
+            if (column(e / 4, e % 4, four) < seen)
+                top = held[e] * scale > top ? held[e] * scale : top;
+        top = across_warp(top, [](W a, W b) { return a > b ? a : b; });
+        for (int e = 0; e < HELD; e++) {
+            held[e] = column(e / 4, e % 4, four) < seen ? exp(held[e] * scale - top) : 0;
+            sum += held[e];
+        }
+        sum = warp_sum(sum);
+        for (int e = 0; e < HELD; e++)
+            held[e] /= sum;
+        put_held<T>(p, held, positions, four);
+    } else {
+        for (int c = lane; c < seen; c += 32)
+            top = s[c] * scale > top ? s[c] * scale : top;
+        top = across_warp(top, [](W a, W b) { return a > b ? a : b; });
+        for (int c = lane; c < seen; c += 32)
+            sum += exp(s[c] * scale - top);
+        sum = warp_sum(sum);
+        for (int c = lane; c < positions; c += 32)
+            put(p[c], c < seen ? exp(s[c] * scale - top) / sum : (W)0);
+    }
+    if (lane == 0)
+        lse[row] = top + log(sum);
+}
+template <typename T>
+__global__ void softmax_recompute(const W *scores, T *P, const W *lse, long long rows, int queries,
+                                  int positions, int first, int causal, W scale)
+{
+    const long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows)
+        return;
+    const int last = first + (int)(row % queries) + 1;
+    const int seen = causal && last < positions ? last : positions;
+    const W *s = scores + row * positions;
+    T *p = P + row * positions;
+    const W sum = lse[row];
+    if (by_four(p, s, positions))
+        for (int c = 4 * (threadIdx.x % 32); c < positions; c += 128) {
+            const Quad<W> u = *(const Quad<W> *)(s + c);
+            Quad<T> q;
+            for (int i = 0; i < 4; i++)
+                put(q.of[i], c + i < seen ? exp(u.of[i] * scale - sum) : (W)0);
+            *(Quad<T> *)(p + c) = q;
+        }
+    else
+        for (int c = threadIdx.x % 32; c < positions; c += 32)
+            put(p[c], c < seen ? exp(s[c] * scale - sum) : (W)0);
+}
+template <typename T>
+__global__ void softmax_backward(const T *P, const W *dP, T *dS, long long rows, int positions,
+                                 W scale)
+{
+    const long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows)
+        return;
+    const T *p = P + row * positions;
+    const W *g = dP + row * positions;
+    T *d = dS + row * positions;
+    W sum = 0;
+    if (positions <= 32 * HELD) {
+        const bool four = by_four(p, g, positions) && by_four(d, g, positions);
+        W held[HELD], slopes[HELD];
+        hold<T>(held, p, positions, four);
+        hold<W>(slopes, g, positions, four);
+        for (int e = 0; e < HELD; e++)
+            if (column(e / 4, e % 4, four) < positions)
+                sum += held[e] * slopes[e];
+        sum = warp_sum(sum);
+        for (int e = 0; e < HELD; e++)
+            held[e] *= (slopes[e] - sum) * scale;
+        put_held<T>(d, held, positions, four);
+        return;
+    }
+    for (int c = threadIdx.x % 32; c < positions; c += 32)
+        sum += wide(p[c]) * g[c];
+    sum = warp_sum(sum);
+    for (int c = threadIdx.x % 32; c < positions; c += 32)
+        put(d[c], wide(p[c]) * (g[c] - sum) * scale);
+}
