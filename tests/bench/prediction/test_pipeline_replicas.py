@@ -45,7 +45,7 @@ def test_sums_follow_the_last_action_of_each_stage():
 
 WAYS = [{}, dict(data=4, shards=2), dict(data=4, zero=1), dict(data=4, zero=3),
         dict(data=2, context=2, zero=2),
-        dict(data=4, zero=2, experts=mm3d.Experts(4, top=2, every=2), expert_parallel=2)]
+        dict(data=4, zero=1, experts=mm3d.Experts(4, top=2, every=2), expert_parallel=2)]
 STAGES = [("gpipe", 1, 0), ("zb-h1", 0, 512), ("gpipe", 3, 512)]
 
 
