@@ -1,5 +1,6 @@
 """List all parameters of a model without making one."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -26,11 +27,9 @@ def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         When its sizes or options do not fit.
     """
     period = model.experts.every if model.experts else 1
-    few = replace(model, layers=min(model.layers, period), dtype="float32", master=None)
-    backend = backends.get(DryBackend())
-    gpt = GPT(Config(few, Division(scheme="serial", backend=backend)), DryCommunicator(1, 0))
+    own = _shapes_of(replace(model, layers=min(model.layers, period), dtype="float32",
+                             master=None))
     found: dict[str, tuple[int, ...]] = {}
-    own = [(p.name, p.shape) for p in gpt.trained]
     before = [one for one in own if not one[0].startswith("layers.")]
     after = [one for one in before if one[0].startswith(("norm.", "head."))]
     found |= {name: shape for name, shape in before if (name, shape) not in after}
@@ -39,6 +38,14 @@ def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         found |= {f"layers.{layer}.{name.removeprefix(here)}": shape
                   for name, shape in own if name.startswith(here)}
     return found | dict(after)
+
+
+@functools.lru_cache
+def _shapes_of(model: Model) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return name and shape of every parameter of a dry model: who reads weights asks often."""
+    backend = backends.get(DryBackend())
+    gpt = GPT(Config(model, Division(scheme="serial", backend=backend)), DryCommunicator(1, 0))
+    return tuple((p.name, p.shape) for p in gpt.trained)
 
 
 def parameter_count(model: Model) -> int:

@@ -16,7 +16,7 @@ DIVISIONS = {1: Division(microbatches=2), 4: Division(data=2, stages=2, zero=1, 
              8: Division(data=2, grid=(2, 2, 1), zero=3, recompute="full")}
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_a_config_builds_what_keywords_build(comm):
     how = DIVISIONS[comm.size]
     mesh = mm3d.Mesh(comm, data=how.data, stages=how.stages, grid=how.grid)

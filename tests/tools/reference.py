@@ -18,7 +18,7 @@ GRIDS = {1: [(1, 1, 1)],
          8: [(2, 2, 2), (4, 1, 2), (1, 2, 4), (2, 4, 1)]}
 # Grids of 8 ranks are of every kind, those of 6 uneven; those of 4 are for squares.
 every_grid = pytest.mark.ranks(1, 8, slow=(6,))
-grids_and_squares = pytest.mark.ranks(1, 4, 8, slow=(6,))
+grids_and_squares = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))
 
 # Three lengths, all different: nothing divides them, and some have fewer elements than parts.
 SHAPES = [(7, 11, 13), (5, 17, 3), (19, 2, 9)]

@@ -116,7 +116,7 @@ def test_a_mesh_moves_the_words_that_dry_prints(comm, kind, file, capsys):
     assert {(one, way): int(count.replace(",", "")) for one, way, count in found} == moved != {}
 
 
-@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(1, 4, first=(4,))
 @pytest.mark.parametrize("kind", FILES)
 def test_a_model_is_verified_before_it_trains(comm, kind, file):
     """By a model in NumPy alone, to rounding; its settings go into the record."""

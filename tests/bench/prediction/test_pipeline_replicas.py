@@ -43,12 +43,15 @@ def test_sums_follow_the_last_action_of_each_stage():
     assert 2 * moved / LONGHORN.network.bytes_per_second < min(several.sums)
 
 
-@pytest.mark.parametrize("how", [
-    {}, dict(data=4, shards=2), dict(data=4, zero=1), dict(data=4, zero=3),
-    dict(data=2, context=2, zero=2),
-    dict(data=4, zero=2, experts=mm3d.Experts(4, top=2, every=2), expert_parallel=2)])
-@pytest.mark.parametrize("name, stage, vocab", [("gpipe", 1, 0), ("zb-h1", 0, 512),
-                                                ("gpipe", 3, 512)])
+WAYS = [{}, dict(data=4, shards=2), dict(data=4, zero=1), dict(data=4, zero=3),
+        dict(data=2, context=2, zero=2),
+        dict(data=4, zero=1, experts=mm3d.Experts(4, top=2, every=2), expert_parallel=2)]
+STAGES = [("gpipe", 1, 0), ("zb-h1", 0, 512), ("gpipe", 3, 512)]
+
+
+@pytest.mark.parametrize("how, name, stage, vocab", [
+    pytest.param(how, *stage, marks=[pytest.mark.slow] * ((i - j) % len(STAGES) > 0))
+    for i, how in enumerate(WAYS) for j, stage in enumerate(STAGES)])
 def test_parts_of_a_chunk_count_what_a_whole_run_does(name, stage, vocab, how):
     """In the same order too, so that the sums of seconds are equal to the bit."""
     how = dict(how)

@@ -168,7 +168,8 @@ def test_few_micro_batches_tell_the_peak_of_all(name, stages, micro, stage, more
 
 
 @pytest.mark.parametrize("recompute, layers, micro", [
-    ("none", 11, 6), ("full", 11, 6), ("full", 10, 6), ("selective", 8, 3)])
+    ("full", 11, 6), ("selective", 8, 3),
+    *(pytest.param(*more, marks=pytest.mark.slow) for more in (("none", 11, 6), ("full", 10, 6)))])
 def test_no_stage_of_a_zero_bubble_pipeline_is_fuller_than_the_fullest(recompute, layers, micro):
     """With recomputation what W needs is the most: stages in the middle with a layer more."""
     model = PipelineModel(build("zb-h1", 4, micro), "1d", (GridShape("x", (1,)),) * 4, Stack(

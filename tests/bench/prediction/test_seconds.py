@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from bench.prediction.calibration import fit, operations_alone
 from bench.prediction.machine_model import Curve, Line, load_machine
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds
 from mm3d.grid.grid import Grid
@@ -92,3 +93,15 @@ def test_ranks_wait_where_they_meet_between_work():
 
     assert waits("all_gather", 2) == 1e-4 and waits("reduce", 8) == 3e-4
     assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
+
+
+def test_deviations_are_what_was_measured_over_the_fit():
+    rng = np.random.default_rng(0)
+    times = {shape: (1e-5 + 2e-11 * np.prod(shape)) * rng.uniform(0.8, 1.25)
+             for shape in operations_alone.SHAPES}
+    found = fit.fit_products(times)
+    machine = replace(CPU, gemm_rate={"float32": found.rate}, gemm_half_size=found.half,
+                      gemm_seconds=found.start, memory_bandwidth=1e15)
+    for shape, seconds in times.items():
+        ratio = seconds / gemm_seconds(machine, Gemm(1, *shape, "float32"))
+        assert found.deviations["x".join(map(str, shape))] == pytest.approx(ratio)

@@ -160,7 +160,7 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
         return predict(model, *rest, **more)
     monkeypatch.setattr(search, "predict_step", refusing)
     refused = 2
-    found = search.Search(asked).run()
+    found = few(asked).run()
     assert found.refused and {*found.refused.values()} == {"no such pipeline"}
     (said,) = [line for line in remarks(asked, found).items if "refused" in line]
     assert said.startswith(f"the library refused {len(found.refused)} plans")
@@ -168,7 +168,7 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
     refused = 1
     one = msgspec.structs.replace(SMALL, layers=1)    # no stages
     with pytest.raises(UsageError, match="can run none of .* no such pipeline"):
-        search.Search(replace(asked, gpt=one)).run()
+        few(replace(asked, gpt=one)).run()
 
 
 @pytest.mark.parametrize("model", ["megatron-1t", "llama-2-7b", "llama-3-8b"])

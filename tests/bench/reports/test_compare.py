@@ -87,7 +87,7 @@ def test_slower_without_proof_is_no_regression(sets, capsys):
         "no difference shown"}
 
 
-@pytest.mark.parametrize("runs", [(1, 1), (2, 3), (3, 1)])
+@pytest.mark.parametrize("runs", [(2, 3), (3, 1)])
 def test_fewer_than_three_runs_a_side_give_no_verdict(sets, capsys, runs):
     """However many repetitions they have, and however far they are apart."""
     a = write_set(sets[0], 0, runs=runs[0], rows=ROWS[:2])

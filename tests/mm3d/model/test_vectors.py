@@ -183,7 +183,7 @@ class Held:
         self.accumulate = self.gradients.append
 
 
-@grids_and_squares
+@pytest.mark.ranks(1, 4, slow=(6, 8))
 def test_joined_vectors_are_each_of_them_in_fewer_calls(comm):
     """The same integers and words as alone, in both spaces of every scheme."""
     for scheme in chain(schemes(comm), schemes(comm, "3d", vectors="copied")):

@@ -36,7 +36,7 @@ def serial(name: str, **options) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, 8, first=(8,))
 @pytest.mark.parametrize("number", range(3))
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     """With two micro-batches, pipelines, ZeRO, recomputation, dropout and divided experts."""

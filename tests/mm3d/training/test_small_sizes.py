@@ -36,7 +36,7 @@ def train(mesh: mm3d.Mesh, sizes: dict) -> dict[str, np.ndarray]:
     return found | gradients | {"losses": np.array(losses)}
 
 
-@pytest.mark.ranks(4, 8, slow=(2,), first=(8,))
+@pytest.mark.ranks(4, slow=(2, 8))
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_ranks_without_a_part_of_the_model_change_nothing(comm, turn):
     """On each mesh with one kind of layers in turn; 8 ranks have each mesh once."""

@@ -4,6 +4,7 @@ A function in a module of this folder with the decorator `builder` is a builder.
 numbers of ranks and of micro-batches, and any of `CONDITIONS` as parameters of these names.
 """
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -20,9 +21,15 @@ CONDITIONS = ("chunks", "times", "memory", "kept")
 
 def registry() -> dict[str, Callable[..., Schedule]]:
     """Return all builders by name."""
+    _import_all()
+    return dict(sorted(BUILDERS.items()))
+
+
+@functools.cache
+def _import_all() -> None:
+    """Import all modules of this folder, once: a model asks for its builder."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    return dict(sorted(BUILDERS.items()))
 
 
 def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedule:
