@@ -99,7 +99,7 @@ def test_sums_of_arrays_and_copies_of_rows(cupy, name):
         a, b = numbers((size,), name, 1), numbers((size,), name, 2)
         total = cupy.add_to(cupy.asarray(a), cupy.asarray(b))
         close(cupy.to_host(total), a.astype(float) + b.astype(float), name)
-    for start in (1, 2, 3):    # a contiguous view that begins where no pack does: a GPU refuses packs there
+    for start in (1, 2, 3):    # no pack begins there: a GPU refuses to read one
         part = cupy.add_to(cupy.asarray(a)[start:], cupy.asarray(b)[:-start])
         close(cupy.to_host(part), a[start:].astype(float) + b[:-start].astype(float), name)
     rows = cupy.add_to(cupy.asarray(np.ones((300, 8), dtype_of(name))),
