@@ -130,7 +130,7 @@ class CupyBackend(Backend):
 
     def host_copy(self, a: Array) -> np.ndarray:
         self.join_stream()
-        a, out = self.mpi_buffer(self.contiguous(a)), self.side_stream("device to host")
+        a, out = self.contiguous(a), self.side_stream("device to host")
         host = self.host_buffer(a)
         out.wait_event(self.stream.record())
         self._copy(host.ctypes.data, self.pointer(a), a.nbytes, "memcpyDeviceToHost", out)
@@ -138,9 +138,8 @@ class CupyBackend(Backend):
         return host
 
     def host_buffer(self, a: Array) -> np.ndarray:
-        a = self.mpi_buffer(a)
         memory = self.xp.cuda.alloc_pinned_memory(max(1, a.nbytes))
-        return np.frombuffer(memory, a.dtype, a.size).reshape(a.shape)
+        return np.frombuffer(memory, self.mpi_buffer(a).dtype, a.size).reshape(a.shape)
 
     def copy_from_host(self, host: np.ndarray, a: Array) -> None:
         if not self.is_contiguous(a):

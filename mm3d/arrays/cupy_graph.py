@@ -24,7 +24,7 @@ class Graph:
     """
 
     def __init__(self, backend: Any, step: Callable[[], Any]) -> None:
-        self._stream, self._step = backend.stream, step
+        self._backend, self._stream, self._step = backend, backend.stream, step
         before, backend.pool = backend.pool, backend.xp.cuda.MemoryPool()
         self._pool = backend.pool
         try:
@@ -39,5 +39,6 @@ class Graph:
             backend.pool = before
 
     def __call__(self) -> Any:
+        self._backend.join_stream()    # after what the caller computed on another one
         self._graph.launch(self._stream)
         return self.result

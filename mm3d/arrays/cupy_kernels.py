@@ -115,8 +115,8 @@ class GpuKernels(GpuAttention):
             name, y, (across, down), a, b, y, np.int64(rows), np.int64(cols)))
 
     def add_to(self, a: Array, b: Array) -> Array:
-        if a.dtype != b.dtype or not (self.library.is_contiguous(a)
-                                      and self.library.is_contiguous(b)):
+        if (a.dtype, a.shape) != (b.dtype, b.shape) or not all(
+                map(self.library.is_contiguous, (a, b))):
             a += b
             return a
         blocks = -(-a.size // (THREADS_PER_BLOCK * (16 // a.dtype.itemsize)))

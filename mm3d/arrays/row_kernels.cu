@@ -153,7 +153,6 @@ __global__ void norm_backward_whole(const T *dy, const T *xhat, const W *rstd, T
     for (long long c = threadIdx.x; c < cols; c += blockDim.x)
         put(d[c], (wide(g[c]) - first - wide(h[c]) * second) * by);
 }
-
 template <typename T>
 __global__ void norm_backward_sums(const T *dy, const T *xhat, W *sums, long long cols)
 {
@@ -199,9 +198,9 @@ template <typename V> __device__ inline V warp_top(V x)
 {
     return across_warp(x, [](V a, V b) { return a > b ? a : b; });
 }
-template <typename T> __device__ inline bool by_fours(const T *a, const void *b, int length)
+template <typename T> __device__ inline bool fours(const T *a, int length)
 {
-    return length % 4 == 0 && ((size_t)a & (4 * sizeof(T) - 1)) == 0 && aligned(b, b, b);
+    return length % 4 == 0 && (size_t)a % sizeof(Quad<T>) == 0;
 }
 // Call f for each of the fours that this lane holds, with its number and its first column.
 template <int N, typename F> __device__ inline void each_four(int length, F f)
@@ -267,12 +266,12 @@ __global__ void softmax_forward(const W *scores, T *P, W *lse, long long rows, i
     T *p = P + row * positions;
     const int last = first + (int)(row % queries) + 1;
     const int seen = causal && last < positions ? last : positions;
-    const bool fours = by_fours(p, s, positions);
+    const bool whole = fours(p, positions) && fours(s, positions);
     W total;
     scale *= Log<W>::of_e;
-    if (fours && positions <= 64 * FOURS)
+    if (whole && positions <= 64 * FOURS)
         total = softmax_held<T, FOURS / 2>(s, p, positions, seen, scale);
-    else if (fours && positions <= 128 * FOURS)
+    else if (whole && positions <= 128 * FOURS)
         total = softmax_held<T, FOURS>(s, p, positions, seen, scale);
     else
         total = softmax_read_again(s, p, positions, seen, scale);
@@ -292,7 +291,7 @@ __global__ void softmax_recompute(const W *scores, T *P, const W *lse, long long
     T *p = P + row * positions;
     const W total = lse[row] * Log<W>::of_e;
     scale *= Log<W>::of_e;
-    if (by_fours(p, s, positions))
+    if (fours(p, positions) && fours(s, positions))
         for (int c = 4 * (threadIdx.x % 32); c < positions; c += 128) {
             const Quad<W> u = *(const Quad<W> *)(s + c);
             Quad<T> q;
@@ -335,10 +334,10 @@ __global__ void softmax_backward(const T *P, const W *dP, T *dS, long long rows,
     const T *p = P + row * positions;
     const W *g = dP + row * positions;
     T *d = dS + row * positions;
-    const bool fours = by_fours(p, g, positions) && by_fours(d, g, positions);
-    if (fours && positions <= 64 * FOURS)
+    const bool whole = fours(p, positions) && fours(g, positions) && fours(d, positions);
+    if (whole && positions <= 64 * FOURS)
         softmax_slopes<T, FOURS / 2>(p, g, d, positions, scale);
-    else if (fours && positions <= 128 * FOURS)
+    else if (whole && positions <= 128 * FOURS)
         softmax_slopes<T, FOURS>(p, g, d, positions, scale);
     else {
         W sum = 0;

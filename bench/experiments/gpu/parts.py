@@ -4,7 +4,8 @@ Each of these four parts is a record of its own: products beside bare calls of t
 elementwise kernels beside a copy, one Transformer layer beside PyTorch's, and one layer of every
 row of both tables with the blocks of rank 0, without communication.  All are compared with NumPy
 first, layers at a small size, and at the size that is timed with PyTorch's.  Seconds are measured
-by the device, between two marks in its stream.
+by the device, between two marks in its stream; they include its waits for the host, which take
+longer than a small product.
 """
 
 import gc
@@ -108,7 +109,7 @@ class GpuBenchmark:
         return gpu_cases.draw_array(self.backend, shape, dtype, self.seed, name)
 
     def measure_gemm(self) -> Measurements:
-        """Measure C = A B as the model computes it, and by one bare call of the library."""
+        """Measure C = A B as the model computes it, and then by one bare call of the library."""
         found, flops, checks = [], [], []
         for mode in self.modes:
             with mode:
@@ -146,7 +147,7 @@ class GpuBenchmark:
         """Measure forward and backward of one layer, by mm3d and by PyTorch, in turns.
 
         PyTorch's are NaN where it is not installed; with `graph` mm3d's are measured also as one
-        launch.
+        launch.  mm3d adds gradients to those of earlier calls, PyTorch begins from none.
         """
         found, flops, checks = [], [], []
         (batch, seq), torch = self.scale.tokens, gpu_cases.find_torch(self.backend)

@@ -99,6 +99,12 @@ def test_sums_of_arrays_and_copies_of_rows(cupy, name):
         a, b = numbers((size,), name, 1), numbers((size,), name, 2)
         total = cupy.add_to(cupy.asarray(a), cupy.asarray(b))
         close(cupy.to_host(total), a.astype(float) + b.astype(float), name)
+    for start in (1, 2, 3):    # no pack begins there: a GPU refuses to read one
+        part = cupy.add_to(cupy.asarray(a)[start:], cupy.asarray(b)[:-start])
+        close(cupy.to_host(part), a[start:].astype(float) + b[:-start].astype(float), name)
+    rows = cupy.add_to(cupy.asarray(np.ones((300, 8), dtype_of(name))),
+                       cupy.asarray(np.ones(8, dtype_of(name))))
+    assert (cupy.to_host(rows) == 2).all()    # of another shape: no kernel reads beyond it
     for shape in ((2, 3, 5, 7), (2, 3, 5, 48), (1, 2, 0, 4)):
         a = numbers(shape, name, 3)
         out = cupy.asarray(np.zeros((shape[0], shape[2], 3, *shape[1::2]), a.dtype))

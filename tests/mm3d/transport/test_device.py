@@ -394,11 +394,19 @@ def test_work_returns_to_its_stream(cupy, leave):
     b = cupy.empty((4, 4), "float32")
     cupy.gemm(a, a.T, b)
     assert cupy.xp.cuda.get_current_stream() is cupy.stream
-    for move in (cupy.host_copy, cupy.to_host, lambda a: cupy.copy_from_host(
+    again = cupy.graph(lambda: cupy.add_to(b, b))
+    for move in (cupy.host_copy, cupy.to_host, lambda a: again(), lambda a: cupy.copy_from_host(
             cupy.host_buffer(a), a)):
         other.use()
         move(b)
         assert cupy.xp.cuda.get_current_stream() is cupy.stream
+
+
+def test_blocks_of_no_elements_keep_their_shape_on_the_host(cupy):
+    """A checkpoint compares it with the block's place."""
+    for dtype in ("float32", "float16"):
+        a = cupy.empty((4, 0), dtype)
+        assert cupy.host_copy(a).shape == cupy.host_buffer(a).shape == (4, 0)
 
 
 def test_arrays_refuse_the_host(cupy):
