@@ -146,5 +146,5 @@ def make_work(site: str, out: str | None) -> Work:
 
 def make_folders(work: Work) -> None:
     """Make the folders of scripts and of logs; StoreError if they cannot be written."""
-    logs = run_file.check_folder(work.folder) / "logs"
-    logs.mkdir(exist_ok=True)    # stays, though empty: Slurm does not make it
+    for folder in (work.folder, work.folder / "logs"):
+        run_file.check_folder(folder, keep=True)    # though empty: Slurm makes none

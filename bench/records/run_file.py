@@ -33,11 +33,11 @@ MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
 
 
 def check_folder(folder: str | os.PathLike, what: str = "results folder",
-                 option: str = "--out") -> Path:
+                 option: str = "--out", keep: bool = False) -> Path:
     """Make `folder` if need be, and make sure that files can be written in it.
 
-    A folder that it made and that is empty when the program ends is removed: a refused command
-    leaves nothing behind.
+    A folder that it made and that is empty when the program ends is removed, unless `keep`: a
+    refused command leaves nothing behind.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        atexit.register(_remove_empty, made)
+        atexit.register(_remove_empty, [] if keep else made)
         atomic.probe_folder(folder)
     except OSError as error:
         raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "

@@ -695,3 +695,10 @@ def test_no_command_starts_mpi_and_the_folder_of_logs_stays(tmp_path, statuses, 
                       str(out), *commands)
     assert done.stdout.splitlines()[-1] == f"{statuses} False", done.stderr
     assert (out / "jobs" / "logs").is_dir() if 0 in statuses else list(out.glob("*.html"))
+
+
+def test_a_file_in_the_place_of_the_logs_is_refused(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "logs").write_text("")
+    with pytest.raises(StoreError, match="jobs/logs cannot be written"):
+        single.make_work("gpu4", str(tmp_path))
