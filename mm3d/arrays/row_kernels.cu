@@ -3,12 +3,17 @@
 
 // --- Rows: one block each ------------------------------------------------------------------
 
+template <typename V, typename F> __device__ inline V across_warp(V x, F join)
+{
+    for (int d = 16; d > 0; d /= 2)
+        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
+    return x;
+}
 template <typename V, typename F> __device__ V across_block(V x, F join)
 {
     __shared__ V some[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    for (int d = 16; d > 0; d /= 2)
-        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
+    x = across_warp(x, join);
     __syncthreads();    // no thread reads `some` any longer
     if (lane == 0)
         some[warp] = x;
@@ -184,12 +189,6 @@ template <typename T> struct alignas(4 * sizeof(T)) Quad { T of[4]; };
 template <typename V> struct Log { static constexpr V of_e = (V)1.44269504088896340736,
                                                        of_2 = (V)0.69314718055994530942; };
 
-template <typename V, typename F> __device__ inline V across_warp(V x, F join)
-{
-    for (int d = 16; d > 0; d /= 2)
-        x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
-    return x;
-}
 template <typename V> __device__ inline V warp_sum(V x)
 {
     return across_warp(x, [](V a, V b) { return a + b; });

@@ -14,7 +14,7 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
 from mm3d.model.initial_values import varied_values
 
-# Numbers that the host draws for an array.  They are odd, so that no two rows are equal soon.
+# How many numbers the host draws for an array: an odd number, so that rows differ when repeated.
 DRAWN = 2 ** 22 - 3
 
 
@@ -137,7 +137,7 @@ class LayerStep:
     def __init__(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str, seed: int) -> None:
         self.model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype,
                                       initial_values=lambda name, shape: (0, math.inf))
-        self.library, self.seed, self.results = scheme.grid.backend, seed, ()
+        self.library, self.seed = scheme.grid.backend, seed
         for p in self.model.parameters:
             p.master[...] = self._draw(p.name, p.master, *varied_values(p.name, p.shape))
             p.refresh()
