@@ -35,7 +35,8 @@ def device(facts: Facts) -> Finding:
     about = found.describe_device()
     return Finding("device", OK, f"{about['gpu']}, {about['gpu_memory'] / 2 ** 30:.0f} GiB, CUDA "
                    f"{about['cuda_runtime']}, driver {about['cuda_driver']}, more types: "
-                   f"{', '.join(map(str, found.more_dtypes)) or 'none (ml_dtypes is missing)'}")
+                   f"{', '.join(map(str, found.more_dtypes)) or 'none (ml_dtypes is missing)'}, "
+                   f"flash attention: {about['flash_attention']}")
 
 
 def needs_backend(check: Callable[[backends.Backend], Finding]) -> Callable[[Facts], Finding]:

@@ -1,13 +1,17 @@
 """Compute attention on a GPU by batched products and kernels for the softmax.
 
-They compute as many sequences and heads at a time as the memory for their scores allows.
+They compute as many sequences and heads at a time as the memory for their scores allows.  Where
+`mm3d.arrays.cudnn_attention` can, it computes attention instead.
 """
 
+import functools
 import itertools
 import math
 from typing import Any, Iterator
 
 import numpy as np
+
+from mm3d.arrays.cudnn_attention import FlashAttention, open_flash
 
 Array = Any
 Part = tuple[slice, slice, slice]    # of the sequences, the heads and the queries
@@ -20,8 +24,18 @@ class GpuAttention:
 
     library: Any
 
+    @functools.cached_property
+    def flash(self) -> FlashAttention | None:
+        """Attention by cuDNN; None where it is left out."""
+        return open_flash(self.library, self.library.capability)
+
     def attention_forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,
                           out: Array) -> tuple[Array, Array]:
+        """Compute attention.  With cuDNN's logarithms goes the output, which backward reads."""
+        if q.dtype.itemsize == 2 and self.flash:
+            lse = self.flash.forward(q, k, v, first, causal, out)
+            if lse is not None:
+                return out, (lse, out)
         batch, queries, heads, d = q.shape
         positions, kind = k.shape[1], self._sum_type(q)
         lse = self.library.empty((batch, heads, queries), kind)
@@ -40,6 +54,10 @@ class GpuAttention:
 
     def attention_backward(self, do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                            causal: bool, dq: Array, dk: Array, dv: Array) -> None:
+        if isinstance(lse, tuple):
+            if self.flash.backward(do, (q, k, v), lse, first, causal, (dq, dk, dv)):
+                return
+            lse = lse[0]
         queries, d = q.shape[1], q.shape[-1]
         if not queries:    # dk and dv are summed over the ranks, and no part below sets them
             dk[...], dv[...] = 0, 0

@@ -66,8 +66,8 @@ class CupyBackend(Backend):
         """Prepare to compute on a GPU."""
         self.gpu, cupy = gpu, self.xp
         cupy.cuda.Device(gpu).use()    # before a context exists, else it is on GPU 0
-        capability = int(cupy.cuda.Device(gpu).compute_capability)
-        _check_architecture(capability, cupy.cuda.runtime.runtimeGetVersion())
+        self.capability = int(cupy.cuda.Device(gpu).compute_capability)
+        _check_architecture(self.capability, cupy.cuda.runtime.runtimeGetVersion())
         self.pool, self._peak = cupy.cuda.MemoryPool(), 0
         cupy.cuda.set_allocator(self._allocate)
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -75,7 +75,7 @@ class CupyBackend(Backend):
         self._side_streams: dict[str, Any] = {}
         self._copies_in_flight: list[tuple[Any, np.ndarray]] = []
         self.kernels = GpuKernels(self)
-        self.cublas = Cublas(self, _import_cublas(), capability)
+        self.cublas = Cublas(self, _import_cublas(), self.capability)
         cupy.zeros(1)
         self._own_bytes = self.pool.used_bytes()
 
@@ -189,13 +189,14 @@ class CupyBackend(Backend):
         return platform.node(), self.xp.cuda.Device(self.gpu).pci_bus_id
 
     def describe_device(self) -> dict[str, str | int]:
-        runtime = self.xp.cuda.runtime
+        runtime, flash = self.xp.cuda.runtime, getattr(self.kernels, "flash", None)
         properties = runtime.getDeviceProperties(self.gpu)
         return {"gpu": properties["name"].decode(), "gpu_number": self.gpu,
                 "gpu_memory": int(properties["totalGlobalMem"]),
                 "gpu_multiprocessors": int(properties["multiProcessorCount"]),
                 "cuda_runtime": int(runtime.runtimeGetVersion()),
-                "cuda_driver": int(runtime.driverGetVersion()), "tf32": self.tf32}
+                "cuda_driver": int(runtime.driverGetVersion()), "tf32": self.tf32,
+                "flash_attention": f"cuDNN {flash.version}" if flash else "none"}
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply two matrices by cuBLAS; elements of 16 and 32 bits are summed in float32.

@@ -75,11 +75,11 @@ def test_every_file_that_is_no_module_is_installed():
 
 
 def test_every_requirement_has_one_lower_bound():
-    """So that the oldest of everything is what `oldest` lists."""
+    """Or is exact, so that the oldest of everything is what `oldest` lists."""
     lines = [line for name, found in requirements().items() if name != "all" for line in found]
     assert len(lines) > 12
     for line in lines:
-        assert re.fullmatch(r"[\w-]+(\[ctk\])?>=\d+(\.\d+)+(; sys_platform == \"linux\")?",
+        assert re.fullmatch(r"[\w-]+(\[ctk\])?[>=]=\d+(\.\d+)+(; sys_platform == \"linux\")?",
                             line), line
     assert "numpy==2.1" in oldest() and not any(">" in line for line in oldest())
 

@@ -1,0 +1,130 @@
+"""Attention by cuDNN: on a stand-in that computes what its graphs describe, and on a GPU."""
+import sys
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.arrays import backend, cudnn_attention
+from mm3d.model import functional
+from rounded import DTYPES, close, numbers
+
+HALVES = [one for one in DTYPES if "16" in str(one)]    # also of what is slow
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def cupy(request, monkeypatch):
+    """The backend, with cuDNN; on a GPU only where its package is installed."""
+    if request.param == "fake":
+        request.getfixturevalue("compiled_cupy")
+        import fakecudnn
+        monkeypatch.setitem(sys.modules, "cudnn", fakecudnn.module())
+    else:
+        pytest.importorskip("cudnn")
+    backend.get("numpy")
+    return backend.get("cupy")
+
+
+def attend(cupy, name: str, shape, positions: int, first: int, causal: bool):
+    """What is computed there and in float64: output, logarithms of sums, dQ, dK, dV.
+
+    Arrays are parts of larger ones, as a layer's are.
+    """
+    batch, queries, heads, d = shape
+    kv, both = (numbers((batch, rows, 2, heads, d), name, n)
+                for n, rows in ((1, positions), (2, queries)))
+    there, more = cupy.asarray(kv), cupy.asarray(both)
+    K, V, Q, dO = there[:, :, 0, ...], there[:, :, 1, ...], more[:, :, 0, ...], more[:, :, 1, ...]
+    wide = [a.astype(np.float64) for a in (both[:, :, 1], both[:, :, 0], kv[:, :, 0], kv[:, :, 1])]
+    out, expected = cupy.empty(shape, kv.dtype), [np.empty(shape)]
+    _, lse = functional.attention_forward.__wrapped__(*wide[1:], first, causal, expected[0])
+    _, saved = cupy.kernels.attention_forward(Q, K, V, first, causal, out)
+    gradients = [np.empty(a.shape) for a in wide[1:]]
+    functional.attention_backward.__wrapped__(*wide, lse, first, causal, *gradients)
+    dq, dkv = cupy.empty(shape, kv.dtype), cupy.empty(kv.shape, kv.dtype)
+    dq[...], dkv[...] = 7, 7    # what is not written shows
+    found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
+    cupy.kernels.attention_backward(dO, Q, K, V, saved, first, causal, *found)
+    found = [out, saved[0] if isinstance(saved, tuple) else saved, *found]
+    return saved, [cupy.to_host(a) for a in found], [*expected, lse, *gradients]
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("shape, positions, first, causal", [
+    ((2, 5, 3, 8), 5, 0, False), ((2, 70, 2, 48), 70, 0, True), ((1, 6, 2, 16), 11, 3, True),
+    ((2, 4, 3, 8), 9, 5, True), ((1, 3, 1, 128), 40, 0, False), ((1, 1, 2, 8), 4, 0, True)])
+def test_attention_by_cudnn(cupy, name, shape, positions, first, causal):
+    """Also of queries that begin anywhere; gradients of keys that none of them sees are zero.
+    The gradients of one query of one key are left to products."""
+    saved, found, expected = attend(cupy, name, shape, positions, first, causal)
+    assert isinstance(saved, tuple)
+    for a, e in zip(found, expected):
+        close(a, e, name, 64)
+
+
+@pytest.mark.parametrize("name, shape, positions, first", [
+    ("float16", (2, 5, 3, 4), 5, 0),        # features in no packs of 8
+    ("float16", (2, 5, 3, 8), 6, 3),        # queries after the last key
+    ("float16", (2, 0, 3, 8), 5, 0), ("float32", (2, 5, 3, 8), 5, 0)])
+def test_other_attention_is_computed_by_products(cupy, name, shape, positions, first):
+    saved, found, expected = attend(cupy, name, shape, positions, first, True)
+    assert not isinstance(saved, tuple)
+    for a, e in zip(found, expected):
+        close(a, e, name, 64)
+
+
+def test_arrays_that_cudnn_cannot_read(cupy):
+    """An output gradient that begins at no multiple of 16 bytes is left to products."""
+    _, found, expected = attend(cupy, "float16", (1, 6, 2, 8), 6, 0, True)
+    kv, plain = numbers((1, 6, 2, 2, 8), "float16", 1), numbers((1, 6, 2, 2, 8), "float16", 2)
+    there, more = cupy.asarray(kv), cupy.asarray(plain)
+    K, V, Q = there[:, :, 0, ...], there[:, :, 1, ...], more[:, :, 0, ...]
+    shifted = cupy.empty((6 * 2 * 8 + 1,), "float16")
+    dO = shifted[1:].reshape(1, 6, 2, 8)
+    dO[...] = more[:, :, 1, ...]
+    out = cupy.empty(Q.shape, "float16")
+    _, saved = cupy.kernels.attention_forward(Q, K, V, 0, True, out)
+    made = [cupy.empty(Q.shape, "float16") for _ in range(3)]
+    cupy.synchronize()    # the addresses are told, and then cuDNN is not called
+    cupy.kernels.attention_backward(dO, Q, K, V, saved, 0, True, *made)
+    for a, e in zip(made, expected[2:]):
+        close(cupy.to_host(a), e, "float16", 64)
+
+
+def test_a_layer_is_planned_once(cupy, monkeypatch):
+    """A model on the device keeps cuDNN's plans, and gives the same bits each time."""
+    planned, plan = [], cudnn_attention.FlashAttention._plan
+    monkeypatch.setattr(cudnn_attention.FlashAttention, "_plan",
+                        lambda self, *what: planned.append(1) or plan(self, *what))
+    scheme = mm3d.scheme("serial", None, None, "cupy")
+    model = mm3d.Transformer(scheme, layers=2, hidden=32, heads=4, batch=2, seq=6, causal=True,
+                             dtype="float16")
+    x = cupy.asarray(numbers((2, 6, 32), "float16", 5))
+    results = []
+    for _ in range(2):
+        model.zero_gradients()
+        y, saved = model.forward(x)
+        dx = model.backward(x, saved)
+        results.append([cupy.to_host(a).copy() for a in (
+            y, dx, *(p.grad for p in model.parameters))])
+    assert len(planned) == 2    # forward and backward
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch):
+    """Without its package, on old GPUs, or if one says so; a package without its library tells."""
+    library = backend.get("cupy")
+    assert library.describe_device()["flash_attention"] == "none"
+    import fakecudnn
+    monkeypatch.setitem(sys.modules, "cudnn", fakecudnn.module())
+    assert cudnn_attention.open_flash(library, 80).version == "9.19.0"
+    assert cudnn_attention.open_flash(library, 75) is None
+    monkeypatch.setenv("MM3D_CUDNN", "0")
+    assert cudnn_attention.open_flash(library, 90) is None
+    monkeypatch.delenv("MM3D_CUDNN")
+
+    def fail():
+        raise RuntimeError("Unable to find symbol cudnnCreate")
+    monkeypatch.setattr(sys.modules["cudnn"], "create_handle", fail)
+    with pytest.raises(ValueError, match=r"cudnnCreate.*MM3D_CUDNN=0"):
+        cudnn_attention.open_flash(library, 90)
