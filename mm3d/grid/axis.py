@@ -284,7 +284,7 @@ class Axis:
     def _check(self, counts: list[int], length: int, expected: int) -> None:
         """Raise ValueError unless an array `length` long fits the blocks of `counts`."""
         if length != expected or len(counts) != self.size:
-            raise ValueError(f"an array {length} long does not fit blocks of {counts} on rank "
+            raise ValueError(f"an array {length} long does not fit blocks of {counts[:8]} on rank "
                              f"{self.rank} of {self.size} along {self.name}")
 
     def _counted(self, collective: str, a: Array, root: int, result: Any) -> Any:
