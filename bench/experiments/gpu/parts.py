@@ -202,7 +202,9 @@ class GpuBenchmark:
                     checks += device_checks.check_beside_torch(
                         mode, "a GPT", step.check(), theirs.check(), sizes["layers"])
                     checks += device_checks.check_losses(mode, step, theirs)
-                sides = [self.sampler(step)] + [self.sampler(theirs, theirs)] * bool(theirs)
+                sides = [self.sampler(step)]
+                if theirs:
+                    sides.append(self.sampler(theirs, theirs))
                 taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
                 found += taken if torch else [*taken, [np.nan]]
                 del step, theirs, sides
