@@ -96,7 +96,7 @@ def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
     with mode:
         found = run_step(mode.backend, mode.dtype)
     error = max(_relative(a, expected[name]) for name, a in found.items())
-    what = "a layer" if run_step is run_model_step else "a GPT"
+    what = "a GPT" if run_step is run_gpt_step else "a layer"
     return Check(f"{what} of hidden {SIZES['hidden']} {mode}", error,
                  against_serial.tolerances(str(mode), SIZES["layers"])[1])
 
