@@ -11,7 +11,7 @@ from typing import Callable, Iterable, Mapping
 import numpy as np
 
 from bench.prediction import machine_model
-from bench.prediction.kernels import with_kernels
+from bench.prediction.kernels import attention_of, with_kernels
 from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
 from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
@@ -124,7 +124,7 @@ class LayerKind:
 
 
 @cache
-def elementwise_coefficients(kernels: str = "own", attention: str = "flash",
+def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
                              kind: LayerKind = LayerKind()) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
@@ -306,7 +306,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
     spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
-    flash = machine.kernels == "fused" and machine.attention == "flash"
+    flash = attention_of(machine, dtype) == "flash"
     scores = blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
                                    gemm_seconds(machine, scores))
@@ -318,10 +318,10 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
              / cost.flops(whole, experts)["forward"])
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward
-    if machine.kernels == "own" or flash:    # scores are multiplied once more
+    if machine.kernels != "fused" or flash:    # scores are multiplied once more
         spent["backward"]["gemm"] += attention / 2
     for phase, coefficients in zip(PHASES, elementwise_coefficients(
-            machine.kernels, machine.attention, LayerKind.of(sizes, experts))):
+            machine.kernels, attention_of(machine, dtype), LayerKind.of(sizes, experts))):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.

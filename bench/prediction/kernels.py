@@ -1,26 +1,32 @@
 """Price the elementwise work and the attention of a step as the kernels of a machine do them.
 
-A dry run counts the passes of this library: whole arrays, one operation after another.  With
-`Machine.kernels` "own" they are priced as they are.  With "fused" each layer without weights is
-one kernel, which reads and writes what the layer is given and returns; biases are added, and
-gradients of weights accumulated, within products.  `Machine.attention` says how scores are
-computed:
+A dry run counts the passes of NumPy: whole arrays, one operation after another.  With
+`Machine.kernels` "numpy" they are priced as they are.  With "own" the functions for which this
+library has kernels of a GPU are priced as the launches of these kernels
+(`bench.prediction.device_kernels`); all else is a kernel of CuPy for each operation of NumPy.
+With "fused" each layer without weights is one kernel, which reads and writes what the layer is
+given and returns; biases are added, and gradients of weights accumulated, within products.
+`Machine.attention` says how scores are computed:
 
 - "flash" (Dao et al., arXiv 2205.14135): scores stay in registers.  Backward computes them again,
   so it has five products for the two of forward.
 - "softmax": products write and read scores, which fused softmax and dropout read and write, as
   in Megatron-LM before 2022: `SOFTMAX` arrays of scores in forward and in backward; backward has
-  four products.
+  four products.  This library's own kernels make scores of 32 bits, and five products.
+
+This library's own attention is "softmax" in types of more than 16 bits.
 """
 
 from collections import Counter
 from copy import copy
 
 from bench.cases.variants import itemsize
+from bench.prediction.device_kernels import events_of_call
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import Flash
+from mm3d.arrays.cupy_kernels import GpuKernels
 from mm3d.model.stack import Stack
-from mm3d.tracing.events import Boundary, Gemm, Pass
+from mm3d.tracing.events import Boundary, Call, Gemm, Pass
 from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
 ATTENTION = "attention"    # the part whose products are of scores
@@ -35,8 +41,14 @@ SOFTMAX = {"forward": 4, "backward": 5}
 
 def priced(trace: Trace, machine: Machine, stack: Stack, masked: float = 1.0) -> Trace:
     """Return the trace of a step of `stack` with the events of the kernels of `machine`."""
-    return with_kernels(trace, machine.kernels, machine.attention, stack.dtype,
+    return with_kernels(trace, machine.kernels, attention_of(machine, stack.dtype), stack.dtype,
                         stack.sizes.head, masked)
+
+
+def attention_of(machine: Machine, dtype: str) -> str:
+    """Return how the kernels of a machine compute scores in a type, "flash" or "softmax"."""
+    narrow = machine.kernels == "own" and itemsize(dtype) == 2
+    return machine.attention if machine.kernels == "fused" or narrow else "softmax"
 
 
 def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int,
@@ -48,7 +60,7 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
     trace : Trace
         A step as this library computes it.
     kernels, attention : str
-        As of `bench.prediction.machine_model.Machine`.
+        As of `bench.prediction.machine_model.Machine`, and of `attention_of`.
     dtype : str
         The dtype of activations, in which scores are multiplied too.
     head : int
@@ -60,12 +72,14 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
     Returns
     -------
     Trace
-        The same trace with "own"; else one whose `events` are those of fused kernels.
+        The same trace with "numpy"; else one whose `events` are those of other kernels.
     """
-    if kernels == "own":
+    if kernels == "numpy":
         return trace
     found = copy(trace)
     found.events = Counter()
+    if kernels == "own":
+        return _with_own(found, trace, attention == "flash", dtype, masked)
     with_weights = {part for (_, part, event) in trace.events
                     if isinstance(event, Gemm) and _plain(part) != ATTENTION}
     scores: Counter = Counter()    # operations by phase and part
@@ -83,6 +97,35 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
             found.events[phase, part, Flash(flops, dtype)] += 1
         else:
             _add_softmax(found, (phase, part), way, (flops, masked), (dtype, head), trace)
+    return found
+
+
+def _with_own(found: Trace, trace: Trace, flash: bool, dtype: str, masked: float) -> Trace:
+    """Add the events of `trace` to `found`, those of calls as kernels of a GPU; return `found`.
+
+    With `flash` attention is one kernel.
+    """
+    attention = {(phase, part) for (phase, part, event) in trace.events
+                 if isinstance(event, Call) and event.function.startswith("attention_")}
+    scores: Counter = Counter()    # operations by phase and part
+    for (phase, part, event), times in trace.events.items():
+        where, made = (phase, part), {event: 1}
+        if isinstance(event, Gemm) and where in attention:
+            scores[where] += times * event.flops / masked
+            continue
+        if isinstance(event, Boundary):
+            moved = boundary_bytes(event, phase, part, False)
+            made = {Pass("flash", moved): 1} if flash and where in attention else {}
+        elif isinstance(event, Pass) and hasattr(GpuKernels, event.within):
+            continue
+        elif isinstance(event, Call):
+            one_kernel = flash and where in attention
+            made = {} if one_kernel else events_of_call(event) or {}
+        for one, count in made.items():
+            found.events[*where, one] += times * count
+    for where, flops in scores.items():
+        if flash:
+            found.events[*where, Flash(flops, dtype)] += 1
     return found
 
 

@@ -180,7 +180,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         has used the caches.
     node_waiting : dict of int to float
         The same for barriers inside a node; `waiting` is then for those between nodes alone.
-    kernels, attention : {"own", "fused"}, {"flash", "softmax"}
+    kernels, attention : {"numpy", "own", "fused"}, {"flash", "softmax"}
         The kernels that run elementwise work and attention, see `bench.prediction.kernels`.
     """
 
@@ -206,7 +206,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: int = 0
     waiting: dict[int, float] = {}
     node_waiting: dict[int, float] = {}
-    kernels: Literal["own", "fused"] = "own"
+    kernels: Literal["numpy", "own", "fused"] = "numpy"
     attention: Literal["flash", "softmax"] = "flash"
 
     @property
@@ -216,9 +216,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def described(self) -> str:
-        """Return `about`, and the kernels where they are not this library's."""
-        return self.about + f"; fused kernels, attention by {self.attention}" * (
-            self.kernels == "fused")
+        """Return `about`, and the kernels of a GPU where it is known to have any."""
+        kind = {"fused": "fused", "own": "mm3d's"}.get(self.kernels)
+        return self.about + f"; {kind} kernels, attention by {self.attention}" * bool(kind)
 
     @property
     def elementwise_block(self) -> int:

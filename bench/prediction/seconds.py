@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
-from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import LEAST_NODES, transport_class
 from mm3d.transport.lanes import chunk_bytes
@@ -48,8 +48,8 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
     if not all(edges):
         return 0.0
     slowdown = 1 + sum(half / edge for half, edge in zip(machine.gemm_half_size, edges)) / 3
-    size = np.dtype(gemm.dtype).itemsize
-    moved = gemm.batch * size * (gemm.m * gemm.n + gemm.n * gemm.k + gemm.m * gemm.k)
+    size, made = (np.dtype(kind).itemsize for kind in (gemm.dtype, gemm.result or gemm.dtype))
+    moved = gemm.batch * (size * (gemm.m + gemm.k) * gemm.n + made * gemm.m * gemm.k)
     seconds = machine.gemm_seconds + max(
         gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown, moved / machine.memory_bandwidth)
     return seconds * deviation(machine.gemm_deviations, edges)
@@ -269,7 +269,7 @@ def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
     """Predict the seconds of each phase by term, at full figures; "sums" among them if traced."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in trace.all_phases}
     for (phase, _, event), times in trace.events.items():
-        if phase not in found or isinstance(event, (Overlapped, Boundary)):
+        if phase not in found or isinstance(event, (Overlapped, Boundary, Call)):
             continue
         spent = found[phase]
         if isinstance(event, Collective):

@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import cache
 
 from bench.cases.variants import itemsize
+from bench.prediction.device_kernels import adamw_passes
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
 from bench.prediction.pipeline_model import PipelineModel, build_once
@@ -234,7 +235,15 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
 
 
 def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
-    """Predict the seconds of AdamW on a rank that changes so many parameters."""
+    """Predict the seconds of AdamW on a rank that changes so many parameters.
+
+    With this library's kernels of a GPU it is many passes, and clips nothing; else one kernel.
+    """
+    if machine.kernels == "own":
+        moved, starts = adamw_passes(dtype)
+        return parameters * achieved_seconds(machine, {
+            "memory": moved / machine.memory_bandwidth,
+            "latency": starts * machine.launch_seconds})
     size = itemsize(dtype)
     wide = max(size, 4)
     moved = (GRADIENT_READS * size + 6 * wide + size * (size == 2))

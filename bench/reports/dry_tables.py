@@ -8,7 +8,7 @@ from bench.prediction.memory_fit import state_bytes
 from bench.prediction.seconds import TERMS, trace_terms
 from bench.document import Column, Number, Table, number_cell
 from mm3d.model.stack import Stack
-from mm3d.tracing.events import Boundary, Collective, Gemm, Overlapped, Pass
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
@@ -83,7 +83,7 @@ def part_table(trace: Trace) -> Table:
     """Make the table of work and traffic by part of a Transformer layer, over all layers."""
     found: dict = defaultdict(lambda: [0, 0, 0, 0])
     for (phase, part, event), times in trace.events.items():
-        if phase not in trace.phases or isinstance(event, (Boundary, Overlapped)):
+        if phase not in trace.phases or isinstance(event, (Boundary, Call, Overlapped)):
             continue
         row = found[phase, part]
         if isinstance(event, Gemm):

@@ -58,6 +58,9 @@ class Backend:
         CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside float16, float32 and float64, which every library has.
+    calling : callable or None
+        Returns a context for a call of a function that may have a kernel, from its name and its
+        arguments, those with names last.
     between_blocks : callable or None
         Called between blocks of elementwise work, so that collectives in flight make progress.
     """
@@ -71,6 +74,7 @@ class Backend:
     has_device = False
     kernels: Any = None
     nccl: Any = None
+    calling: Any = None
     between_blocks: Progress = None
 
     @property

@@ -13,26 +13,31 @@ back.
 
 import functools
 import math
+from contextlib import nullcontext
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
+
+NOTHING = nullcontext()
 
 
 def prefer_backend_kernel(readable: Callable) -> Callable:
     """Replace `readable` by the backend's kernel of the same name in calls that have one.
 
     The backend of the first argument decides: its kernels are the functions of
-    `mm3d.arrays.backend.Backend.kernels`, for the dtypes that these list.  The readable function
-    remains accessible as ``__wrapped__``.
+    `mm3d.arrays.backend.Backend.kernels`, for the dtypes that these list.  A dry run is told of
+    the call.  The readable function remains accessible as ``__wrapped__``.
     """
     name = readable.__name__
 
     @functools.wraps(readable)
     def chosen(a: Array, *rest, **more):
-        found = backend_of(a).kernels
+        library = backend_of(a)
+        found = library.kernels
         fast = getattr(found, name, None) if found and a.dtype in found.dtypes else None
-        return (fast or readable)(a, *rest, **more)
+        with library.calling(name, (a, *rest), more) if library.calling else NOTHING:
+            return (fast or readable)(a, *rest, **more)
     return chosen
 
 

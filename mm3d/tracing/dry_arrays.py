@@ -6,6 +6,7 @@ elementwise operations are counted in a `Trace`, and so is the memory that they 
 
 import ctypes
 import sys
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Callable, Iterator
 
@@ -14,7 +15,7 @@ import numpy as np
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.arrays.pool import Pool
-from mm3d.tracing.events import Pass
+from mm3d.tracing.events import Call, Pass
 from mm3d.tracing.trace import Trace
 
 
@@ -37,6 +38,7 @@ class DryArray:
     size = property(attrgetter("_shell.size"))
     nbytes = property(attrgetter("_shell.nbytes"))
     flags = property(attrgetter("_shell.flags"))
+    strides = property(attrgetter("_shell.strides"))
     T = property(lambda self: DryArray(self._backend, self._shell.T))
     mT = property(lambda self: DryArray(self._backend, self._shell.mT))
 
@@ -57,6 +59,15 @@ class DryArray:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._backend.write_into("copy", self[index], value)
+
+    def reshape(self, *shape: int) -> "DryArray":
+        return self._backend.xp.reshape(self, shape)
+
+    def transpose(self, *axes: int) -> "DryArray":
+        return self._backend.xp.permute_dims(self, axes)
+
+    def astype(self, dtype: Any, copy: bool = True) -> "DryArray":
+        return self._backend.xp.astype(self, dtype, copy=copy)
 
 
 def _operator(name: str, dtype: Any = None) -> Callable:
@@ -212,7 +223,7 @@ class DryBackend(Backend):
 
     def reset(self, block: int = sys.maxsize) -> None:
         """Start a new trace and new pools; elementwise work is in blocks of `block` elements."""
-        self.block, self.trace = block, Trace()
+        self.block, self.trace, self._within = block, Trace(), ""
         self.pool = DryPool(Pool.granularity, self._record_memory)
         self.scratch = DryPool(1, self._record_memory)
 
@@ -227,6 +238,23 @@ class DryBackend(Backend):
             trace.held = held
         if own > trace.pool_peak:
             trace.pool_peak = own
+
+    @contextmanager
+    def calling(self, name: str, given: tuple, named: dict[str, Any]) -> Iterator[None]:
+        """Count a call, unless it is a part of another, and its passes as within it."""
+        if self._within:
+            yield
+            return
+        self._within = name
+        self.trace.count_event(Call(name, tuple(map(_describe, given)), tuple(
+            (key, _describe(value)) for key, value in named.items())))
+        try:
+            yield
+        finally:
+            self._within = ""
+
+    def _count_pass(self, operation: str, size: int) -> None:
+        self.trace.count_event(Pass(operation, size, self._within))
 
     def alike(self, count: int) -> Iterator[int]:
         """Yield the first two pieces; the second, which reuses memory, stands for the rest."""
@@ -265,11 +293,11 @@ class DryBackend(Backend):
         raise TypeError("an array of a dry run has no contents to bring to the host")
 
     def take_rows(self, a: DryArray, rows: np.ndarray, out: DryArray) -> DryArray:
-        self.trace.count_event(Pass("take", 2 * out.nbytes + rows.nbytes))
+        self._count_pass("take", 2 * out.nbytes + rows.nbytes)
         return out
 
     def put_rows(self, a: DryArray, rows: np.ndarray, values: DryArray) -> None:
-        self.trace.count_event(Pass("put", 2 * values.nbytes + rows.nbytes))
+        self._count_pass("put", 2 * values.nbytes + rows.nbytes)
 
     def gemm(self, a: DryArray, b: DryArray, out: DryArray, progress: Any = None) -> DryArray:
         if a.dtype.itemsize == 2 and self.block < sys.maxsize:    # see `Backend.gemm`
@@ -279,7 +307,7 @@ class DryBackend(Backend):
     def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:
         """Count an operation that reads the arrays among `read`, and return its new result."""
         out = self.scratch_array(shape, dtype)
-        self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(read)))
+        self._count_pass(operation, out.nbytes + _sum_bytes(read))
         return out
 
     def reduction(self, operation: str, out: DryArray | None, shape: tuple[int, ...], dtype: Any,
@@ -289,7 +317,7 @@ class DryBackend(Backend):
             return self.result(operation, shape, dtype, *read)
         if out.shape != shape:
             raise ValueError(f"{operation}: a result of {shape} does not fit {out.shape}")
-        self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(read)))
+        self._count_pass(operation, out.nbytes + _sum_bytes(read))
         return out
 
     def elementwise(self, operation: str, *operands: Any, dtype: Any = None) -> DryArray:
@@ -304,7 +332,7 @@ class DryBackend(Backend):
         for a in self._arrays(operands):
             if a.shape != out.shape and np.broadcast_shapes(a.shape, out.shape) != out.shape:
                 raise ValueError(f"{operation}: an array of {a.shape} does not fit {out.shape}")
-        self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(operands)))
+        self._count_pass(operation, out.nbytes + _sum_bytes(operands))
         return out
 
     def _arrays(self, operands: tuple) -> list[DryArray]:
@@ -316,6 +344,13 @@ class DryBackend(Backend):
             elif not isinstance(a, (DryArray, int, float, np.number)):
                 raise TypeError(f"{type(a).__name__} and an array without contents")
         return found
+
+
+def _describe(argument: Any) -> Any:
+    """Describe an argument of a `Call`."""
+    if isinstance(argument, DryArray):
+        return argument.shape, str(argument.dtype)
+    return argument if isinstance(argument, (int, float)) else None
 
 
 def _broadcast(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:

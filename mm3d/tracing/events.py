@@ -16,13 +16,17 @@ class Phase(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """Describe `batch` products of m x n and n x k matrices."""
+    """Describe `batch` products of m x n and n x k matrices.
+
+    `result` is the type of the product, if it is not `dtype`.
+    """
 
     batch: int
     m: int
     n: int
     k: int
     dtype: str
+    result: str = ""
 
     @property
     def flops(self) -> int:
@@ -31,10 +35,26 @@ class Gemm(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Describe an elementwise operation or a sum, with the bytes that it reads and writes."""
+    """Describe an elementwise operation or a sum, with the bytes that it reads and writes.
+
+    `within` is the function of the `Call` that it is a part of, if there is one.
+    """
 
     operation: str
     bytes: int
+    within: str = ""
+
+
+class Call(NamedTuple):
+    """Describe a call of a function that a library may have a kernel for.
+
+    `given` and `named` are its arguments: of an array shape and dtype, of a number itself, else
+    None.
+    """
+
+    function: str
+    given: tuple
+    named: tuple
 
 
 class Collective(NamedTuple):
@@ -91,7 +111,7 @@ class Recomputation(NamedTuple):
     name: str
 
 
-Event = Phase | Gemm | Pass | Collective | Overlapped | Layer | Boundary | Recomputation
+Event = Phase | Gemm | Pass | Call | Collective | Overlapped | Layer | Boundary | Recomputation
 
 
 class Observer:

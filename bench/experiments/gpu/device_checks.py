@@ -16,7 +16,9 @@ from bench.checks.freivalds import EPS
 from bench.checks.rounding import rounding_backend
 from bench.errors import WrongResult
 from bench.experiments.gpu import gpu_cases
+from bench.experiments.gpu.gpt_steps import FEW, GptStep, TorchGptStep, gradients_of, make_gpt
 from bench.experiments.gpu.gpu_cases import Mode
+from bench.experiments.training.timed_step import draw_batch
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array, Backend
@@ -26,6 +28,7 @@ SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 KERNEL_TOLERANCE = 16    # relative error of a result, in units of the last place
 RunStep = Callable[[str | Backend, str], dict[str, np.ndarray]]
 TORCH_ROUNDINGS = 4
+LOSS_ERROR = 1e-5    # relative, of sums in float32
 COMPARED = 8    # first and last rows (or columns) of a result that are compared
 
 
@@ -93,7 +96,8 @@ def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
     with mode:
         found = run_step(mode.backend, mode.dtype)
     error = max(_relative(a, expected[name]) for name, a in found.items())
-    return Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
+    what = "a GPT" if run_step is run_gpt_step else "a layer"
+    return Check(f"{what} of hidden {SIZES['hidden']} {mode}", error,
                  against_serial.tolerances(str(mode), SIZES["layers"])[1])
 
 
@@ -102,9 +106,33 @@ def check_layer(mode: Mode, run_step: RunStep = run_model_step) -> list[Check]:
     return require_passed([check_model(mode, run_step)])
 
 
-def check_beside_torch(mode: Mode, hidden: int, results: dict[str, Array],
-                       theirs: dict[str, Any]) -> list[Check]:
-    """Compare the first and last rows of a layer's results with PyTorch's.
+def run_gpt_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
+    """Compute loss and gradients of a GPT of `SIZES`; return them by name."""
+    model = make_gpt(library, dtype, {**SIZES, "vocab": 5 * SIZES["heads"]})
+    loss = model.step(*draw_batch(model.config.model))
+    return {"loss": np.array([loss])} | {
+        name: model.mesh.scheme.grid.backend.to_host(a).astype(float)
+        for name, a in gradients_of(model).items()}
+
+
+def check_losses(mode: Mode, ours: GptStep, theirs: TorchGptStep) -> list[Check]:
+    """Take `FEW` steps on both sides and compare their losses; WrongResult if one differs.
+
+    AdamW changes the later ones.  They may differ by a tenth of what it changed in a step, or by
+    a rounding.
+    """
+    losses = np.array([[ours(), theirs()] for _ in range(FEW)])
+    eps = max(EPS[str(mode)], LOSS_ERROR)
+    changed = np.abs(np.diff(losses[:, 1], prepend=losses[0, 1]))
+    return require_passed([
+        Check(f"loss {number} of {mode} beside PyTorch's", abs(float(a - b)),
+              float(max(eps * abs(b), change / 10)))
+        for number, ((a, b), change) in enumerate(zip(losses, changed))])
+
+
+def check_beside_torch(mode: Mode, what: str, results: dict[str, Array],
+                       theirs: dict[str, Any], layers: int = 1) -> list[Check]:
+    """Compare the first and last rows of the results of `layers` layers with PyTorch's.
 
     PyTorch rounds in other places: differences may be `TORCH_ROUNDINGS` tolerances.
 
@@ -113,14 +141,14 @@ def check_beside_torch(mode: Mode, hidden: int, results: dict[str, Array],
     WrongResult
         When one differs.
     """
-    tolerance = TORCH_ROUNDINGS * against_serial.tolerances(str(mode), 1)[1]
+    tolerance = TORCH_ROUNDINGS * against_serial.tolerances(str(mode), layers)[1]
     found = []
     for name, a in results.items():
         shape = (-1, a.shape[-1]) if a.ndim > 1 else (1, -1)
         a, b = mode.backend.xp.reshape(a, shape), theirs[name].reshape(shape)
         for rows in (slice(0, COMPARED), slice(max(0, a.shape[0] - COMPARED), None)):
             own = mode.backend.to_host(a[rows, :]).astype(np.float64)
-            found.append(Check(f"{name} of hidden {hidden} {mode} beside PyTorch's",
+            found.append(Check(f"{name} of {what} {mode} beside PyTorch's",
                                _relative(own, b[rows].double().cpu().numpy()), tolerance))
     return require_passed(found)
 

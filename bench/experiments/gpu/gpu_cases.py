@@ -34,6 +34,8 @@ class Scale:
         Sequences of the layers, and tokens in each.
     preset : str
         The preset of the rows of the tables.
+    gpt : dict of str to int
+        The sizes of the GPT that is trained: fields of `mm3d.config.Model`.
     """
 
     gemm: list[int]
@@ -41,11 +43,14 @@ class Scale:
     hidden: list[int]
     tokens: tuple[int, int]
     preset: str
+    gpt: dict[str, int]
 
 
-SCALES = {"paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192], (24, 512),
-                         "paper"),
-          "tiny": Scale([32, 64], (48, 64), [32], (2, 16), "tiny")}
+SCALES = {
+    "paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192], (24, 512), "paper",
+                   dict(layers=8, hidden=2048, heads=16, batch=8, seq=1024, vocab=51200)),
+    "tiny": Scale([32, 64], (48, 64), [32], (2, 16), "tiny",
+                  dict(layers=2, hidden=32, heads=4, batch=2, seq=16, vocab=64))}
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,35 @@ class LayerStep:
             for p in self.model.parameters}
 
 
-class TorchLayerStep:
+class TorchClock:
+    """Measure seconds in PyTorch's stream of a device.
+
+    Attributes
+    ----------
+    torch, where : module, str
+        PyTorch, and its name of the device.
+    """
+
+    torch: Any
+    where: str
+
+    def record_mark(self) -> Any:
+        """Mark this place in PyTorch's stream, as `Backend.record_mark` does in the backend's."""
+        if self.where == "cpu":
+            return time.perf_counter()
+        mark = self.torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Wait for `end`; return the seconds since `start`."""
+        if self.where == "cpu":
+            return end - start
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
+
+
+class TorchLayerStep(TorchClock):
     """PyTorch's layer in eager mode, on the device of a backend.
 
     Parameters
@@ -194,21 +227,6 @@ class TorchLayerStep:
     def __call__(self) -> None:
         """Run forward and backward."""
         self.layer.step()
-
-    def record_mark(self) -> Any:
-        """Mark this place in PyTorch's stream, as `Backend.record_mark` does in the backend's."""
-        if self.where == "cpu":
-            return time.perf_counter()
-        mark = self.torch.cuda.Event(enable_timing=True)
-        mark.record()
-        return mark
-
-    def seconds_between(self, start: Any, end: Any) -> float:
-        """Wait for `end`; return the seconds since `start`."""
-        if self.where == "cpu":
-            return end - start
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
 
     def check(self) -> dict[str, Any]:
         """Return the results of a call, by the names that checks use."""

@@ -1,8 +1,9 @@
-"""Measure one device: its products, kernels, one layer, and a rank's part of each row.
+"""Measure one device: its products, kernels, a layer, a step, and a rank's part of each row.
 
-Each of these four parts is a record of its own: products beside bare calls of the library,
-elementwise kernels beside a copy, one Transformer layer beside PyTorch's, and one layer of every
-row of both tables with the blocks of rank 0, without communication.  All are compared with NumPy
+Each of these five parts is a record of its own: products beside bare calls of the library,
+elementwise kernels beside a copy, one Transformer layer beside PyTorch's, a whole step of training
+a GPT beside PyTorch's, and one layer of every row of both tables with the blocks of rank 0,
+without communication.  All are compared with NumPy
 first, layers at a small size, and at the size that is timed with PyTorch's.  Seconds are measured
 by the device, between two marks in its stream; they include its waits for the host, which take
 longer than a small product.
@@ -21,6 +22,7 @@ from bench.cases.case import make_case
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
+from bench.experiments.gpu.gpt_steps import GptStep, TorchGptStep
 from bench.experiments.gpu.gpu_cases import LayerStep, TorchLayerStep
 from bench.instruments.sampling import (measured_environment, pad_samples, take_samples,
                                         take_samples_in_turns)
@@ -165,8 +167,8 @@ class GpuBenchmark:
                     theirs = None
                     if torch:
                         theirs = TorchLayerStep(*torch, heads, step.operands(), mode)
-                        checks += device_checks.check_beside_torch(mode, hidden, step.check(),
-                                                                   theirs.check())
+                        checks += device_checks.check_beside_torch(
+                            mode, f"hidden {hidden}", step.check(), theirs.check())
                     sides = [self.sampler(step)]
                     if theirs:
                         sides.append(self.sampler(theirs, theirs))
@@ -182,6 +184,37 @@ class GpuBenchmark:
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
         return self.make_record("gpu-layer", scales, found, checks, Rate("rate", "s-1", flops))
+
+    def measure_step(self) -> Measurements:
+        """Measure a whole step of training a GPT, by mm3d and by PyTorch, in turns.
+
+        PyTorch's seconds are NaN where it is not installed.
+        """
+        found, checks, sizes = [], [], self.scale.gpt
+        torch = gpu_cases.find_torch(self.backend)
+        modes = [mode for mode in self.modes if str(mode) in ("float32", "bfloat16")]
+        for mode in modes:
+            with mode:
+                checks += device_checks.check_layer(mode, device_checks.run_gpt_step)
+                step, theirs = GptStep(mode, sizes, self.seed), None
+                if torch:
+                    theirs = TorchGptStep(*torch, step, mode)
+                    checks += device_checks.check_beside_torch(
+                        mode, "a GPT", step.check(), theirs.check(), sizes["layers"])
+                    checks += device_checks.check_losses(mode, step, theirs)
+                sides = [self.sampler(step)]
+                if theirs:
+                    sides.append(self.sampler(theirs, theirs))
+                taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
+                found += taken if torch else [*taken, [np.nan]]
+                del step, theirs, sides
+                gc.collect()
+                if torch and torch[1] != "cpu":
+                    torch[0].cuda.empty_cache()
+        tokens = float(sizes["batch"] * sizes["seq"])
+        scales = {"mode": [str(mode) for mode in modes], "library": ["mm3d", "PyTorch"]}
+        return self.make_record("gpu-step", scales, found, checks,
+                                Rate("token_rate", "s-1", [tokens] * len(found)))
 
     def measure_rows(self) -> Measurements:
         """Measure a layer of each row of both tables on rank 0's blocks, without communication."""
@@ -217,7 +250,8 @@ class GpuBenchmark:
 
 PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
     "gemm": GpuBenchmark.measure_gemm, "elementwise": GpuBenchmark.measure_elementwise,
-    "layer": GpuBenchmark.measure_layer, "rows": GpuBenchmark.measure_rows}
+    "layer": GpuBenchmark.measure_layer, "step": GpuBenchmark.measure_step,
+    "rows": GpuBenchmark.measure_rows}
 
 
 def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:

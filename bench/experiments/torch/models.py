@@ -238,14 +238,18 @@ class Model:
     def __init__(self, torch: Any, state: dict[str, Any], heads: int,
                  routing: dict[str, Any] | None = None) -> None:
         self.torch, self.heads = torch, heads
-        self.p = {name: torch.from_numpy(a.copy()).requires_grad_(
-            not name.endswith("router.bias")) for name, a in state.items()}
-        self.layers = [named_below(f"layers.{n}.", self.p)
-                       for n in range(sum(name.endswith("ln1.weight") for name in state))]
+        self.use({name: torch.from_numpy(a.copy()).requires_grad_(
+            not name.endswith("router.bias")) for name, a in state.items()})
         self.experts = Experts(torch, routing) if routing else None
 
+    def use(self, p: dict[str, Any]) -> None:
+        """Compute with these parameters, tensors by name."""
+        self.p = p
+        self.layers = [named_below(f"layers.{n}.", p)
+                       for n in range(sum(name.endswith("ln1.weight") for name in p))]
+
     def loss(self, tokens: Any, targets: Any) -> Any:
-        """Compute the mean cross entropy."""
+        """Compute the mean cross entropy, from logits of 32 bits at least."""
         F, p = self.torch.nn.functional, self.p
         x = F.embedding(tokens, p["embedding.weight"]) + p["positions.weight"]
         hidden = x.shape[-1]
@@ -253,7 +257,9 @@ class Model:
             x = transformer_layer(self.torch, x, own, self.heads, True, self.experts)
         x = F.layer_norm(x, (hidden,), p["norm.weight"], p["norm.bias"], 1e-5).view(-1, hidden)
         head = p["head.weight"] if "head.weight" in p else p["embedding.weight"].T
-        return F.cross_entropy(x @ head, targets.reshape(-1))
+        logits = x @ head
+        wide = self.torch.promote_types(logits.dtype, self.torch.float32)
+        return F.cross_entropy(logits.to(wide), targets.reshape(-1))
 
 
 def decays(name: str, a: Any) -> bool:

@@ -15,7 +15,7 @@ from bench.cases.variants import itemsize
 from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork, Price,
                                                collectives_of, elementwise_coefficients,
                                                grid_work, line_elements)
-from bench.prediction.kernels import priced, with_kernels
+from bench.prediction.kernels import attention_of, priced, with_kernels
 from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
@@ -31,12 +31,12 @@ from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Collective, Gemm, HALVES, Overlapped, PHASES
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, HALVES, Overlapped, PHASES
 from mm3d.tracing.trace import Trace
 
 # Bytes that the ends of a GPT read and write, in arrays of logits: forward and backward.
 LOGIT_ARRAYS = 2    # that are held at once
-LOGIT_PASSES = {"own": (8, 6), "fused": (2, 2)}
+LOGIT_PASSES = {"numpy": (8, 6), "own": (8, 6), "fused": (2, 2)}
 
 
 class Layer(NamedTuple):
@@ -130,7 +130,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     elements = blocks.elements()
     kind = LayerKind.of(blocks.sizes, training.gpt.experts)
     moved = sum(words @ elements for words in elementwise_coefficients(
-        machine.kernels, machine.attention, kind))
+        machine.kernels, attention_of(machine, training.dtype), kind))
     share, arrays = blocks.scores_held(layer.way)
     elements[-1] *= share / largest_block(layer.micro, blocks.sequences)
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
@@ -182,7 +182,7 @@ def launches(kernels: str, attention: str, recompute: str, kind: LayerKind) -> t
                                             experts=kind.experts), kernels, attention, "float32",
                          sizes.head)
     return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
-                     and not isinstance(event, (Boundary, Collective, Overlapped)))
+                     and not isinstance(event, (Boundary, Call, Collective, Overlapped)))
                  for phase in PHASES)
 
 
@@ -215,10 +215,9 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
                                   top=min(experts.top, own_experts(experts, layer.experts)))
     split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
     started = [machine.launch_seconds * count / machine.achieved.latency + times * split
-               for count, times in zip(launches(machine.kernels, machine.attention,
-                                                layer.recompute,
-                                                LayerKind.of(stack.sizes, of_rank)),
-                                       (1, 2 + (layer.recompute == "full")))]
+               for count, times in zip(launches(
+                   machine.kernels, attention_of(machine, training.dtype), layer.recompute,
+                   LayerKind.of(stack.sizes, of_rank)), (1, 2 + (layer.recompute == "full")))]
     halves = cost.flops_of_halves(stack.sizes, experts)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute, experts))

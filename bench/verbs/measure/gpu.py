@@ -1,4 +1,4 @@
-"""Measure one GPU: products, elementwise kernels, one layer, and a rank's part of each row."""
+"""Measure one GPU: products, kernels, a layer, a training step, and a rank's part of each row."""
 
 import argparse
 from functools import partial

@@ -46,7 +46,8 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, reque
         # Minutes, where the threads of a GPU take turns on a processor.
         chosen.part.remove("rows")
         monkeypatch.setitem(gpu_cases.SCALES, "tiny",
-                            gpu_cases.Scale([8], (2, 16), [16], (1, 4), "tiny"))
+                            gpu_cases.Scale([8], (2, 16), [16], (1, 4), "tiny", dict(
+                                layers=1, hidden=16, heads=2, batch=1, seq=4, vocab=9)))
         monkeypatch.setattr(device_checks, "SIZES",
                             dict(layers=1, hidden=16, heads=2, batch=2, seq=5))
     assert gpu.run(chosen, MPI.COMM_SELF) == 0
@@ -54,11 +55,14 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, reque
     assert found.keys() == {f"gpu-{part}" for part in chosen.part}
     modes = found["gpu-gemm"].scales["mode"]
     assert modes[0] == "float32" and ("tf32" in modes) == (library == "cupy")
-    for kind in found.keys() - {"gpu-layer"}:
+    for kind in found.keys() - {"gpu-layer", "gpu-step"}:
         assert (found[kind].variables["samples"].values > 0).all(), kind
     layers = found["gpu-layer"].variables["samples"].values
     assert (layers[:, :, 0::2] > 0).all() and np.isnan(layers[:, :, 1]).all()    # no PyTorch
     assert len(found["gpu-layer"].scales["library"]) == 2 + (library == "cupy")    # the graph
+    steps = found["gpu-step"].variables["samples"].values
+    assert (steps[:, 0] > 0).all() and np.isnan(steps[:, 1]).all()
+    assert set(found["gpu-step"].scales["mode"]) <= {"float32", "bfloat16"}
     if library == "numpy":
         assert len(found["gpu-rows"].scales["row"]) == len(tables.rows)
     assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
@@ -70,7 +74,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, reque
 @pytest.mark.parametrize("part, owner, name", [
     ("gemm", backend.Backend, "gemm"), ("elementwise", gpu_cases.functional, "scale_rows"),
     ("elementwise", gpu_cases.functional, "sum_products"), ("layer", backend.Backend, "gemm"),
-    ("rows", backend.Backend, "gemm")])
+    ("step", backend.Backend, "gemm"), ("rows", backend.Backend, "gemm")])
 def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, capsys, part, owner,
                                                      name):
     """In float32, that is: what it is compared with is float64."""
@@ -110,6 +114,20 @@ def test_what_is_no_number_is_found():
     a[1] = np.inf
     with pytest.raises(WrongResult, match="of ones that are not finite is off by 2"):
         device_checks.check_finite(numpy, "ones", lambda: (a, a))
+
+
+@pytest.mark.parametrize("ours, wrong", [
+    ((5, 4, 3), ""), ((5, 4, 3.09), ""), ((5.01, 4, 3), "loss 0"), ((5, 4.2, 3), "loss 1"),
+    ((5, 4, np.nan), "loss 2")])
+def test_losses_are_those_of_pytorch_s_steps(ours, wrong):
+    """To a tenth of what a step changes: an optimizer that does nothing is found."""
+    mode = gpu_cases.Mode(backend.get("numpy"), "float32")
+    sides = [iter(losses).__next__ for losses in (ours, (5, 4, 3))]
+    if not wrong:
+        assert len(device_checks.check_losses(mode, *sides)) == 3
+        return
+    with pytest.raises(WrongResult, match=f"{wrong} of float32 beside PyTorch's is off by"):
+        device_checks.check_losses(mode, *sides)
 
 
 def test_without_a_device_there_are_no_graphs():

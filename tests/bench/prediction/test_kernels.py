@@ -1,12 +1,16 @@
-"""Fused kernels: what each moves and computes, from the same dry run."""
+"""Kernels of a GPU, fused and this library's: what each moves and computes, from a dry run."""
+
+from collections import Counter
 
 import msgspec
 import pytest
 
 from bench.errors import UsageError
 from bench.prediction import machine_model
-from bench.prediction.kernels import with_kernels
+from bench.prediction.device_kernels import adamw_passes
+from bench.prediction.kernels import attention_of, with_kernels
 from bench.prediction.seconds import Flash, trace_terms
+from mm3d.arrays.cupy_kernels import KERNEL_NAMES
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary, Gemm, Pass
 
@@ -28,9 +32,71 @@ def moved(trace) -> dict:
     return found
 
 
-def test_own_kernels_are_those_of_the_dry_run():
-    trace, found = traced("own")
+def test_numpys_passes_are_those_of_the_dry_run():
+    trace, found = traced("numpy")
     assert found is trace
+
+
+def test_own_kernels_move_what_their_launches_are_given():
+    """By hand, of ``kernels.cu`` and ``row_kernels.cu``: e, h, s and l are the bytes of an
+    activation, a vector, the scores in 16 bits, and a number of 32 bits for each score's row."""
+    e, h, s, lse, rows = 2 * ELEMENTS, 2 * 32, 2 * SCORES, 4 * 2 * 4 * 8, 4 * 2 * 8
+    add = 2 * e + h                                   # a vector to every row, in place
+    total = 2 * 2 * h + h                             # parts of sums, in 32 bits, and their sum
+    norm = {"forward": 2 * e + rows + 2 * add,
+            "backward": e + total + 2 * e + total + add + 3 * e + rows}
+    copies = 2 * e                                    # of heads
+    expected = {
+        ("forward", "attention.qkv"): 3 * add, ("forward", "attention.proj"): add,
+        ("forward", "mlp.down"): add, ("forward", "gelu"): 4 * add,
+        ("forward", "attention"): 4 * copies + 2 * s + s + lse,
+        ("backward", "attention.qkv"): 3 * (e + total),
+        ("backward", "attention.proj"): e + total, ("backward", "mlp.down"): e + total,
+        ("backward", "gelu"): 4 * (3 * e + h + total),
+        ("backward", "attention"): 7 * copies + 2 * s + s + lse + s + 2 * s + s}
+    expected |= {(phase, name): norm[phase] for phase in norm for name in ("ln1", "ln2")}
+    found: dict = {}
+    for (phase, part, event), times in traced("own", "softmax")[1].events.items():
+        if isinstance(event, Pass) and event.operation in KERNEL_NAMES:
+            found[phase, part] = found.get((phase, part), 0) + times * event.bytes
+    assert found == expected
+
+
+def test_own_kernels_leave_the_passes_of_numpy_out():
+    """But those of CuPy: sums of a residual, and of gradients, one kernel each."""
+    trace, found = traced("own", "softmax")
+    left = {event.operation for event in found.count(Pass)}
+    assert left - set(KERNEL_NAMES) == {"add"}
+    assert {event.operation for event in trace.count(Pass)} > {"add", "exp", "tanh"}
+    scores: Counter = Counter()    # by phase and type of the product
+    for (phase, part, event), times in found.events.items():
+        if isinstance(event, Gemm) and part == "attention":
+            scores[phase, event.result] += times
+    assert scores == {("forward", "float32"): 1, ("forward", "float16"): 1,
+                      ("backward", "float32"): 2, ("backward", "float16"): 3}
+
+
+@pytest.mark.parametrize("dtype, flash", [("float16", True), ("float32", False)])
+def test_own_attention_is_one_kernel_in_16_bits(dtype, flash):
+    own = msgspec.structs.replace(machine_model.load_machine("dgx-h100"), kernels="own")
+    attention = attention_of(own, dtype)
+    assert attention == ("flash" if flash else "softmax")
+    _, found = traced("own", attention, dtype)
+    here = {event for (phase, part, event) in found.events if part == "attention"
+            and phase == "backward" and not isinstance(event, Gemm)}
+    if flash:
+        assert here == {Flash(5 * 2 * SCORES * HEAD, dtype), Pass("flash", 7 * 2 * ELEMENTS)}
+    else:
+        assert {event.operation for event in here} == {
+            "copy_rows", "softmax_recompute", "softmax_backward"}
+
+
+def test_adamw_on_a_gpu_is_as_many_passes_as_it_calls_functions():
+    """13 passes and one for weight decay, which read and write 31 numbers of 32 bits; gradients
+    are set to zero, and masters rounded and copied."""
+    moved, starts = adamw_passes("float32")
+    assert moved == pytest.approx(4 * (31 + 1), rel=1e-3) and starts < 1e-5
+    assert adamw_passes("bfloat16")[0] - moved == pytest.approx(4 + 2 + 2 + 2, rel=1e-3)
 
 
 def test_one_kernel_reads_and_writes_the_ends_of_its_layer():
