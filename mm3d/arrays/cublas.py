@@ -4,7 +4,8 @@ CuPy's wrappers of cuBLAS raise NotImplementedError while a stream is captured, 
 stream before each call (cupy/cupy#6290), which resets the workspace.  Here cuBLAS is called
 through ctypes, with a handle of its own, whose stream and workspace are set once, so that a
 product neither waits nor allocates.  The factors alpha and beta are in host memory; a graph
-records their values (cuBLAS, section "CUDA Graphs Support").
+records their values (cuBLAS, section "CUDA Graphs Support").  All that depends on types alone is
+found once: small products take less time than the host's work for a call.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-Array = Any
+from mm3d.arrays.backend import DTYPES, Array
 
 # Workspaces that NVIDIA recommends (cublasSetWorkspace), from Hopper on and before.
 HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES = 32 << 20, 4 << 20
@@ -73,6 +74,18 @@ class Cublas:
         size = HOPPER_WORKSPACE_BYTES if capability >= HOPPER_CAPABILITY else WORKSPACE_BYTES
         self.workspace = backend.empty((size,), np.uint8)    # alive as long as the handle
         self._call("cublasSetWorkspace_v2", backend.pointer(self.workspace), size)
+        self._zero_one = [np.arange(2, dtype=name) for name in ("float32", "float64")]
+        self._types = {dtype: self._describe_type(dtype)
+                       for dtype in (*map(np.dtype, DTYPES), *backend.more_dtypes)}
+
+    def _describe_type(self, dtype: np.dtype) -> tuple[int, int, int, int]:
+        """Return cuBLAS' codes for a type and the type of its sums, and where these are 0 and 1.
+        """
+        wide = dtype == np.float64
+        sums = self.binding.CUBLAS_COMPUTE_64F if wide else self.binding.CUBLAS_COMPUTE_32F
+        place = self._zero_one[wide]
+        return (CUDA_DATA_TYPES[str(dtype)], sums, place.ctypes.data,
+                place.ctypes.data + place.itemsize)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self.library, name)(self.handle, *arguments)
@@ -80,15 +93,15 @@ class Cublas:
             raise RuntimeError(f"{name}: {self._status(status).decode()} (status {status})")
 
     def gemms(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        """Compute C = A B, or C += A B, for each matrix along the first dimension.
+        """Compute C = A B, or C += A B, of one matrix each or for each along a first dimension.
 
         Parameters
         ----------
         a, b : Array
-            (count, m, k) and (count, k, n) of one type, rows or columns contiguous; others are
-            copied.
+            ([count,] m, k) and ([count,] k, n) of one type, rows or columns contiguous; others
+            are copied.
         out : Array
-            (count, m, n) with contiguous rows, of the type of `a`, or of float32 if that has 16
+            ([count,] m, n) with contiguous rows, of the type of `a`, or of float32 if that has 16
             bits.
         add : bool
             Whether to add the products to the contents of `out`.
@@ -98,44 +111,36 @@ class Cublas:
         ValueError
             When the rows of `out` are not contiguous, or a size exceeds 32 bits.
         """
-        (count, m, k), n = a.shape, b.shape[2]
-        if out.strides[2] != out.itemsize and n > 1:
+        (*several, m, n), strides, size, k = out.shape, out.strides, out.itemsize, a.shape[-1]
+        if strides[-1] != size and n > 1:
             raise ValueError("the rows of a product must be contiguous")
+        count, row = several[0] if several else 1, max(n, strides[-2] // size)
         # cuBLAS stores matrices by columns, so it computes C^T = B^T A^T.
-        factors, transposed = [], []
-        for factor in (b, a):
-            factor, transpose, stride = self._by_columns(factor)
-            transposed.append(transpose)
-            factors += [self.backend.pointer(factor), CUDA_DATA_TYPES[str(factor.dtype)], stride,
-                        factor.strides[0] // factor.itemsize]
-        row = max(n, out.strides[1] // out.itemsize)
-        if max(count, m, n, k, row, factors[2], factors[6]) > MAX_SIZE:
+        b, b_transposed, b_row, b_next = self._by_columns(b)
+        a, a_transposed, a_row, a_next = self._by_columns(a)
+        if max(count, m, n, k, row, a_row, b_row) > MAX_SIZE:
             raise ValueError(f"{count} products of {m} x {k} by {k} x {n}: cuBLAS takes sizes and "
                              f"strides up to {MAX_SIZE}")
-        sums = np.float64 if a.dtype == np.float64 else np.float32
-        alpha, beta = np.ones((), sums), np.full((), add, sums)
-        self._call("cublasGemmStridedBatchedEx", *transposed, n, m, k, alpha.ctypes.data, *factors,
-                   beta.ctypes.data, self.backend.pointer(out), CUDA_DATA_TYPES[str(out.dtype)],
-                   row, out.strides[0] // out.itemsize, count, self._compute_type(a.dtype),
-                   self.binding.CUBLAS_GEMM_DEFAULT)
+        types, point = self._types, self.backend.pointer
+        kind, sums, zero, one = types[a.dtype]
+        if self.backend.tf32 and a.dtype == np.float32:
+            sums = self.binding.CUBLAS_COMPUTE_32F_FAST_TF32
+        self._call("cublasGemmStridedBatchedEx", b_transposed, a_transposed, n, m, k, one,
+                   point(b), types[b.dtype][0], b_row, b_next, point(a), kind, a_row, a_next,
+                   one if add else zero, point(out), types[out.dtype][0], row,
+                   strides[0] // size, count, sums, self.binding.CUBLAS_GEMM_DEFAULT)
 
-    def _by_columns(self, a: Array) -> tuple[Array, int, int]:
+    def _by_columns(self, a: Array) -> tuple[Array, int, int, int]:
         """Return matrices as cuBLAS takes them, copied if neither rows nor columns are contiguous.
 
-        With them 1 if their columns are contiguous, so that they are read transposed, else 0, and
-        their leading dimension: the stride between rows or columns, in elements.
+        With them 1 if their columns are contiguous, so that they are read transposed, else 0; and
+        in elements their leading dimension, the stride between rows or columns, and the stride
+        between matrices, which is not read if there is one alone.
         """
-        size, (_, rows, columns) = a.itemsize, a.strides
-        if a.shape[2] == 1 or columns == size and rows >= a.shape[2] * size:
-            return a, 0, max(a.shape[2], rows // size)
-        if a.shape[1] == 1 or rows == size and columns >= a.shape[1] * size:
-            return a, 1, max(a.shape[1], columns // size)
-        return self.backend.contiguous(a), 0, a.shape[2]
-
-    def _compute_type(self, dtype: Any) -> int:
-        """Return cuBLAS' code for the type in which products of factors of `dtype` are summed."""
-        if dtype == np.float64:
-            return self.binding.CUBLAS_COMPUTE_64F
-        if dtype == np.float32 and self.backend.tf32:
-            return self.binding.CUBLAS_COMPUTE_32F_FAST_TF32
-        return self.binding.CUBLAS_COMPUTE_32F
+        size, (rows, columns), strides = a.itemsize, a.shape[-2:], a.strides
+        (row, column), following = strides[-2:], strides[0] // size
+        if columns == 1 or column == size and row >= columns * size:
+            return a, 0, max(columns, row // size), following
+        if rows == 1 or row == size and column >= rows * size:
+            return a, 1, max(rows, column // size), following
+        return self.backend.contiguous(a), 0, columns, rows * columns

@@ -105,7 +105,9 @@ class CupyBackend(Backend):
     def _allocate(self, size: int) -> Any:
         """Allocate device memory, for every array and for CuPy's own temporaries."""
         memory = self.pool.malloc(size)
-        self._peak = max(self._peak, self.pool.used_bytes())
+        used = self.pool.used_bytes()
+        if used > self._peak:
+            self._peak = used
         return memory
 
     def owns(self, a: Array) -> bool:
@@ -215,11 +217,11 @@ class CupyBackend(Backend):
         Array
             `out`.
         """
-        self.gemms(a[None, ...], b[None, ...], out[None, ...])
+        self.gemms(a, b, out)
         return out
 
     def gemms(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        """Multiply the matrices along the first dimension, see `Cublas.gemms`."""
+        """Multiply one matrix each or those along a first dimension, see `Cublas.gemms`."""
         self.join_stream()
         if a.size and b.size:
             self.cublas.gemms(a, b, out, add)
@@ -308,7 +310,7 @@ def _check_architecture(capability: int, cuda: int) -> None:
 
 def _dtype(name: Any) -> Any:
     """Return the dtype; ml_dtypes is imported only for "bfloat16"."""
-    if str(name) == "bfloat16":
+    if type(name) is str and name == "bfloat16":    # others name types that NumPy knows
         import ml_dtypes
         return np.dtype(ml_dtypes.bfloat16)
     return name

@@ -49,20 +49,22 @@ class GpuKernels(GpuAttention):
         self._module: Any = None
 
     def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any) -> None:
-        """Launch the kernel `name` for the type of `like`; nothing if there are no blocks."""
+        """Launch the kernel `name` for the type of `like`; nothing if there are no blocks.
+
+        CuPy passes integers of Python as 64 bits, sooner than it converts those of NumPy.
+        """
         if 0 in blocks:
             return
         self.library.join_stream()
-        function = self._functions.get((name, like.dtype))
-        if function is None:
-            function = self._look_up_kernel(name, like.dtype)
-        function((*blocks, 1)[:2], (THREADS_PER_BLOCK,), arguments)
+        function = (self._functions.get((name, like.dtype))
+                    or self._look_up_kernel(name, like.dtype))
+        function(blocks, (THREADS_PER_BLOCK,), arguments)
 
     def _launch_by_warps(self, name: str, like: Array, rows: int, *arrays: Array,
                          rest: tuple[np.generic, ...]) -> None:
         """Launch a kernel of which each warp computes a row."""
         blocks = -(-rows // (THREADS_PER_BLOCK // THREADS_PER_WARP))
-        self._launch(name, like, (blocks,), *arrays, np.int64(rows), *rest)
+        self._launch(name, like, (blocks,), *arrays, rows, *rest)
 
     def _look_up_kernel(self, name: str, dtype: Any) -> Callable:
         """Look up the kernel `name` for a type, and keep it."""
@@ -70,7 +72,8 @@ class GpuKernels(GpuAttention):
             self._module = self.library.compile_module(
                 read_source(), COMPILER_OPTIONS, TEMPLATE_INSTANCES)
         found = self._module.get_function(f"{name}<{C_TYPES[str(dtype)]}>")
-        return self._functions.setdefault((name, dtype), found)
+        # The function itself, of this rank's GPU: CuPy looks it up by device in each call.
+        return self._functions.setdefault((name, dtype), found.kernel)
 
     def _sum_type(self, a: Array) -> Any:
         """Return the type in which kernels compute and sum the elements of `a`."""
@@ -92,11 +95,9 @@ class GpuKernels(GpuAttention):
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
         dy, x, b = map(self.library.contiguous, (dy, x, b))
-        (rows, cols), packs = _matrix_shape(dy), 16 // dy.dtype.itemsize
-        parts = self._allocate_parts(dy)
+        parts, blocks, (rows, cols) = self._allocate_parts(dy)
         self._compute_into(out, lambda dx: self._launch(
-            "bias_gelu_backward", dy, (-(-cols // (32 * packs)), parts.shape[0]), dy, x, b, dx,
-            parts, np.int64(rows), np.int64(cols)))
+            "bias_gelu_backward", dy, blocks, dy, x, b, dx, parts, rows, cols))
         return out, self._sum_parts(parts, dy, keep_float32)
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
@@ -108,19 +109,19 @@ class GpuKernels(GpuAttention):
     def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array) -> Array:
         """Launch a kernel that combines every row of `a` with the vector `b`."""
         rows, cols = _matrix_shape(a)
-        across = -(-cols // (THREADS_PER_BLOCK * (16 // out.dtype.itemsize)))
+        across = -(-cols // (THREADS_PER_BLOCK * (16 // out.itemsize)))
         down = min(rows, max(1, MAX_BLOCKS // max(1, across)))
         a, b = self.library.contiguous(a), self.library.contiguous(b)
         return self._compute_into(out, lambda y: self._launch(
-            name, y, (across, down), a, b, y, np.int64(rows), np.int64(cols)))
+            name, y, (across, down), a, b, y, rows, cols))
 
     def add_to(self, a: Array, b: Array) -> Array:
         if (a.dtype, a.shape) != (b.dtype, b.shape) or not all(
                 map(self.library.is_contiguous, (a, b))):
             a += b
             return a
-        blocks = -(-a.size // (THREADS_PER_BLOCK * (16 // a.dtype.itemsize)))
-        self._launch("add_arrays", a, (blocks,), a, b, a, np.int64(a.size))
+        blocks = -(-a.size // (THREADS_PER_BLOCK * (16 // a.itemsize)))
+        self._launch("add_arrays", a, (blocks,), a, b, a, a.size)
         return a
 
     def copy_rows(self, a: Array, out: Array) -> Array:
@@ -134,7 +135,7 @@ class GpuKernels(GpuAttention):
             return out
         blocks = min(-(-a.size * size // (16 * THREADS_PER_BLOCK)), 2 ** 20)
         self._launch("copy_rows", a, (blocks,), a, out, *map(np.int32, (a.size, *a.shape[1:])),
-                     *(np.int64(step // size) for b in (a, out) for step in b.strides[:3]))
+                     *(step // size for b in (a, out) for step in b.strides[:3]))
         return out
 
     def sum_rows(self, a: Array, keep_float32: bool = False) -> Array:
@@ -145,23 +146,26 @@ class GpuKernels(GpuAttention):
 
     def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array) -> Array:
         """Sum columns by a kernel over blocks of rows, then over the blocks."""
-        a, (rows, cols) = arrays[0], _matrix_shape(arrays[0])
-        parts, packs = self._allocate_parts(a), 16 // a.dtype.itemsize
-        self._launch(name, a, (-(-cols // (32 * packs)), parts.shape[0]),
-                     *map(self.library.contiguous, arrays), parts, np.int64(rows), np.int64(cols))
+        a = arrays[0]
+        parts, blocks, (rows, cols) = self._allocate_parts(a)
+        self._launch(name, a, blocks, *map(self.library.contiguous, arrays), parts, rows, cols)
         return self._sum_parts(parts, a, keep_float32)
 
-    def _allocate_parts(self, a: Array) -> Array:
-        """Allocate (blocks of rows, columns) for the sums of columns over blocks of rows."""
+    def _allocate_parts(self, a: Array) -> tuple[Array, tuple[int, int], tuple[int, int]]:
+        """Allocate (blocks of rows, columns) for the sums of columns over blocks of rows.
+
+        Return it with the numbers of blocks of threads, and the rows and columns of `a`.
+        """
         rows, cols = _matrix_shape(a)
-        return self.library.empty((max(1, min(-(-rows // 64), 256)), cols), self._sum_type(a))
+        down = max(1, min(-(-rows // 64), 256))
+        across = -(-cols // (32 * (16 // a.itemsize)))
+        return self.library.empty((down, cols), self._sum_type(a)), (across, down), (rows, cols)
 
     def _sum_parts(self, parts: Array, like: Array, keep_float32: bool) -> Array:
         """Sum the parts over the blocks of rows, in the type of `like` unless `keep_float32`."""
         count, cols = parts.shape
         out = self.library.empty((cols,), parts.dtype if keep_float32 else like.dtype)
-        self._launch("sum_parts", out, (-(-cols // THREADS_PER_BLOCK),), parts, out,
-                     np.int32(count), np.int64(cols))
+        self._launch("sum_parts", out, (-(-cols // THREADS_PER_BLOCK),), parts, out, count, cols)
         return out
 
     def normalize_forward(self, x: Array, features: int, eps: float,
@@ -171,15 +175,15 @@ class GpuKernels(GpuAttention):
         if cols == features > 1:    # whole rows: no other rank has a part
             return self._compute_into(out, lambda y: self._launch(
                 "norm_forward", x, (rows,), x, y, rstd, kind(features), kind(eps),
-                np.int64(cols))), rstd
+                cols)), rstd
         sums, squares = (self.library.empty(rstd.shape, kind) for _ in range(2))
-        self._launch("norm_sums", x, (rows,), x, sums, np.int64(cols))
+        self._launch("norm_sums", x, (rows,), x, sums, cols)
         sums = total(sums)
-        self._launch("norm_squares", x, (rows,), x, sums, squares, kind(features), np.int64(cols))
+        self._launch("norm_squares", x, (rows,), x, sums, squares, kind(features), cols)
         squares = total(squares)
         return self._compute_into(out, lambda y: self._launch(
             "norm_scale", x, (rows,), x, sums, squares, y, rstd, kind(features), kind(eps),
-            np.int64(cols))), rstd
+            cols)), rstd
 
     def normalize_backward(self, dy: Array, xhat: Array, rstd: Array, features: int,
                            total: Callable[[Array], Array], out: Array) -> Array:
@@ -188,13 +192,13 @@ class GpuKernels(GpuAttention):
         if cols == features > 1:
             return self._compute_into(out, lambda dx: self._launch(
                 "norm_backward_whole", dy, (rows,), dy, xhat, rstd, dx, kind(features),
-                np.int64(cols)))
+                cols))
         sums = self.library.empty((*rstd.shape[:-1], 2), kind)
-        self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, np.int64(cols))
+        self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, cols)
         sums = total(sums)
         return self._compute_into(out, lambda dx: self._launch(
             "norm_backward", dy, (rows,), dy, xhat, rstd, sums, dx, kind(features),
-            np.int64(cols)))
+            cols))
 
 
 def read_source() -> str:

@@ -246,7 +246,8 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
                     dx[at + i] = g.of[i];
     });
 }
-template <typename T> __global__ void sum_parts(const W *parts, T *sum, int count, long long cols)
+template <typename T>
+__global__ void sum_parts(const W *parts, T *sum, long long count, long long cols)
 {
     const long long c = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= cols)

@@ -145,7 +145,7 @@ class RawModule:
                       if isinstance(a, ndarray) else np.asarray(a) for a in arguments]
             for a in arguments:    # only that kernel is told strides
                 assert (a.flags.c_contiguous or name.startswith("copy_rows<")
-                        if isinstance(a, ndarray) else hasattr(a, "dtype"))
+                        if isinstance(a, ndarray) else hasattr(a, "dtype") or type(a) is int)
             pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
 
             def work(values=values) -> None:    # which the pointers point to
@@ -154,7 +154,7 @@ class RawModule:
                     if isinstance(a, ndarray):
                         a.memory.write()
             kernel(work)
-        return launch
+        return types.SimpleNamespace(kernel=launch)
 
 
 class _Dim(ctypes.Structure):

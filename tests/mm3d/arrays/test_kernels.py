@@ -230,6 +230,32 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
             close(a, b.astype(np.float64), name, 16)
 
 
+@pytest.mark.parametrize("gaps", [1, 2])
+@pytest.mark.parametrize("several", [(), (3,)])
+def test_products_of_one_matrix_or_several_are_exact_and_add(cupy, several, gaps):
+    """Also of factors with gaps in rows and columns, which are copied."""
+    A, B = (np.arange(1.0, 1 + np.prod(several) * m * n).reshape(*several, m, n)
+            for m, n in ((6, 8), (8, 10)))
+    a, b = (cupy.asarray(one)[..., ::gaps, ::gaps] for one in (A, B))
+    A, B = (one[..., ::gaps, ::gaps] for one in (A, B))
+    out = cupy.empty((*several, A.shape[-2], B.shape[-1]), A.dtype)
+    for times in (1, 2):
+        cupy.gemms(a, b, out, add=times == 2)
+        assert np.array_equal(cupy.to_host(out), times * (A @ B))
+
+
+def test_only_products_of_float32_use_tensorfloat(cupy, monkeypatch):
+    """As the backend says at the call: modes change it."""
+    told, binding = [], cupy.cublas.binding
+    monkeypatch.setattr(cupy.cublas, "_call", lambda name, *given: told.append(given[-2]))
+    for tf32 in (True, False):
+        monkeypatch.setattr(cupy, "tf32", tf32)
+        for name in ("float32", "float16", "float64"):
+            cupy.gemm(*(cupy.empty((2, 2), name) for _ in range(3)))
+    plain, wide = binding.CUBLAS_COMPUTE_32F, binding.CUBLAS_COMPUTE_64F
+    assert told == [binding.CUBLAS_COMPUTE_32F_FAST_TF32, plain, wide, plain, plain, wide]
+
+
 def test_launches_of_attention_do_not_grow_with_sequences(cupy):
     """Seven forward and fourteen backward for any number of sequences, where one at a time takes
     three and seven for each."""
