@@ -2,9 +2,9 @@
 
 A dry run counts the passes of NumPy: whole arrays, one operation after another.  With
 `Machine.kernels` "numpy" they are priced as they are.  With "own" the functions for which this
-library has kernels of a GPU are priced as the launches of these kernels
-(`bench.prediction.device_kernels`); all else is a kernel of CuPy for each operation of NumPy.
-With "fused" each layer without weights is one kernel, which reads and writes what the layer is
+library has kernels of a GPU are priced as the launches of these kernels, by the bytes of the
+arrays that each is given; all else is a kernel of CuPy for each operation of NumPy.  With
+"fused" each layer without weights is one kernel, which reads and writes what the layer is
 given and returns; biases are added, and gradients of weights accumulated, within products.
 `Machine.attention` says how scores are computed:
 
@@ -17,15 +17,18 @@ given and returns; biases are added, and gradients of weights accumulated, withi
 This library's own attention is "softmax" in types of more than 16 bits.
 """
 
+import sys
 from collections import Counter
 from copy import copy
+from functools import cache
+from typing import Any
 
 from bench.cases.variants import itemsize
-from bench.prediction.device_kernels import events_of_call
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import Flash
-from mm3d.arrays.cupy_kernels import GpuKernels
+from mm3d.arrays.backend import device_kernels
 from mm3d.model.stack import Stack
+from mm3d.tracing.dry_arrays import DryArray, DryBackend
 from mm3d.tracing.events import Boundary, Call, Gemm, Pass
 from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
@@ -78,55 +81,69 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
         return trace
     found = copy(trace)
     found.events = Counter()
-    if kernels == "own":
-        return _with_own(found, trace, attention == "flash", dtype, masked)
+    own, flash = kernels == "own", attention == "flash"
     with_weights = {part for (_, part, event) in trace.events
                     if isinstance(event, Gemm) and _plain(part) != ATTENTION}
+    called = {(phase, part) for (phase, part, event) in trace.events
+              if isinstance(event, Call) and event.function.startswith("attention_")}
     scores: Counter = Counter()    # operations by phase and part
-    for (phase, part, event), times in trace.events.items():
-        if isinstance(event, Gemm) and _plain(part) == ATTENTION:
-            scores[phase, part] += times * event.flops / masked
+    for (*where, event), times in trace.events.items():
+        here = tuple(where) in called if own else _plain(where[1]) == ATTENTION
+        one_kernel, made = not own or here and flash, {event: 1}
+        if isinstance(event, Gemm) and here:
+            scores[*where] += times * event.flops / masked
+            made = {}
         elif isinstance(event, Boundary):
-            if moved := boundary_bytes(event, phase, part, part in with_weights):
-                found.events[phase, part, Pass("fused", moved)] += times
-        elif not isinstance(event, Pass):
-            found.events[phase, part, event] += times
+            moved = one_kernel and boundary_bytes(event, *where, where[1] in with_weights)
+            made = {Pass("fused", moved): 1} if moved else {}
+        elif isinstance(event, Call):
+            made = {} if one_kernel else events_of_call(event)
+        elif isinstance(event, Pass) and (not own or hasattr(device_kernels(), event.within)):
+            made = {}
+        for one, count in made.items():
+            found.events[*where, one] += times * count
     for (phase, part), flops in scores.items():
         way = "forward" if phase == "forward" or part.endswith(RECOMPUTED_SUFFIX) else "backward"
-        if attention == "flash":
+        if flash:
             found.events[phase, part, Flash(flops, dtype)] += 1
-        else:
+        elif not own:
             _add_softmax(found, (phase, part), way, (flops, masked), (dtype, head), trace)
     return found
 
 
-def _with_own(found: Trace, trace: Trace, flash: bool, dtype: str, masked: float) -> Trace:
-    """Add the events of `trace` to `found`, those of calls as kernels of a GPU; return `found`.
+class DeviceBackend(DryBackend):
+    """Count in `trace` the products and the launches of the kernels of a GPU, without one."""
 
-    With `flash` attention is one kernel.
+    def reset(self, block: int = sys.maxsize) -> None:
+        super().reset(block)
+        self.kernels = device_kernels()(self)
+        self.kernels._launch = self._count_launch
+
+    def gemms(self, a: DryArray, b: DryArray, out: DryArray, add: bool = False) -> None:
+        """Count products of stacks of matrices."""
+        self.trace.count_event(Gemm(*a.shape, b.shape[-1], str(a.dtype), str(out.dtype)))
+
+    def _count_launch(self, name: str, like: DryArray, blocks: tuple, *given: Any) -> None:
+        if 0 not in blocks:
+            moved = sum(a.nbytes for a in given if isinstance(a, DryArray))
+            self.trace.count_event(Pass(name, moved))
+
+
+@cache
+def events_of_call(call: Call) -> Counter:
+    """Count products and passes of a call on a GPU, none if no kernel of a GPU computes it.
+
+    Arrays are taken to be contiguous.
     """
-    attention = {(phase, part) for (phase, part, event) in trace.events
-                 if isinstance(event, Call) and event.function.startswith("attention_")}
-    scores: Counter = Counter()    # operations by phase and part
-    for (phase, part, event), times in trace.events.items():
-        where, made = (phase, part), {event: 1}
-        if isinstance(event, Gemm) and where in attention:
-            scores[where] += times * event.flops / masked
-            continue
-        if isinstance(event, Boundary):
-            moved = boundary_bytes(event, phase, part, False)
-            made = {Pass("flash", moved): 1} if flash and where in attention else {}
-        elif isinstance(event, Pass) and hasattr(GpuKernels, event.within):
-            continue
-        elif isinstance(event, Call):
-            one_kernel = flash and where in attention
-            made = {} if one_kernel else events_of_call(event) or {}
-        for one, count in made.items():
-            found.events[*where, one] += times * count
-    for where, flops in scores.items():
-        if flash:
-            found.events[*where, Flash(flops, dtype)] += 1
-    return found
+    library = DeviceBackend()
+
+    def argument(told: Any) -> Any:
+        if told is None:
+            return lambda sums: sums    # over ranks, which are collectives apart
+        return library.empty(*told) if isinstance(told, tuple) else told
+    if work := getattr(library.kernels, call.function, None):
+        work(*map(argument, call.given), **{name: argument(told) for name, told in call.named})
+    return Counter({event: times for (*_, event), times in library.trace.events.items()})
 
 
 def boundary_bytes(event: Boundary, phase: str, part: str, weighted: bool) -> int:

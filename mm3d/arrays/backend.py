@@ -5,9 +5,8 @@ functions of the arrays' own namespace (`namespace`), so that no algorithm names
 library is chosen once, when a grid is made (``--backend`` of the benchmarks, ``MM3D_BACKEND``),
 never in the middle of a computation.
 
-Two things are left to the files of the libraries, such as ``numpy_backend.py``: a `pool`, which
-lends memory to arrays and reuses it when they are gone, and faster `kernels` of model functions.
-Neither changes what is computed.
+The files of the libraries, such as ``numpy_backend.py``, have a `pool`, which lends memory to
+arrays, and faster `kernels` of model functions.  Neither changes what is computed.
 """
 
 import os
@@ -58,9 +57,6 @@ class Backend:
         CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside float16, float32 and float64, which every library has.
-    calling : callable or None
-        Returns a context for a call of a function that may have a kernel, from its name and its
-        arguments, those with names last.
     between_blocks : callable or None
         Called between blocks of elementwise work, so that collectives in flight make progress.
     """
@@ -74,7 +70,6 @@ class Backend:
     has_device = False
     kernels: Any = None
     nccl: Any = None
-    calling: Any = None
     between_blocks: Progress = None
 
     @property
@@ -248,12 +243,13 @@ class Backend:
         self.pool.clear()
 
 
-def _make_numpy() -> Backend:
-    """Make the `Backend` of NumPy, with its pool and its kernels."""
-    return import_module("mm3d.arrays.numpy_backend").NumpyBackend()
+def device_kernels() -> type:
+    """Return the class of the kernels of a GPU, also where its library is not installed."""
+    return import_module("mm3d.arrays.cupy_kernels").GpuKernels
 
 
-_factories: dict[str, Callable[[], Backend]] = {"numpy": _make_numpy}
+_factories: dict[str, Callable[[], Backend]] = {
+    "numpy": lambda: import_module("mm3d.arrays.numpy_backend").NumpyBackend()}
 _backends: dict[str, Backend] = {}
 _owners: dict[type, Backend] = {}    # of types of arrays, as far as they were asked for
 

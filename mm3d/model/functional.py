@@ -33,10 +33,10 @@ def prefer_backend_kernel(readable: Callable) -> Callable:
 
     @functools.wraps(readable)
     def chosen(a: Array, *rest, **more):
-        library = backend_of(a)
-        found = library.kernels
+        found = backend_of(a).kernels
         fast = getattr(found, name, None) if found and a.dtype in found.dtypes else None
-        with library.calling(name, (a, *rest), more) if library.calling else NOTHING:
+        told = getattr(found, "calling", None)
+        with told(name, (a, *rest), more) if told else NOTHING:
             return (fast or readable)(a, *rest, **more)
     return chosen
 

@@ -219,6 +219,7 @@ class DryBackend(Backend):
 
     def __init__(self) -> None:
         self.xp, self.kernels = DryNamespace(self), Kernels(self)
+        self.kernels.calling = self._calling    # of which functions tell that have kernels
         self.reset()
 
     def reset(self, block: int = sys.maxsize) -> None:
@@ -240,14 +241,19 @@ class DryBackend(Backend):
             trace.pool_peak = own
 
     @contextmanager
-    def calling(self, name: str, given: tuple, named: dict[str, Any]) -> Iterator[None]:
+    def _calling(self, name: str, given: tuple, named: dict[str, Any]) -> Iterator[None]:
         """Count a call, unless it is a part of another, and its passes as within it."""
         if self._within:
             yield
             return
+
+        def told(value: Any) -> Any:
+            if isinstance(value, DryArray):
+                return value.shape, str(value.dtype)
+            return value if isinstance(value, (int, float)) else None
         self._within = name
-        self.trace.count_event(Call(name, tuple(map(_describe, given)), tuple(
-            (key, _describe(value)) for key, value in named.items())))
+        self.trace.count_event(Call(name, tuple(map(told, given)), tuple(
+            (key, told(value)) for key, value in named.items())))
         try:
             yield
         finally:
@@ -344,13 +350,6 @@ class DryBackend(Backend):
             elif not isinstance(a, (DryArray, int, float, np.number)):
                 raise TypeError(f"{type(a).__name__} and an array without contents")
         return found
-
-
-def _describe(argument: Any) -> Any:
-    """Describe an argument of a `Call`."""
-    if isinstance(argument, DryArray):
-        return argument.shape, str(argument.dtype)
-    return argument if isinstance(argument, (int, float)) else None
 
 
 def _broadcast(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:

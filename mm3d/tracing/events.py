@@ -16,17 +16,14 @@ class Phase(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """Describe `batch` products of m x n and n x k matrices.
-
-    `result` is the type of the product, if it is not `dtype`.
-    """
+    """Describe `batch` products of m x n and n x k matrices."""
 
     batch: int
     m: int
     n: int
     k: int
     dtype: str
-    result: str = ""
+    result: str = ""    # the type of the product, if it is not `dtype`
 
     @property
     def flops(self) -> int:
@@ -35,26 +32,19 @@ class Gemm(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Describe an elementwise operation or a sum, with the bytes that it reads and writes.
-
-    `within` is the function of the `Call` that it is a part of, if there is one.
-    """
+    """Describe an elementwise operation or a sum, with the bytes that it reads and writes."""
 
     operation: str
     bytes: int
-    within: str = ""
+    within: str = ""    # the function of the `Call` that it is a part of
 
 
 class Call(NamedTuple):
-    """Describe a call of a function that a library may have a kernel for.
-
-    `given` and `named` are its arguments: of an array shape and dtype, of a number itself, else
-    None.
-    """
+    """Describe a call of a function that may have a kernel: of arrays, their shape and dtype."""
 
     function: str
     given: tuple
-    named: tuple
+    named: tuple    # (name, value)
 
 
 class Collective(NamedTuple):

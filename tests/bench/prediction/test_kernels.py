@@ -7,9 +7,9 @@ import pytest
 
 from bench.errors import UsageError
 from bench.prediction import machine_model
-from bench.prediction.device_kernels import adamw_passes
 from bench.prediction.kernels import attention_of, with_kernels
 from bench.prediction.seconds import Flash, trace_terms
+from bench.prediction.training_step import adamw_passes
 from mm3d.arrays.cupy_kernels import KERNEL_NAMES
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary, Gemm, Pass
@@ -85,7 +85,7 @@ def test_own_attention_is_one_kernel_in_16_bits(dtype, flash):
     here = {event for (phase, part, event) in found.events if part == "attention"
             and phase == "backward" and not isinstance(event, Gemm)}
     if flash:
-        assert here == {Flash(5 * 2 * SCORES * HEAD, dtype), Pass("flash", 7 * 2 * ELEMENTS)}
+        assert here == {Flash(5 * 2 * SCORES * HEAD, dtype), Pass("fused", 7 * 2 * ELEMENTS)}
     else:
         assert {event.operation for event in here} == {
             "copy_rows", "softmax_recompute", "softmax_backward"}
