@@ -31,9 +31,8 @@ ARGUMENT_TYPES = {
     "cublasSetMathMode": (_void, _int),
     "cublasSetStream_v2": (_void, _void),
     "cublasSetWorkspace_v2": (_void, _void, ctypes.c_size_t),
-    "cublasGemmStridedBatchedEx": (
-        _void, _int, _int, _int, _int, _int, _void, _void, _int, _int, _long, _void, _int, _int,
-        _long, _void, _void, _int, _int, _long, _int, _int, _int)}
+    # Without declarations ctypes passes integers as int in half the time; others have a type.
+    "cublasGemmStridedBatchedEx": None}
 
 
 class Cublas:
@@ -69,6 +68,7 @@ class Cublas:
         self._status = library.cublasGetStatusString
         self._status.restype = ctypes.c_char_p
         self.library, self.handle = library, binding.create()
+        self._handle = _void(self.handle)
         self._call("cublasSetMathMode", SUM_WIDE)
         self._call("cublasSetStream_v2", backend.stream.ptr)
         size = HOPPER_WORKSPACE_BYTES if capability >= HOPPER_CAPABILITY else WORKSPACE_BYTES
@@ -78,17 +78,17 @@ class Cublas:
         self._types = {dtype: self._describe_type(dtype)
                        for dtype in (*map(np.dtype, DTYPES), *backend.more_dtypes)}
 
-    def _describe_type(self, dtype: np.dtype) -> tuple[int, int, int, int]:
+    def _describe_type(self, dtype: np.dtype) -> tuple[int, int, _void, _void]:
         """Return cuBLAS' codes for a type and the type of its sums, and where these are 0 and 1.
         """
         wide = dtype == np.float64
         sums = self.binding.CUBLAS_COMPUTE_64F if wide else self.binding.CUBLAS_COMPUTE_32F
         place = self._zero_one[wide]
-        return (CUDA_DATA_TYPES[str(dtype)], sums, place.ctypes.data,
-                place.ctypes.data + place.itemsize)
+        zero, one = (_void(place.ctypes.data + n * place.itemsize) for n in range(2))
+        return CUDA_DATA_TYPES[str(dtype)], sums, zero, one
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self.library, name)(self.handle, *arguments)
+        status = getattr(self.library, name)(self._handle, *arguments)
         if status:
             raise RuntimeError(f"{name}: {self._status(status).decode()} (status {status})")
 
@@ -126,9 +126,10 @@ class Cublas:
         if self.backend.tf32 and a.dtype == np.float32:
             sums = self.binding.CUBLAS_COMPUTE_32F_FAST_TF32
         self._call("cublasGemmStridedBatchedEx", b_transposed, a_transposed, n, m, k, one,
-                   point(b), types[b.dtype][0], b_row, b_next, point(a), kind, a_row, a_next,
-                   one if add else zero, point(out), types[out.dtype][0], row,
-                   strides[0] // size, count, sums, self.binding.CUBLAS_GEMM_DEFAULT)
+                   _void(point(b)), types[b.dtype][0], b_row, _long(b_next),
+                   _void(point(a)), kind, a_row, _long(a_next), one if add else zero,
+                   _void(point(out)), types[out.dtype][0], row, _long(strides[0] // size), count,
+                   sums, self.binding.CUBLAS_GEMM_DEFAULT)
 
     def _by_columns(self, a: Array) -> tuple[Array, int, int, int]:
         """Return matrices as cuBLAS takes them, copied if neither rows nor columns are contiguous.

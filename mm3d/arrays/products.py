@@ -4,7 +4,6 @@ import math
 from typing import Callable
 
 from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of
-from mm3d.arrays.elementwise import reshape
 
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
@@ -63,7 +62,11 @@ def _gemm(a_shape: tuple[int, int], a: Array, b_shape: tuple[int, int], b: Array
     backend = backend_of(a)
     c = (empty or backend.empty)(shape, accumulation_dtype(a) if accumulate_float32 else a.dtype)
     c_shape = (a_shape[1] if left else a_shape[0], b_shape[0] if right else b_shape[1])
-    a, b, out = reshape(a, a_shape), reshape(b, b_shape), reshape(c, c_shape)
+    if a.shape != a_shape:
+        a = backend.xp.reshape(a, a_shape)
+    if b.shape != b_shape:
+        b = backend.xp.reshape(b, b_shape)
+    out = c if c.shape == c_shape else backend.xp.reshape(c, c_shape)
     a, b = a.T if left else a, b.T if right else b
     if progress is None:
         backend.gemm(a, b, out)

@@ -121,12 +121,12 @@ class Vector:
 
 def _rows(a: Array) -> Array:
     """View `a` as (batch, positions, features), with its feature dimensions joined."""
-    return reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
+    return a if a.ndim == 3 else reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
 
 
 def _flat(b: Array) -> Array:
     """View a vector along the features as one dimension."""
-    return reshape(b, (math.prod(b.shape),))
+    return b if b.ndim == 1 else reshape(b, (math.prod(b.shape),))
 
 
 def add_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array) -> Array:
