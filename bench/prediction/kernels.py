@@ -118,12 +118,14 @@ class DeviceBackend(DryBackend):
         super().reset(block)
         self.kernels = device_kernels()(self)
         self.kernels._launch = self._count_launch
+        self.kernels.flash = None    # `attention_of` says whether it is flash
 
     def gemms(self, a: DryArray, b: DryArray, out: DryArray, add: bool = False) -> None:
         """Count products of stacks of matrices."""
         self.trace.count_event(Gemm(*a.shape, b.shape[-1], str(a.dtype), str(out.dtype)))
 
-    def _count_launch(self, name: str, like: DryArray, blocks: tuple, *given: Any) -> None:
+    def _count_launch(self, name: str, like: DryArray, blocks: tuple, *given: Any,
+                      threads: int = 0) -> None:
         if 0 not in blocks:
             moved = sum(a.nbytes for a in given if isinstance(a, DryArray))
             self.trace.count_event(Pass(name, moved))
@@ -138,7 +140,7 @@ def events_of_call(call: Call) -> Counter:
     library = DeviceBackend()
 
     def argument(told: Any) -> Any:
-        if told is None:
+        if told == "sum":
             return lambda sums: sums    # over ranks, which are collectives apart
         return library.empty(*told) if isinstance(told, tuple) else told
     if work := getattr(library.kernels, call.function, None):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
-import mm3d
 from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_bytes
@@ -25,14 +24,11 @@ from mm3d.model.experts.costs import with_inner
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
-from mm3d.tracing import dry_run
-from mm3d.tracing.events import Collective, HALVES, PHASES, Pass
-from mm3d.tracing.trace import Trace
+from mm3d.tracing.events import Collective, HALVES, PHASES
 from mm3d.training.data_grid import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step
-OPTIMIZER = "optimizer"    # the phase of a dry run
 
 
 @dataclass(frozen=True)
@@ -238,42 +234,17 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
 
 
 def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
-    """Predict the seconds of AdamW on a rank that changes so many parameters.
+    """Predict the seconds of AdamW on a rank that changes so many parameters, in one kernel.
 
-    With this library's kernels of a GPU it is many passes, and clips nothing; else one kernel.
+    This library's of a GPU reads gradients once and clips nothing; others set them to zero and
+    round masters, in two kernels more.
     """
-    if machine.kernels == "own":
-        moved, starts = adamw_passes(dtype)
-        return parameters * achieved_seconds(machine, {
-            "memory": moved / machine.memory_bandwidth,
-            "latency": starts * machine.launch_seconds})
     size = itemsize(dtype)
     wide = max(size, 4)
-    moved = (GRADIENT_READS * size + 6 * wide + size * (size == 2))
+    moved = GRADIENT_READS * size + 6 * wide + size * (size == 2)
+    if machine.kernels == "own":
+        moved = 8 * wide + (wide + size) * (size == 2)
     return achieved_seconds(machine, {"memory": moved * parameters / machine.memory_bandwidth})
-
-
-@cache
-def adamw_passes(dtype: str) -> tuple[float, float]:
-    """Return the bytes and the starts, a parameter, of the passes of AdamW on a GPU.
-
-    Setting gradients to zero and rounding masters to `dtype` are among them.  They are those of a
-    layer of 2048 features: what arrays are small matters little.
-    """
-    def step(model: mm3d.Transformer, trace: Trace) -> None:
-        optimizer = mm3d.AdamW(model, 1e-3)
-        trace.begin_phase(OPTIMIZER)
-        model.zero_gradients()
-        optimizer.step()
-        trace.begin_phase("done")
-    sizes = ModelSizes(1, 2048, 16, 1, 1)
-    master = "float32" if itemsize(dtype) == 2 else None
-    trace = dry_run.trace(lambda comm, backend: mm3d.Transformer(
-        mm3d.scheme("serial", comm, None, backend), **sizes, dtype=dtype, master=master), 1,
-        step=step)
-    found = trace.count(Pass, OPTIMIZER)
-    moved = sum(times * event.bytes for event, times in found.items())
-    return moved / cost.parameters(sizes), found.total() / cost.parameters(sizes)
 
 
 def tied_seconds(model: PipelineModel, machine: Machine, inside: str = "") -> float:

@@ -219,8 +219,8 @@ def softmax_backward(p, ds):
                 ds[i, j, k] = (ds[i, j, k] - total) * p[i, j, k]
 
 
-@compiled("vvvvnnnnnn")
-def adamw(w, g, m, v, g_factor, m_factor, square_factor, v_factor, eps, rate):
+@compiled("vvvvnnnnnnn")
+def adamw(w, g, m, v, g_factor, m_factor, square_factor, v_factor, eps, rate, w_factor):
     """Update moments m and v by the gradient g, and w by them, in one pass, as NumPy rounds."""
     real = w.dtype.type
     for i in range(w.shape[0]):
@@ -229,7 +229,7 @@ def adamw(w, g, m, v, g_factor, m_factor, square_factor, v_factor, eps, rate):
         q = v[i] * real(v_factor) + s * s * real(square_factor)
         m[i] = a
         v[i] = q
-        w[i] -= a / (np.sqrt(q) + real(eps)) * real(rate)
+        w[i] = w[i] * real(w_factor) - a / (np.sqrt(q) + real(eps)) * real(rate)
 
 
 class CompiledKernels(Kernels):
@@ -275,7 +275,8 @@ class CompiledKernels(Kernels):
             The parameter, its gradient and both moments.
         numbers : tuple of float
             Those of `mm3d.training.optimizers.AdamW`: the factors of the gradient, the first
-            moment, the gradient's square and the second moment, eps, and the rate.
+            moment, the gradient's square and the second moment, eps, the rate, and the factor
+            of the parameter: weight decay.
         """
         whole = are_whole(*arrays)
         if whole:

@@ -1,6 +1,6 @@
 """Compute the functions of `mm3d.model.functional`, which document them, on a GPU.
 
-The kernels are in ``kernels.cu`` and ``row_kernels.cu``; attention is in `cupy_attention`.
+The kernels are in the files ``*.cu``; attention is in `cupy_attention`.
 """
 
 import math
@@ -13,18 +13,21 @@ from mm3d.arrays.cupy_attention import GpuAttention
 
 Array = Any
 
-SOURCE_FILES = [Path(__file__).with_name(name) for name in ("kernels.cu", "row_kernels.cu")]
+SOURCE_FILES = [Path(__file__).with_name(name)
+                for name in ("kernels.cu", "row_kernels.cu", "training_kernels.cu")]
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
 KERNEL_NAMES = (
     "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "add_arrays",
     "copy_rows", "sum_rows", "sum_products", "sum_parts", "norm_sums", "norm_squares",
     "norm_scale", "norm_forward", "norm_backward_sums", "norm_backward", "norm_backward_whole",
-    "softmax_forward", "softmax_recompute", "softmax_backward")
+    "softmax_forward", "softmax_recompute", "softmax_backward", "softmax_statistics",
+    "softmax_gradient", "adamw", "round_into")
 TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_TYPES.values()]
 COMPILER_OPTIONS = ("--std=c++17",)
 
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
+MAX_THREADS = 1024           # of a block that computes a row
 
 
 class GpuKernels(GpuAttention):
@@ -48,7 +51,8 @@ class GpuKernels(GpuAttention):
         self._functions: dict[tuple[str, Any], Callable] = {}    # by name and type
         self._module: Any = None
 
-    def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any) -> None:
+    def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any,
+                threads: int = THREADS_PER_BLOCK) -> None:
         """Launch the kernel `name` for the type of `like`; nothing if there are no blocks.
 
         CuPy passes integers of Python as 64 bits, sooner than it converts those of NumPy.
@@ -58,7 +62,7 @@ class GpuKernels(GpuAttention):
         self.library.join_stream()
         function = (self._functions.get((name, like.dtype))
                     or self._look_up_kernel(name, like.dtype))
-        function(blocks, (THREADS_PER_BLOCK,), arguments)
+        function(blocks, (threads,), arguments)
 
     def _launch_by_warps(self, name: str, like: Array, rows: int, *arrays: Array,
                          rest: tuple[np.generic, ...]) -> None:
@@ -115,13 +119,47 @@ class GpuKernels(GpuAttention):
         return self._compute_into(out, lambda y: self._launch(
             name, y, (across, down), a, b, y, rows, cols))
 
+    def softmax_statistics(self, logits: Array, sums: bool) -> Array:
+        rows, cols = logits.shape
+        out = self.library.empty((rows, 4), self._sum_type(logits))
+        self._compute_into(logits, lambda x: self._launch(
+            "softmax_statistics", x, (rows,), x, out, int(sums), cols,
+            threads=row_threads(x)))
+        return out
+
+    def softmax_gradient(self, exponentials: Array, scale: Array, shift: Array | None,
+                         out: Array) -> Array:
+        if out is not exponentials:
+            out[...] = exponentials
+        rows, cols = out.shape
+        numbers = map(self.library.contiguous, (scale, scale if shift is None else shift))
+        return self._compute_into(out, lambda x: self._launch(
+            "softmax_gradient", x, (rows,), x, *numbers, int(shift is not None), cols,
+            threads=row_threads(x)))
+
+    def adamw(self, arrays: tuple[Array, ...], numbers: tuple[float, ...]) -> bool:
+        """Change a parameter by AdamW, see `mm3d.arrays.compiled.CompiledKernels.adamw`."""
+        w = arrays[0]
+        whole = all(a.flags.c_contiguous and a.dtype == w.dtype for a in arrays)
+        if whole:
+            self._launch("adamw", w, (count_blocks(w),), *arrays, w.size,
+                         *map(self._sum_type(w), numbers))
+        return whole
+
+    def round_into(self, a: Array, out: Array) -> Array:
+        if a.dtype != self._sum_type(out) or not (a.flags.c_contiguous
+                                                  and out.flags.c_contiguous):
+            out[...] = a.astype(out.dtype, copy=False)
+        else:
+            self._launch("round_into", out, (count_blocks(out),), a, out, out.size)
+        return out
+
     def add_to(self, a: Array, b: Array) -> Array:
         if (a.dtype != b.dtype or a.shape != b.shape
                 or not (a.flags.c_contiguous and b.flags.c_contiguous)):
             a += b
             return a
-        blocks = -(-a.size // (THREADS_PER_BLOCK * (16 // a.itemsize)))
-        self._launch("add_arrays", a, (blocks,), a, b, a, a.size)
+        self._launch("add_arrays", a, (count_blocks(a),), a, b, a, a.size)
         return a
 
     def copy_rows(self, a: Array, out: Array) -> Array:
@@ -175,7 +213,7 @@ class GpuKernels(GpuAttention):
         if cols == features > 1:    # whole rows: no other rank has a part
             return self._compute_into(out, lambda y: self._launch(
                 "norm_forward", x, (rows,), x, y, rstd, kind(features), kind(eps),
-                cols)), rstd
+                cols, threads=row_threads(x))), rstd
         sums, squares = (self.library.empty(rstd.shape, kind) for _ in range(2))
         self._launch("norm_sums", x, (rows,), x, sums, cols)
         sums = total(sums)
@@ -192,7 +230,7 @@ class GpuKernels(GpuAttention):
         if cols == features > 1:
             return self._compute_into(out, lambda dx: self._launch(
                 "norm_backward_whole", dy, (rows,), dy, xhat, rstd, dx, kind(features),
-                cols))
+                cols, threads=row_threads(dy)))
         sums = self.library.empty((*rstd.shape[:-1], 2), kind)
         self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, cols)
         sums = total(sums)
@@ -204,6 +242,17 @@ class GpuKernels(GpuAttention):
 def read_source() -> str:
     """Return the source of all kernels."""
     return "\n".join(path.read_text(encoding="utf-8") for path in SOURCE_FILES)
+
+
+def row_threads(a: Array) -> int:
+    """Return with how many threads a block computes a row: each has two packs of 16 bytes."""
+    packs = a.shape[-1] * a.itemsize // 16
+    return min(MAX_THREADS, THREADS_PER_WARP * max(1, -(-packs // (2 * THREADS_PER_WARP))))
+
+
+def count_blocks(a: Array) -> int:
+    """Return how many blocks compute all elements, a pack of 16 bytes in each thread."""
+    return -(-a.size // (THREADS_PER_BLOCK * (16 // a.itemsize)))
 
 
 def _matrix_shape(a: Array) -> tuple[int, int]:

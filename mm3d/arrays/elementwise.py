@@ -20,8 +20,7 @@ def reshape(a: Array, shape: tuple[int, ...]) -> Array:
     """Return `a` in another shape: a view if its strides allow it, `a` itself if it has it."""
     if a.shape == shape:
         return a    # below, NumPy's method takes a fourth of the time of its function
-    method = type(a) is np.ndarray or hasattr(a, "reshape")
-    return a.reshape(shape) if method else namespace(a).reshape(a, shape)
+    return a.reshape(shape) if type(a) is np.ndarray else namespace(a).reshape(a, shape)
 
 
 def as_rows(a: Array) -> Array:

@@ -66,7 +66,7 @@ __global__ void norm_scale(const T *x, const W *sums, const W *squares, T *y, W 
 }
 // The same in one kernel, for whole rows.  A thread keeps its packs of the row in registers; where
 // it cannot, its elements are read again, from the cache.
-const int KEPT = 8;
+const int KEPT = 2;
 template <typename T>
 __device__ inline bool keeps(const T *a, const T *b, const T *y, long long cols)
 {
@@ -96,14 +96,15 @@ template <typename T, typename F> __device__ inline void put_kept(T *row, long l
     const int width = 16 / sizeof(T);
     for (int k = 0; k < KEPT; k++) {
         const long long c = (threadIdx.x + (long long)k * blockDim.x) * width;
+        if (c >= cols)
+            break;
         Pack<T> out;
         for (int i = 0; i < width; i++)
             put(out.of[i], f(k, i));
-        if (c < cols)
-            *(Pack<T> *)(row + c) = out;
+        *(Pack<T> *)(row + c) = out;
     }
 }
-template <typename T>
+template <typename T> __launch_bounds__(1024)
 __global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long long cols)
 {
     const T *u = x + blockIdx.x * cols;
@@ -131,7 +132,7 @@ __global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long 
     if (threadIdx.x == 0)
         rstd[blockIdx.x] = by;
 }
-template <typename T>
+template <typename T> __launch_bounds__(1024)
 __global__ void norm_backward_whole(const T *dy, const T *xhat, const W *rstd, T *dx, W features,
                                     long long cols)
 {

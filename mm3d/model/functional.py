@@ -98,6 +98,13 @@ def upcast(a: Array) -> Array:
     return namespace(a).astype(a, accumulation_dtype(a), copy=False)
 
 
+@prefer_backend_kernel
+def round_into(a: Array, out: Array) -> Array:
+    """Copy `a` into `out`, of its shape, rounded to the type of `out`; return `out`."""
+    out[...] = namespace(a).astype(a, out.dtype, copy=False)
+    return out
+
+
 def _sum_terms(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -> Array:
     """Sum term(*rows) over all rows of `arrays`, block by block."""
     like = arrays[0]

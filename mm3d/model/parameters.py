@@ -8,12 +8,13 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, host_dtype, namespace
+from mm3d.arrays.backend import Array, host_dtype
 from mm3d.arrays.host_arrays import check_real
 from mm3d.grid.axis import Shown
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
+from mm3d.model.functional import round_into
 
 
 class Parameter(Shown):
@@ -119,8 +120,7 @@ class Parameter(Shown):
     def refresh(self) -> None:
         """Round the master to the type of `value`, into `value`; call it after changing it."""
         if self.has_master:
-            xp = namespace(self.master)
-            self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
+            round_into(self.master, self.value)
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero."""

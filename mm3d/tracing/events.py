@@ -40,7 +40,8 @@ class Pass(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Describe a call of a function that may have a kernel: of arrays, their shape and dtype."""
+    """Describe a call of a function that may have a kernel: of arrays, their shape and dtype; of
+    functions, "sum"."""
 
     function: str
     given: tuple

@@ -131,10 +131,8 @@ class Optimizer(PlainNumbers, ABC):
             scratch = library.empty((min(block, t.master.size),), t.master.dtype)
             rate = self.lr * self.weight_decay if self.decays(t) else 0.0
             for w, *others in pieces(library, t.master, t.grad, *moments, block=block):
-                if rate:
-                    library.xp.multiply(w, 1 - rate, out=w)
                 free = library.xp.reshape(scratch[:w.size], w.shape)
-                self._update(library.xp, factor, free, w, *others)
+                self._update(library.xp, (factor, 1 - rate), free, w, *others)
         if hasattr(self.model, "update_biases"):
             self.model.update_biases()
         self.model.refresh()
@@ -192,10 +190,20 @@ class Optimizer(PlainNumbers, ABC):
         if self.loss_scaling is not None:
             self.model.loss_scale = self.loss_scaling.scale
 
+    @staticmethod
+    def _decay(xp: Any, factors: tuple[float, float], w: Array) -> float:
+        """Multiply `w` by its factor; return that of the gradient."""
+        if factors[1] != 1:
+            xp.multiply(w, factors[1], out=w)
+        return factors[0]
+
     @abstractmethod
-    def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
+    def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
-        """Change a piece `w` by its gradient `g`, to be multiplied by `factor`, and `moments`."""
+        """Change a piece `w` by its gradient `g` and `moments`.
+
+        `factors` are those of the gradient, and of `w` before: weight decay.
+        """
 
 
 class SGD(Optimizer):
@@ -221,9 +229,10 @@ class SGD(Optimizer):
     def options(self) -> dict[str, float | int | str]:
         return super().options() | {"momentum": self.momentum}
 
-    def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
+    def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
         """Change a piece of a parameter."""
+        factor = self._decay(xp, factors, w)
         if not moments:
             xp.multiply(g, self.lr * factor, out=scratch)
         else:
@@ -281,16 +290,17 @@ class AdamW(Optimizer):
         beta1, beta2 = map(float, self.betas)
         return super().options() | {"beta1": beta1, "beta2": beta2, "eps": self.eps}
 
-    def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
+    def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
         """Change a piece of a parameter; few passes, since factors are joined."""
         (m, v), (beta1, beta2) = moments, map(float, self.betas)    # also of a list or an array
         root = math.sqrt(1 - beta2 ** self.steps)
-        numbers = ((1 - beta1) * factor, beta1, (1 - beta2) / (1 - beta1) ** 2, beta2,
-                   self.eps * root, self.lr * root / (1 - beta1 ** self.steps))
+        numbers = ((1 - beta1) * factors[0], beta1, (1 - beta2) / (1 - beta1) ** 2, beta2,
+                   self.eps * root, self.lr * root / (1 - beta1 ** self.steps), factors[1])
         fused = getattr(backend_of(w).kernels, "adamw", None)
         if fused and fused((w, g, m, v), numbers):
             return
+        self._decay(xp, factors, w)
         xp.multiply(g, numbers[0], out=scratch)
         xp.multiply(m, beta1, out=m)
         xp.add(m, scratch, out=m)

@@ -67,17 +67,17 @@ def test_the_largest_number(compiled, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_adamw_has_the_bits_of_numpy(compiled, monkeypatch, no_backends, dtype):
     library, drawn = backend.get("numpy"), np.random.default_rng(4)
-    own = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, lr=3e-4, steps=3)
+    own = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, lr=3e-4, steps=3, _decay=AdamW._decay)
     start = [abs(drawn.standard_normal((5, 7))).astype(dtype) for _ in range(4)]
     found = []
     for kind in (Kernels, compiled.CompiledKernels):
         library.kernels, arrays = kind(library), [a.copy() for a in start]
-        AdamW._update(own, np, 0.7, np.empty_like(start[0]), *arrays)
+        AdamW._update(own, np, (0.7, 0.99), np.empty_like(start[0]), *arrays)
         found.append(arrays)
     assert all(np.array_equal(*both) for both in zip(*found))
     assert not np.array_equal(found[0][0], start[0])
     apart = [np.asfortranarray(a) for a in start]    # left to NumPy
-    AdamW._update(own, np, 0.7, np.empty_like(start[0]), *apart)
+    AdamW._update(own, np, (0.7, 0.99), np.empty_like(start[0]), *apart)
     assert all(np.array_equal(*both) for both in zip(apart, found[0]))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend, cupy_attention, cupy_kernels
-from mm3d.model import functional
+from mm3d.model import functional, token_functions
 from rounded import DTYPES, close, dtype_of, numbers
 
 # Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
@@ -149,6 +149,58 @@ def test_layer_normalization(cupy, name, whole, shape):
     for found, expected in both(cupy, name, "normalize_backward", [dy, xhat, rstd], 0, features,
                                 total):
         close(found, expected, name, 16)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 64), (1, 1), (2, 4104), (0, 8), (4, 0)])
+def test_softmax_over_a_vocabulary(cupy, name, shape):
+    """Rows of packs and others; logits of 1000 do not overflow.  In place, and elsewhere."""
+    logits = numbers(shape, name, 1, 100 if name == "float16" else 1000)
+    for sums in (False, True):
+        there, wide = cupy.asarray(logits), logits.astype(np.float64)
+        expected = token_functions.softmax_statistics.__wrapped__(wide, sums)
+        found = cupy.to_host(cupy.kernels.softmax_statistics(there, sums))
+        kind = "float64" if name == "float64" else "float32"
+        assert str(found.dtype) == kind and np.array_equal(found[:, 0], expected[:, 0])
+        close(found[:, 1:], expected[:, 1:], kind, 64 + shape[1])
+        exponentials = cupy.to_host(there)
+        close(exponentials, wide, name, 256 if name in ("float32", "float64") else 4)
+        scale, shift = (numbers((shape[0], 1), kind, n) for n in (2, 3))
+        for less in (None, shift):
+            out, given = cupy.empty(shape, logits.dtype), [scale] + [less] * (less is not None)
+            more = [cupy.asarray(a) for a in given] + [None] * (less is None)
+            expected = exponentials.astype(np.float64) * scale - (0 if less is None else less)
+            close(cupy.to_host(cupy.kernels.softmax_gradient(there, *more, out)), expected, name)
+            close(cupy.to_host(there), exponentials.astype(np.float64), name, 0)
+        cupy.kernels.softmax_gradient(there, *more, there)
+        close(cupy.to_host(there), expected, name)
+
+
+@pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+def test_adamw_and_rounding_of_masters(cupy, name):
+    """Whole packs and the rest; arrays that begin at no pack, and ones with gaps."""
+    factors = (.2, .9, .7, .99, 1e-3, .05, .98)
+    for size, start in ((1, 0), (2051, 0), (2048, 1)):
+        w, g, m, v = (numbers((size + start,), name, n)[start:] for n in range(4))
+        v = np.abs(v)
+        there = [cupy.asarray(np.append(np.zeros(start, name), a))[start:] for a in (w, g, m, v)]
+        w, g, m, v = (a.astype(np.float64) for a in (w, g, m, v))
+        s = g * .2
+        m = m * .9 + s
+        v = v * .99 + .7 * s * s
+        w = w * .98 - .05 * m / (np.sqrt(v) + 1e-3)
+        assert cupy.kernels.adamw(tuple(there), factors)
+        for a, e in zip(there, (w, g, m, v)):
+            close(cupy.to_host(a), e, name)
+        for kind in ("float16", name):
+            host = cupy.to_host(there[0])
+            out = cupy.kernels.round_into(there[0], cupy.empty((size,), kind))
+            assert np.array_equal(cupy.to_host(out), host.astype(kind))
+            if start:
+                part = cupy.empty((2 * size,), kind)[::2]
+                assert np.array_equal(cupy.to_host(cupy.kernels.round_into(there[0], part)),
+                                      host.astype(kind))
+    assert not cupy.kernels.adamw((part, *there[1:]), factors)
 
 
 @pytest.mark.limit(240)

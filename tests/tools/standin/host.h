@@ -28,6 +28,7 @@ static void turn()
 }
 
 #define __global__
+#define __launch_bounds__(threads)
 #define __device__
 #define __shared__ static
 #define __syncthreads turn
