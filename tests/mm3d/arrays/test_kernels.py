@@ -255,7 +255,8 @@ def attend(cupy, shape, positions: int, name: str, causal: bool = True) -> list[
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     """All sequences at once, some, some heads of one, some queries of one: nowhere are there more
-    bytes of scores than `MAX_SCORE_BYTES`, and the bits are the same until queries are divided."""
+    bytes of scores than `MAX_SCORE_BYTES`; on the stand-in the bits are the same until queries are
+    divided."""
     (batch, queries, heads, d), positions, empty = (3, 3, 3, 2), 4, cupy.empty
     one = positions * (4 + (4 if name == "float32" else 2))    # of a query, in backward
     held: list[int] = []
@@ -277,7 +278,7 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
         backward = sum(scores[-2:])
         assert 0 < backward <= some * one and sum(scores[:-2]) <= some * one
         for a, b in zip(found, expected):
-            if some >= queries:
+            if some >= queries and hasattr(cupy.xp, "pinned"):    # cuBLAS has other ways
                 assert np.array_equal(a, b), some
             close(a, b.astype(np.float64), name, 16)
 
