@@ -100,7 +100,7 @@ def loops(tmp_path):
     (["merge", "loop", "."], 2), (["merge", "all.h5", "loop.h5"], 2),
     (["report", "loop", "--figures"], 2),
     (["compare", ".", "loop"], 2), (["predict", "--results", "loop"], 2),
-    (["cube", "--out", "loop"], 2), (["cube", "--out", "loop/a.png"], 1),
+    (["cube", "--out", "loop"], 2),
     (["schedule", "--file", "loop"], 2),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "loop.toml"], 2)])
 def test_loops_of_links_end_nothing(loops, words, status, monkeypatch, capsys):

@@ -160,6 +160,7 @@ def test_a_setup_line_that_ends_the_job_is_told(tmp_path, line):
     assert ended is None and said == "error: a line of setup has ended the job\n"
 
 
+@pytest.mark.slow
 def test_shellcheck_has_nothing_to_say_of_setup_and_variables(tmp_path):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")

@@ -22,8 +22,8 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 ALONE = MPI.COMM_SELF
 
 
-@pytest.mark.parametrize("elements, shared", [(1, 0.0), (30, 0.0), (30, 0.95), (300, 0.5)])
-@pytest.mark.parametrize("level", [0.1, 0.02])
+@pytest.mark.parametrize("elements, shared, level", [
+    (1, 0.0, 0.02), (30, 0.0, 0.1), (30, 0.95, 0.02), (300, 0.5, 0.1)])
 def test_normal_errors_exceed_an_envelope_about_as_often_as_it_says(elements, shared, level):
     """Also where elements share most of their error, or a few have most of it."""
     random, alarms, trials = np.random.default_rng(elements), np.zeros(2), 400

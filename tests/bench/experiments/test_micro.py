@@ -208,14 +208,14 @@ def test_gemm(tmp_path, capsys):
 def test_collectives(comm, shared_tmp_path, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
     status, said = run_verb(comm, "measure", "collectives", "--grid", "2x1x2", "--least", "64",
-                            "--most", "1100", *QUICK, "--out", str(shared_tmp_path))
+                            "--most", "300", *QUICK, "--out", str(shared_tmp_path))
     assert status == 0, said
     run = only(shared_tmp_path)
-    assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
+    assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256]
     assert run.scales["collective"] == list(COLLECTIVES)
-    assert len(run.checks) == 36 and all(check.error == 0 for check in run.checks)
+    assert len(run.checks) == 24 and all(check.error == 0 for check in run.checks)
     found = {name: variable.values for name, variable in run.variables.items()}
-    assert found["samples"].shape == (2, 6, 3, 2) and (found["samples"] > 0).all()
+    assert found["samples"].shape == (2, 6, 2, 2) and (found["samples"] > 0).all()
     # Half of the array for a gather, a scatter or an all-to-all, twice that for an all-reduce,
     # all of it otherwise.
     shares = [[.5], [.5], [1], [1], [1], [.5]]
@@ -227,10 +227,10 @@ def test_collectives(comm, shared_tmp_path, monkeypatch):
     assert (np.isnan(found["bandwidth"]) == [read] * 2).all()
     lines = [line.split() for line in said.splitlines()]
     told = [line[1:] for line in lines if line[:1] == ["measured"]]
-    assert told == [[str(count), "of", "36"] for count in range(3, 37, 3)]
+    assert told == [[str(count), "of", "24"] for count in range(2, 25, 2)]
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
     # Beside the plain calls of MPI.
-    assert found["mpi_seconds"].shape == (2, 6, 3, 4) and (found["mpi_samples"] > 0).all()
+    assert found["mpi_seconds"].shape == (2, 6, 2, 4) and (found["mpi_samples"] > 0).all()
     text = format_record(run)
     assert "plain MPI call" in text and "2 (P - 1) / P for all-reduce" in " ".join(text.split())
     run = replace(run, raw={name: one for name, one in run.raw.items() if name != "mpi_samples"})

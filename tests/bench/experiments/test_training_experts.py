@@ -28,7 +28,7 @@ COURSE = Course(validate_every=3, validation_batches=1)
 TEXT = read_text()
 
 
-@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(1, 4, first=(4,))
 @pytest.mark.parametrize("gate", ["mixtral", "sigmoid-bias"])
 def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_path):
     """Also divided among replicas, with dropped tokens; the verification leaves no trace."""

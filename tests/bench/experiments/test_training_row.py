@@ -54,7 +54,7 @@ def settings(link=None, predict=lambda config, ranks: {"actions": 1.0}):
 
 @pytest.mark.parametrize("number", [
     0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3))])
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4, slow=(2,))
 def test_a_step_waits_for_all_of_its_work(comm, number):
     """Also for embedding, head, loss and optimizer: as much as a dry run of the rank has."""
     if number >= len(MESHES[comm.size]):

@@ -123,8 +123,8 @@ def test_a_reader_while_a_writer_removes(tmp_path, monkeypatch):
 def test_two_jobs_of_which_neither_is_done_before_the_other_begins(tmp_path, monkeypatch):
     """One stops before a call, the other goes up to one of its own, and both go on in turn."""
     probe, arrived, go = small(seed=1), threading.Event(), threading.Event()
-    for number, (first, second) in enumerate((a, b) for a in range(2, 24, 4)
-                                             for b in range(2, 24, 4)):
+    for number, (first, second) in enumerate((a, b) for a in range(2, 24, 6)
+                                             for b in range(2, 24, 6)):
         folder, count, threads = tmp_path / str(number), {}, []
 
         def other():

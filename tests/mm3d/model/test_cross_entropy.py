@@ -62,7 +62,7 @@ def test_loss_is_that_of_whole_rows(comm, transport, vocab, smoothing, z):
         scheme.grid.free()
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, 8, first=(8,))
 def test_lookups_and_their_gradients(comm, transport):
     """Of a table of few rows, so that some ranks have none and others many of one token."""
     rng = np.random.default_rng(1)

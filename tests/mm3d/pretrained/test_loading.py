@@ -104,7 +104,7 @@ def test_numpy_computes_the_same(comm, folder, kind, monkeypatch):
             assert not differences(model, logits, plain_loss(logits, DATA[1]), DATA), place
 
 
-@pytest.mark.ranks(1, 8, slow=(4,))
+@pytest.mark.ranks(1, 8, slow=(4,), first=(8,))
 @kinds
 def test_the_way_back_has_the_same_bits(comm, folder, shared_tmp_path, kind):
     """In one file or in many, from every mesh; another mesh then computes the same."""

@@ -167,7 +167,7 @@ def test_all_memory_within_five_percent(comm, dtype, monkeypatch):
 @pytest.mark.parametrize("name, grid, options, recompute", [
     ("1d-sp", None, {}, "none"), ("3d", (2, 3, 1), {}, "none"),
     ("3d", (3, 2, 1), {"overlap": True}, "none"), *(("3d", (2, 1, 3), {}, policy) for policy in (
-        "none", "selective", "full", "uniform:2", "full+selective", "uniform:2+selective"))])
+        "none", "full+selective", "uniform:2+selective"))])
 def test_layers_beyond_three_follow_from_two_and_three(name, grid, options, recompute):
     """`extended` is what all nine layers give, also as groups: four of two, and one of one."""
     sizes = dict(layers=9, hidden=20, heads=5, batch=3, seq=7, recompute=recompute)
@@ -232,9 +232,9 @@ def test_a_rank_that_cannot_be():
         dry_run.trace_step("3d", 9, (2, 2, 2), layers=1, hidden=4, heads=1, batch=1, seq=1)
 
 
-@pytest.mark.parametrize("keep, recompute", [("none", "none"), ("weight", "none"),
-                                             ("none", "full")])
-@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 1), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("grid, keep, recompute", [
+    ((2, 2, 2), "none", "full"), ((4, 1, 1), "none", "none"), ((1, 2, 4), "weight", "none")],
+    ids=str)
 def test_overlap_is_dry_as_it_is_real(grid, keep, recompute, monkeypatch):
     """Traffic, the memory of all buffers in flight, and which collectives are in flight."""
     sizes, begun = dict(layers=3, hidden=16, heads=4, batch=8, seq=4), Counter()
