@@ -104,11 +104,6 @@ class CubeProduct(Product):
         keep_B = self.keep != "none" and B_lj is not B
         return (Gathered(A_il) if self.keep == "both" else A, Gathered(B_lj) if keep_B else None)
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        A, B_lj = saved
-        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                           self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         A, B_lj = saved
         dC_ij = Gathered(gather(dC, self.c))

@@ -51,11 +51,6 @@ class ColumnParallel(Product):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return matmul(self.rows.all_gather(A), B), A
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = self.rows.reduce_scatter(matmul_nt(dC, B))
-        A = self.rows.all_gather(saved)
-        return dA, matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         return self.rows.reduce_scatter(matmul_nt(dC, B)), (saved, dC)
 
@@ -79,15 +74,9 @@ class RowParallel(Product):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return self.rows.reduce_scatter(matmul(A, B)), A
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dC = self.rows.all_gather(dC)
-        dA = matmul_nt(dC, B)
-        return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         gathered = Gathered(self.rows.all_gather(dC))
-        dA = matmul_nt(gathered.array, B)
-        return dA, (saved, gathered)
+        return matmul_nt(gathered.array, B), (saved, gathered)
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands

@@ -20,10 +20,6 @@ class SerialProduct(Product):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return matmul(A, B), A
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = matmul_nt(dC, B)
-        return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         return matmul_nt(dC, B), (saved, dC)
 

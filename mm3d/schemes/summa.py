@@ -74,10 +74,6 @@ class SummaProduct(Product):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return self.ab(A, B, self.a, self.b), A
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = self.abt(dC, B, self.a, self.b)
-        return dA, self.atb(saved, dC, self.a, self.b, self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         return self.abt(dC, B, self.a, self.b), (saved, dC)
 

@@ -34,10 +34,6 @@ class TesseractProduct(SummaProduct):
         super().__init__(in_layer.a, in_layer.b, in_layer.weight)
         self.depth = depth
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA, dB = super().backward(dC, B, saved)
-        return dA, self.depth.all_reduce(dB)
-
     def backward_weights(self, operands: Any) -> Array:
         return self.depth.all_reduce(super().backward_weights(operands))
 

@@ -105,7 +105,10 @@ def report_recomputed(layer: Any, event: Event, work: Callable, observers: Obser
 
 
 def report_backward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """Wrap the backward of a layer; observers of arrays are given dy, dx and their notes."""
+    """Wrap the backward of a layer; observers of arrays are given dy, dx and their notes.
+
+    They are given no arrays of the halves of backward.
+    """
     reported = report_calls(work, event, join_observers(observers, Layer))
     seeing = select_array_observers(observers, Layer)
 
@@ -113,6 +116,8 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
         if not isinstance(noted, SavedWithNotes):    # its forward was not observed
             return reported(dy, noted, within)
         dx = reported(dy, noted.saved, within)
+        if within is not None and within.later is not None:    # gradients of weights are not there
+            return dx
         if within is not None:
             within.finish_gradients()    # observers read them
         for observer, note in zip(seeing, noted.notes, strict=True):
@@ -121,24 +126,13 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
     return backward if seeing else reported
 
 
-def report_backward_input(layer: Any, event: Event, work: Callable,
-                          observers: Observers) -> Callable:
-    """Wrap the first half of a layer's backward; observers are given no arrays of the halves."""
-    reported = report_calls(work, event, join_observers(observers, Layer))
-
-    def backward_input(dy: Any, noted: Any, within: Any = None) -> Any:
-        return reported(dy, noted.saved if isinstance(noted, SavedWithNotes) else noted, within)
-    return backward_input
-
-
 def report_backward_weights(layer: Any, event: Event, work: Callable,
                             observers: Observers) -> Callable:
-    """Wrap the second half of a layer's backward; observers are given no arrays of the halves."""
+    """Wrap the second half of a layer's backward."""
     return report_calls(work, event, join_observers(observers, Layer))
 
 
 LAYER_CALLS = {"forward": report_forward, "backward": report_backward,
-               "backward_input": report_backward_input,
                "backward_weights": report_backward_weights,
                "recompute_saved": report_recomputed}
 
