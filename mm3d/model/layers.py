@@ -123,37 +123,41 @@ class LayerNorm:
         Added to the variance.
     """
 
+    normalize = functional.normalize_forward, functional.normalize_backward
+    parts: tuple[str, ...] = ("weight", "bias")    # gamma and beta
+
     def __init__(self, build: Builder, name: str, hidden: int,
                  eps: float = PLAIN.epsilon) -> None:
         build.named(self, name, name)
         self.space, self.hidden, self.eps = build.outer, hidden, eps
         self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)
-        self.weight, self.bias = self.parameters = [
-            build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
-            for part in ("weight", "bias")]
+        self.parameters = [build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
+                           for part in self.parts]
+        self.weight, self.bias = (*self.parameters, None)[:2]
         self.vectors = [(one, self.vector) for one in self.parameters]
 
     def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
-        xhat, rstd = functional.normalize_forward(
-            x, self.hidden, self.eps, self.space.sum_features, own)
+        xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
-        gamma, beta = ((within or ALONE).vector_of(one) for one in self.parameters)
+        gamma, *beta = ((within or ALONE).vector_of(one) for one in self.parameters)
         y, gamma_l = scale_forward(xhat, gamma, self.vector, out=y)
-        y = add_forward(y, beta, self.vector, out=y)
+        for b in beta:
+            y = add_forward(y, b, self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        dbeta = add_backward(dy, self.bias.has_master)
-        (within or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
+        if self.bias is not None:
+            dbeta = add_backward(dy, self.bias.has_master)
+            (within or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
         (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
-        return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
-                                             self.space.sum_features, out=dxhat)
+        return self.normalize[1](dxhat, xhat, rstd, self.hidden, self.space.sum_features,
+                                 out=dxhat)
 
 
 class Gelu:
