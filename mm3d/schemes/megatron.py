@@ -15,7 +15,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Gathered, Split
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
                                          element_counts)
 from mm3d.schemes.product import Product
@@ -149,14 +149,6 @@ class Megatron(Scheme):
             weight = Layout("," * last + "x", {last: units[1]})
             return ColumnParallel(self.rows_split(source), weight)
         return RowParallel(self.rows_split(target), Layout("x" + "," * last, {0: units[0]}))
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return the product of all rows with a block of columns of B (down: of rows of B)."""
-        P = sizes["x"]
-        return [LocalProduct(*(product.largest_blocks(1, 1, P) if product.way == "up" else
-                               product.largest_blocks(1, P, 1)))]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

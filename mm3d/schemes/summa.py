@@ -16,7 +16,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, MatrixProduct,
                                          element_counts)
 from mm3d.schemes.product import Product
@@ -187,13 +187,6 @@ class Summa(Scheme):
         weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
         a = Split(self.grid.y, -1, shape[0], units[0])
         return self.layer_product(a, weight.split(self.grid, shape, "x"), weight)
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return q equal products, one for each step of the loop."""
-        q = sizes["x"]
-        return [LocalProduct(*product.largest_blocks(q, q, q), count=q)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -18,7 +18,7 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import element_counts
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import SpaceLayout
@@ -109,13 +109,6 @@ class Tesseract(Summa):
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
         return TesseractProduct(super().product(source, target, shape, units), self.grid.z)
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return q equal products, one for each step of the loop."""
-        q, d = sizes["x"], sizes["z"]
-        return [LocalProduct(*product.largest_blocks(q * d, q, q), count=q)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
