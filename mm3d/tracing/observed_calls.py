@@ -195,30 +195,25 @@ class ObservedTransport:
         axis, observer = self._axis, join_observers(self._observers, Collective)
         if observer is None:
             return move
-        event_without_sizes = Collective(kind, axis.name, axis.size, self._stride, 0)
+        without_sizes = Collective(kind, axis.name, axis.size, self._stride, 0)
         barrier = self._transport.barrier
+        sizes = any(one.sizes for one in self._observers if Collective in one.kinds)
 
         def reported(a: Any, *where: Any) -> Any:
-            observer.enter(event_without_sizes, barrier)
-            try:
-                return move(a, *where)
-            finally:
-                observer.leave()
-
-        def reported_with_sizes(a: Any, *where: Any) -> Any:
-            shape = a.shape
-            if kind == "all_gather":
-                shape = resized_shape(shape, where[0], total_length(where[1]))
-            size = math.prod(shape) * host_dtype(a).itemsize
-            pieces = len(where) > 1 and math.prod(shape[:where[0] % len(shape)]) > 1
-            event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
+            event = without_sizes
+            if sizes:
+                shape = a.shape
+                if kind == "all_gather":
+                    shape = resized_shape(shape, where[0], total_length(where[1]))
+                event = event._replace(
+                    bytes=math.prod(shape) * host_dtype(a).itemsize,
+                    pieces=len(where) > 1 and math.prod(shape[:where[0] % len(shape)]) > 1)
             observer.enter(event, barrier)
             try:
                 return move(a, *where)
             finally:
                 observer.leave()
-        sizes = any(one.sizes for one in self._observers if Collective in one.kinds)
-        return reported_with_sizes if sizes else reported
+        return reported
 
     def _report_overlapped(self, kind: str, begin: Callable) -> Callable:
         """Wrap `begin` of a nonblocking collective, and the methods of the Pending it returns."""
