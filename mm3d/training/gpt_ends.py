@@ -1,7 +1,6 @@
 """Make the layers of a GPT's stage outside the Transformer: embedding, norm, head and loss."""
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from mm3d.model.heads import Head, TiedHead, TiedWeight
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
 from mm3d.model.rms_norm import make_norm
+from mm3d.model.sizes import check_whole
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule
@@ -149,8 +149,7 @@ def check_scheme(scheme: Any, tied: bool) -> None:
 
 def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
     """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
-    if not isinstance(vocab, numbers.Integral) or isinstance(vocab, bool) or vocab < 1:
-        raise ValueError(f"vocab={vocab!r} should be a whole number of at least 1")
+    check_whole("vocab", vocab)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
     if not 0 <= z_loss < math.inf:
