@@ -40,8 +40,7 @@ class Product(ABC):
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B.
 
-        A product defines this or, if it can compute dB apart, both halves instead: by default
-        each is made of the other.
+        A product defines this or, if it can compute dB apart, both halves.
         """
         dA, operands = self.backward_input(dC, B, saved)
         return dA, self.backward_weights(operands)
