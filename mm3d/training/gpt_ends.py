@@ -10,7 +10,7 @@ from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import CrossEntropy, Targets
 from mm3d.model.dropout import Dropout
 from mm3d.model.embedding import Embedding
-from mm3d.model.heads import Head, TiedHead, TiedWeight
+from mm3d.model.heads import Head, TiedHead
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
 from mm3d.model.rms_norm import make_norm
@@ -61,13 +61,13 @@ class Output:
 
     def zero_gradients(self) -> None:
         """Set the gradient of a tied head to zero, which no parameter has."""
-        if isinstance(self.head.weight, TiedWeight):
+        if self.head.table is not None:
             self.head.weight.zero_gradient()
 
     def add_tied_gradient(self) -> None:
         """Add the gradient of a tied head to the embedding's, on the same rank."""
-        if isinstance(self.head.weight, TiedWeight):
-            self.head.weight.add_to_table()
+        if self.head.table is not None:
+            self.head.table.grad += self.head.weight.grad
 
 
 @dataclass(frozen=True)
