@@ -214,10 +214,14 @@ class Transformer(Trained):
         ValueError
             When `dy` does not have the shape or dtype of this rank's block.
         """
+        return self._backward(dy, saved)
+
+    def _backward(self, dy: Array, saved: Any, later: list[LaterWeight] | None = None) -> Array:
+        """Compute `backward`, or without the gradients of weights, which `later` then gets."""
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as within:
+        with self._begin_pass(backward=True, later=later) as within:
             return self.layers.backward(dy, saved, within)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list[LaterWeight]]:
@@ -237,12 +241,8 @@ class Transformer(Trained):
             weights.  These may contain `dy`, and the input of `forward`, which must not change
             before `backward_weights`; all other saved data can be dropped now.
         """
-        self._check_block("dy", dy)
-        if self.dropout:
-            self.mask_key.place, saved = saved
         later: list[LaterWeight] = []
-        with self._begin_pass(backward=True, later=later) as within:
-            return self.layers.backward(dy, saved, within), later
+        return self._backward(dy, saved, later), later
 
     def backward_weights(self, operands: list[LaterWeight]) -> None:
         """Add to the gradients of the weights, from the operands that `backward_input` returned.
