@@ -65,6 +65,13 @@ class Index:
     model: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
 
+    def blocks_by_path(self) -> dict[str, list[Block]]:
+        """Return the blocks of each array."""
+        found: dict[str, list[Block]] = {name: [] for name in self.arrays}
+        for block in self.blocks:
+            found[block.path].append(block)
+        return found
+
 
 def index_bytes(index: Index, comment: str) -> bytes:
     """Return an index as the contents of a file, with a checksum of all of it."""
@@ -74,9 +81,7 @@ def index_bytes(index: Index, comment: str) -> bytes:
         for name in GROUPS:
             if found := getattr(index, name):
                 file.create_group(name, track_order=True).attrs.update(found)
-        by_path: dict[str, list[Block]] = {name: [] for name in index.arrays}
-        for block in index.blocks:
-            by_path[block.path].append(block)
+        by_path = index.blocks_by_path()
         for info in index.arrays.values():
             _create_global_array(file, info, by_path[info.path])
         text = json.dumps({"arrays": [asdict(info) for info in index.arrays.values()],

@@ -117,7 +117,7 @@ def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
             held = [a for a in arrays if not a.path.startswith(_paths_of(new))]
             _check(path, comm, index, held, optimizer)
             said = compare_facts(path, index, model, optimizer)
-            blocks = _blocks_by_path(index)
+            blocks = index.blocks_by_path()
             values = on_each(comm, problem, lambda: [
                 _read(path, stored, blocks[stored.path]) for stored in held])
             return path, index, list(zip(held, values)), new, said
@@ -165,14 +165,6 @@ def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
         lines = [f"{more[0]} is not in the model"]
     if lines:
         raise ValueError(f"checkpoint {path} is of another model: {lines[0]}")
-
-
-def _blocks_by_path(index: Index) -> dict[str, list[Block]]:
-    """Return the blocks of each array of a checkpoint."""
-    found: dict[str, list[Block]] = {name: [] for name in index.arrays}
-    for block in index.blocks:
-        found[block.path].append(block)
-    return found
 
 
 def _set_numbers(index: Index, model: Any, optimizer: Any) -> None:

@@ -7,14 +7,13 @@ one, a product *down* back.  Ranks that have a grid each may divide positions: a
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Mapping
+from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_bounds
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
-from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 
 
@@ -56,8 +55,8 @@ class Space:
 
     Attributes
     ----------
-    grid : Grid or GridShape
-        The grid; its shape is enough for layouts and the shapes of blocks.
+    grid : Grid
+        The grid.
     batch, seq : int
         Number of sequences, and of positions in each, that the grid divides.
     rows : str
@@ -72,7 +71,7 @@ class Space:
         The ranks that have other positions of the same sequences; without it the grid has all.
     """
 
-    grid: Grid | GridShape
+    grid: Grid
     batch: int
     seq: int
     rows: str
@@ -87,14 +86,10 @@ class Space:
         spec = ",".join([self.rows, *[""] * middle, self.features])
         return Layout(spec, {2 + middle: unit})
 
-    def local_shape(self, *features: int, unit: int = 1,
-                    coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the shape of a block of an activation of (batch, seq, *features).
-
-        It is that of the rank at `coords`, by default of this rank; a `GridShape` needs them.
-        """
-        layout = self.layout(len(features) - 1, unit)
-        return layout.local_shape(self.grid, (self.batch, self.seq, *features), coords)
+    def local_shape(self, *features: int) -> tuple[int, ...]:
+        """Return the shape of this rank's block of an activation of (batch, seq, *features)."""
+        layout = self.layout(len(features) - 1)
+        return layout.local_shape(self.grid, (self.batch, self.seq, *features))
 
     def allocator(self, *features: int, unit: int = 1) -> Callable[[Any], Array]:
         """Return a function that allocates this rank's block of (batch, seq, *features).

@@ -131,7 +131,7 @@ def format_difference(found: Sequence[Facts]) -> str:
              f"same on all of them"] if differing else []
     for text in dict.fromkeys(refused.values()):
         ranks = [rank for rank, one in refused.items() if one == text]
-        parts.append(f"refused on {_format_ranks(ranks)}: {text}")
+        parts.append(f"refused on {format_ranks(ranks)}: {text}")
     return f"{calls[0]}: {'; '.join(parts)}"
 
 
@@ -145,7 +145,7 @@ def _by_value(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{_shortened(value)} on {_format_ranks(of)}" for value, of in ranks.items())
+    return ", ".join(f"{_shortened(value)} on {format_ranks(of)}" for value, of in ranks.items())
 
 
 def _shortened(text: str) -> str:
@@ -156,8 +156,8 @@ def _shortened(text: str) -> str:
     return f"{text[:SHOWN]}... (checksum {checksum})"
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """Format ascending numbers of ranks, with runs of three or more as their ends."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ascending numbers of ranks, as in "ranks 0 to 3, 5, 6"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -30,31 +30,6 @@ class Chain:
             dy = layer.backward(dy, kept, within)
         return dy
 
-    def backward_input(self, dy: Array, saved: Any,
-                       within: Pass | None = None) -> tuple[Array, list]:
-        """Compute the gradient through all layers, without the gradients of weights.
-
-        Returns
-        -------
-        dx, operands : Array, list
-            The gradient of the input; and for each layer, from the last to the first, what its
-            `backward_weights` needs, None for layers without weights.
-        """
-        operands = []
-        for layer, kept in zip(reversed(self.layers), reversed(saved)):
-            if hasattr(layer, "backward_input"):
-                dy, needed = layer.backward_input(dy, kept, within)
-            else:
-                dy, needed = layer.backward(dy, kept, within), None
-            operands.append(needed)
-        return dy, operands
-
-    def backward_weights(self, operands: Any, within: Pass | None = None) -> None:
-        """Add the gradients of all weights, from the last layer to the first."""
-        for layer, needed in zip(reversed(self.layers), operands, strict=True):
-            if needed is not None:
-                layer.backward_weights(needed, within)
-
     def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y and the last layer's product."""
         x, saved = _apply_layers(self.layers[:-1], x, within)
@@ -84,12 +59,6 @@ class Residual(Chain):
         dx = super().backward(dy, saved, within)
         return backend_of(dx).add_to(dx, dy)
 
-    def backward_input(self, dy: Array, saved: Any,
-                       within: Pass | None = None) -> tuple[Array, list]:
-        """Compute dy plus the gradient through f, without the gradients of weights."""
-        dx, operands = super().backward_input(dy, saved, within)
-        return backend_of(dx).add_to(dx, dy), operands
-
 
 class Recomputed(Chain):
     """Apply layers one after another, and save only the input from forward to backward.
@@ -109,15 +78,6 @@ class Recomputed(Chain):
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Recompute the saved data; compute the gradient from the last layer to the first."""
         return super().backward(dy, self.recompute(saved, within), within)
-
-    def backward_input(self, dy: Array, saved: Any,
-                       within: Pass | None = None) -> tuple[Array, list]:
-        """Recompute the saved data; compute the gradient, without the gradients of weights.
-
-        The operands that it returns include the recomputed inputs of weights, so that nothing is
-        recomputed a second time.
-        """
-        return super().backward_input(dy, self.recompute(saved, within), within)
 
     def recompute(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that the layers save."""

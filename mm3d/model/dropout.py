@@ -93,9 +93,3 @@ class DropoutResidual(Residual):
         """Compute dy plus the gradient through dropout and f."""
         dx = Chain.backward(self, self.dropout.backward(dy, None), saved, within)
         return backend_of(dx).add_to(dx, dy)
-
-    def backward_input(self, dy: Array, saved: Any,
-                       within: Pass | None = None) -> tuple[Array, list]:
-        """Compute dy plus the gradient through dropout and f, without the gradients of weights."""
-        dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, within)
-        return backend_of(dx).add_to(dx, dy), operands

@@ -1,58 +1,10 @@
 """Compute logits from activations, with the head's own weight or with the embedding's table."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from mm3d.arrays.backend import Array
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
-
-
-class Weight(Protocol):
-    """Describe the interface of a head's weight, such as a `Parameter`."""
-
-    value: Array
-    has_master: bool
-
-    def accumulate(self, gradient: Array | None) -> None: ...
-
-
-class TiedWeight:
-    """Use the table of the embedding in the head on the same rank, with a gradient of its own.
-
-    Both gradients are summed at the end of a step, the embedding's first, so that the result does
-    not depend on the order of forward and backward passes, nor on the stages where embedding and
-    head are.
-
-    Parameters
-    ----------
-    table : Parameter
-        The table.
-    """
-
-    def __init__(self, table: Parameter) -> None:
-        self.table, self.has_master, self._twin = table, table.has_master, table.twin()
-
-    @property
-    def value(self) -> Array:
-        """Return the table's value."""
-        return self.table.value
-
-    @property
-    def grad(self) -> Array:
-        """Return the head's gradient."""
-        return self._twin.grad
-
-    def accumulate(self, gradient: Array | None) -> None:
-        """Add `gradient` to the head's."""
-        self._twin.accumulate(gradient)
-
-    def zero_gradient(self) -> None:
-        """Set the head's gradient to zero."""
-        self._twin.zero_gradient()
-
-    def add_to_table(self) -> None:
-        """Add the head's gradient to the table's."""
-        self.table.grad += self._twin.grad
 
 
 class Head:
@@ -65,6 +17,8 @@ class Head:
     hidden, vocab : int
         Global sizes of W, hidden x vocab.
     """
+
+    table = None    # of the embedding
 
     def __init__(self, build: Builder, hidden: int, vocab: int) -> None:
         build.named(self, "head", "head")
@@ -88,6 +42,10 @@ class Head:
 class TiedHead:
     """Compute logits = x E^T, with the table E of the embedding.
 
+    On the rank of the table the weight is a second use of it, with a gradient of its own.  Both
+    are summed at the end of a step, the embedding's first, so that the result does not depend on
+    the order of forward and backward passes, nor on the stages where embedding and head are.
+
     Parameters
     ----------
     build : Builder
@@ -101,11 +59,10 @@ class TiedHead:
     def __init__(self, build: Builder, hidden: int, vocab: int,
                  table: Parameter | None = None) -> None:
         build.named(self, "head", "head")
-        shape, self.parameters = (vocab, hidden), []
+        shape, self.table, self.parameters = (vocab, hidden), table, []
         self.product = build.scheme.product(build.inner, build.outer, shape, (1, 1))
-        self.weight: Weight
         if table is not None:
-            self.weight = TiedWeight(table)
+            self.weight = table.twin()
         else:
             copy = self.weight = build.create_parameter(
                 "embedding.weight", self.product.weight, shape, self.product.gathered_along)

@@ -7,11 +7,10 @@ optional `Pass` joins the calls of several layers, or schedules communication du
 that forward and backward return are new, and the caller may overwrite them; their arguments are
 not changed.
 
-A layer with weights also has the two halves of backward, ``backward_input(dy, saved) -> (dx,
-operands)`` and ``backward_weights(operands)``, for schedules that compute the gradients of weights
-later.  The operands are x and dy, which the caller must not change before.  Gradients of vectors
-(biases, norms) are added by the first half: it has dy at hand, and need not keep more for them.
-Layers without weights have `backward` alone, which belongs to the first half.
+A pass may put the gradients of weights off, for schedules that compute them later: backward then
+appends x and dy, which the caller must not change before, to `Pass.later`, and the layer's
+``backward_weights(operands)`` is the second half.  Gradients of vectors (biases, norms) are added
+by the first half: it has dy at hand, and need not keep more for them.
 
 Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..., features), the
 global one divided as the space says, and the dtype of the model.
@@ -92,24 +91,15 @@ class Linear:
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx = dy W^T; add dW and db to the gradients."""
-        return self._add_db(dy, within).backward(self, dy, saved)
-
-    def backward_input(self, dy: Array, saved: Any,
-                       within: Pass | None = None) -> tuple[Array, Any]:
-        """Compute dx = dy W^T; add db to the gradient; return dx with the operands of dW."""
-        return self._add_db(dy, within).backward_input(self, dy, saved)
-
-    def _add_db(self, dy: Array, within: Pass | None) -> Pass:
-        """Add db to the gradient, if the layer adds b; return the pass."""
         shared = within or ALONE
         if self.adds_bias:
             shared.accumulate_terms(self.bias, self.vector,
                                     add_backward(dy, self.bias.has_master))
-        return shared
+        return shared.backward(self, dy, saved)
 
-    def backward_weights(self, operands: Any, within: Pass | None = None) -> None:
+    def backward_weights(self, operands: Any, within: Pass) -> None:
         """Compute dW = x^T dy; add it to the gradient."""
-        (within or ALONE).backward_weights(self, operands)
+        within.backward_weights(self, operands)
 
     def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
@@ -133,37 +123,41 @@ class LayerNorm:
         Added to the variance.
     """
 
+    normalize = functional.normalize_forward, functional.normalize_backward
+    parts: tuple[str, ...] = ("weight", "bias")    # gamma and beta
+
     def __init__(self, build: Builder, name: str, hidden: int,
                  eps: float = PLAIN.epsilon) -> None:
         build.named(self, name, name)
         self.space, self.hidden, self.eps = build.outer, hidden, eps
         self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)
-        self.weight, self.bias = self.parameters = [
-            build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
-            for part in ("weight", "bias")]
+        self.parameters = [build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
+                           for part in self.parts]
+        self.weight, self.bias = (*self.parameters, None)[:2]
         self.vectors = [(one, self.vector) for one in self.parameters]
 
     def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
-        xhat, rstd = functional.normalize_forward(
-            x, self.hidden, self.eps, self.space.sum_features, own)
+        xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
-        gamma, beta = ((within or ALONE).vector_of(one) for one in self.parameters)
+        gamma, *beta = ((within or ALONE).vector_of(one) for one in self.parameters)
         y, gamma_l = scale_forward(xhat, gamma, self.vector, out=y)
-        y = add_forward(y, beta, self.vector, out=y)
+        for b in beta:
+            y = add_forward(y, b, self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        dbeta = add_backward(dy, self.bias.has_master)
-        (within or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
+        if self.bias is not None:
+            dbeta = add_backward(dy, self.bias.has_master)
+            (within or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
         (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
-        return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
-                                             self.space.sum_features, out=dxhat)
+        return self.normalize[1](dxhat, xhat, rstd, self.hidden, self.space.sum_features,
+                                 out=dxhat)
 
 
 class Gelu:

@@ -1,6 +1,6 @@
 """Normalize rows by the root of their mean square."""
 
-from typing import Any, Callable
+from typing import Callable
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
@@ -8,8 +8,6 @@ from mm3d.model.architecture import Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.functional import sum_row, upcast
 from mm3d.model.layers import LayerNorm
-from mm3d.model.vectors import Vector, scale_backward, scale_forward
-from mm3d.schemes.passes import ALONE, Pass
 
 
 def rms_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
@@ -43,49 +41,18 @@ def rms_backward(dy: Array, xhat: Array, rstd: Array, features: int,
     return out
 
 
-class RMSNorm:
-    """Compute y = gamma * x / sqrt(mean(x^2) + eps) over the features.
+class RMSNorm(LayerNorm):
+    """Compute y = gamma * x / sqrt(mean(x^2) + eps) over the features; parameters as there.
 
     Ranks that share rows sum their squares: half of what `LayerNorm` moves for them.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes gamma; x and y are in its outer space.
-    name : str
-        Name of the layer in its block.
-    hidden : int
-        Global number of features.
-    eps : float
-        Added to the mean square.
     """
 
-    def __init__(self, build: Builder, name: str, hidden: int, eps: float) -> None:
-        build.named(self, name, name)
-        self.space, self.hidden, self.eps = build.outer, hidden, eps
-        self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)
-        self.weight = build.create_parameter(f"{name}.weight", self.vector.layout, (hidden,))
-        self.parameters, self.vectors = [self.weight], [(self.weight, self.vector)]
-
-    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
-        """Compute the normalized rows times gamma."""
-        own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
-        xhat, rstd = rms_forward(x, self.hidden, self.eps, self.space.sum_features, own)
-        y, gamma_l = scale_forward(xhat, (within or ALONE).vector_of(self.weight), self.vector,
-                                   out=self.empty(x.dtype))
-        return y, (xhat, rstd, gamma_l)
-
-    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
-        """Compute dx; add the gradient of gamma."""
-        xhat, rstd, gamma_l = saved
-        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
-                                       self.weight.has_master)
-        (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
-        return rms_backward(dxhat, xhat, rstd, self.hidden, self.space.sum_features, out=dxhat)
+    normalize = rms_forward, rms_backward
+    parts = ("weight",)
 
 
 def make_norm(build: Builder, name: str, hidden: int,
-              architecture: Architecture) -> LayerNorm | RMSNorm:
+              architecture: Architecture) -> LayerNorm:
     """Make the norm of an architecture; parameters as in `LayerNorm`."""
     kind = RMSNorm if architecture.norm == "rms" else LayerNorm
     return kind(build, name, hidden, architecture.epsilon)

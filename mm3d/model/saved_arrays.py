@@ -15,6 +15,8 @@ def saved_arrays(saved: Any) -> Iterator[Array]:
         yield saved.array
     elif hasattr(saved, "arrays"):
         yield from saved.arrays
+    elif hasattr(saved, "operands"):
+        yield from saved_arrays(saved.operands)
     elif saved is not None and not isinstance(saved, int):    # the place of masks
         yield saved
 

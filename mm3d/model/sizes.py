@@ -1,11 +1,10 @@
 """Define the sizes of a Transformer, and check them."""
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Iterator
 
-from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.arrays.plain_numbers import is_whole, keep_plain_numbers
 from mm3d.model.architecture import (FIELD, INNER_FACTOR, PLAIN, Architecture,
                                      check_architecture)
 
@@ -103,11 +102,15 @@ class ModelSizes(Mapping[str, Any]):
     def check(self) -> None:
         """Raise ValueError unless all sizes are at least 1, and those of heads fit."""
         for name in SIZES:
-            size = getattr(self, name)
-            if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r} should be a whole number of at least 1")
+            check_whole(name, getattr(self, name))
         check_architecture(self.architecture)
         self.architecture.check_heads(self.hidden, self.heads)
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless the value is a whole number of at least `least`."""
+    if not is_whole(value, least):
+        raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
 
 
 SIZES = tuple(field.name for field in fields(ModelSizes) if field.name != FIELD)

@@ -27,7 +27,7 @@ from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.passes import Pass
+from mm3d.schemes.passes import LaterWeight, Pass
 from mm3d.schemes.scheme import Scheme
 
 
@@ -214,13 +214,17 @@ class Transformer(Trained):
         ValueError
             When `dy` does not have the shape or dtype of this rank's block.
         """
+        return self._backward(dy, saved)
+
+    def _backward(self, dy: Array, saved: Any, later: list[LaterWeight] | None = None) -> Array:
+        """Compute `backward`, or without the gradients of weights, which `later` then gets."""
         self._check_block("dy", dy)
         if self.dropout:
             self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as within:
+        with self._begin_pass(backward=True, later=later) as within:
             return self.layers.backward(dy, saved, within)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list[LaterWeight]]:
         """Compute the gradient of the input, without the gradients of weights.
 
         This and `backward_weights` are the two halves of `backward`, with the same results to the
@@ -232,31 +236,29 @@ class Transformer(Trained):
 
         Returns
         -------
-        dx, operands : Array, list
+        dx, operands : Array, list of LaterWeight
             This rank's block of the input's gradient; and the operands of the gradients of the
             weights.  These may contain `dy`, and the input of `forward`, which must not change
             before `backward_weights`; all other saved data can be dropped now.
         """
-        self._check_block("dy", dy)
-        if self.dropout:
-            self.mask_key.place, saved = saved
-        with self._begin_pass(backward=True) as within:
-            return self.layers.backward_input(dy, saved, within)
+        later: list[LaterWeight] = []
+        return self._backward(dy, saved, later), later
 
-    def backward_weights(self, operands: list) -> None:
+    def backward_weights(self, operands: list[LaterWeight]) -> None:
         """Add to the gradients of the weights, from the operands that `backward_input` returned.
 
         Every rank must call it, since it communicates, once for each micro-batch.
         """
         with self._begin_pass(None) as within:
-            self.layers.backward_weights(operands, within)
+            for one in operands:
+                one.layer.backward_weights(one.operands, within)
 
-    def _begin_pass(self, backward: bool | None) -> Pass:
+    def _begin_pass(self, backward: bool | None, later: list[LaterWeight] | None = None) -> Pass:
         """Return one pass, a context; `backward` is None for the half that uses no weight."""
+        shared = self.joined, backward is False, later
         if any(linear.product.overlap for linear in self.linears):
-            return Overlap(self._products[backward], self.grid.backend, self.joined,
-                           gathers=backward is False)
-        return Pass(self.joined, gathers=backward is False)
+            return Overlap(self._products[backward], self.grid.backend, *shared)
+        return Pass(*shared)
 
     def _check_block(self, name: str, a: Array) -> None:
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""

@@ -17,7 +17,7 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Gathered, Operand, Split, gather
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import MatrixProduct, element_counts
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Option, Scheme, SpaceLayout
@@ -103,11 +103,6 @@ class CubeProduct(Product):
         """Return the operands that are saved for backward; None for B, which is the weight."""
         keep_B = self.keep != "none" and B_lj is not B
         return (Gathered(A_il) if self.keep == "both" else A, Gathered(B_lj) if keep_B else None)
-
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        A, B_lj = saved
-        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                           self.accumulate_float32)
 
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         A, B_lj = saved
@@ -232,13 +227,6 @@ class Cube(Scheme):
         weight = Layout(f"{z}x{middle}{y}", {0: units[0], len(shape) - 1: units[1]})
         return CubeProduct(source.rows_split(y), weight.split(self.grid, shape, "x"),
                            target.rows_split(z), weight, self.keep, self.overlap)
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return the product of A_il and B_lj (on the way down, of A_ij and B_jl)."""
-        y, z = "yz" if product.way == "up" else "zy"
-        return [LocalProduct(*product.largest_blocks(sizes["x"], sizes[z], sizes[y]))]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

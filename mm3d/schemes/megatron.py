@@ -15,7 +15,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Gathered, Split
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
                                          element_counts)
 from mm3d.schemes.product import Product
@@ -51,11 +51,6 @@ class ColumnParallel(Product):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return matmul(self.rows.all_gather(A), B), A
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = self.rows.reduce_scatter(matmul_nt(dC, B))
-        A = self.rows.all_gather(saved)
-        return dA, matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         return self.rows.reduce_scatter(matmul_nt(dC, B)), (saved, dC)
 
@@ -79,15 +74,9 @@ class RowParallel(Product):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return self.rows.reduce_scatter(matmul(A, B)), A
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dC = self.rows.all_gather(dC)
-        dA = matmul_nt(dC, B)
-        return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
-
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         gathered = Gathered(self.rows.all_gather(dC))
-        dA = matmul_nt(gathered.array, B)
-        return dA, (saved, gathered)
+        return matmul_nt(gathered.array, B), (saved, gathered)
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
@@ -160,14 +149,6 @@ class Megatron(Scheme):
             weight = Layout("," * last + "x", {last: units[1]})
             return ColumnParallel(self.rows_split(source), weight)
         return RowParallel(self.rows_split(target), Layout("x" + "," * last, {0: units[0]}))
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return the product of all rows with a block of columns of B (down: of rows of B)."""
-        P = sizes["x"]
-        return [LocalProduct(*(product.largest_blocks(1, 1, P) if product.way == "up" else
-                               product.largest_blocks(1, P, 1)))]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -40,7 +40,7 @@ from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
 from mm3d.grid.split import Gathered, Operand, Split, gather
-from mm3d.schemes.passes import Pass, WeightedLayer
+from mm3d.schemes.passes import LaterWeight, Pass, WeightedLayer
 from mm3d.schemes.row_panels import RowPanels
 
 
@@ -72,15 +72,16 @@ class Overlap(Pass):
         gathered ahead for passes that are left out.
     backend : Backend
         Its elementwise work calls `progress` now and then.
-    vectors, gathers
-        As for `Pass`; those of a forward pass are gathered before its first product.
+    vectors, gathers, later
+        As for `Pass`; vectors of a forward pass are gathered before its first product.
     """
 
     sums_at_once = False
 
     def __init__(self, passes: Sequence[WeightedPass], backend: Backend,
-                 vectors: Mapping[int, Any] | None = None, gathers: bool = False) -> None:
-        super().__init__(vectors, gathers)
+                 vectors: Mapping[int, Any] | None = None, gathers: bool = False,
+                 later: list[LaterWeight] | None = None) -> None:
+        super().__init__(vectors, gathers, later)
         self._passes, self._backend = passes, backend
         self._next = self._ahead = 0    # the next product, and the next weight to be gathered
         self._prefetched: dict[int, Pending] = {}    # weights, by the number of their product
@@ -125,6 +126,8 @@ class Overlap(Pass):
 
     def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
         """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient when summed."""
+        if self.later is not None:
+            return super().backward(layer, dC, saved)
         B, product = self._weight(layer), layer.product
         if product.overlap:
             A, B_lj = saved

@@ -5,6 +5,7 @@ of the model that are stored alike are gathered in one call, when the first of t
 the terms of their gradients are summed in one call, when the last one is there.
 """
 
+from dataclasses import dataclass
 from typing import Any, Mapping, Protocol
 
 from mm3d.arrays.backend import Array
@@ -16,6 +17,14 @@ class WeightedLayer(Protocol):
 
     product: Any
     weight: Any
+
+
+@dataclass(frozen=True)
+class LaterWeight:
+    """Hold a layer, and the operands of the gradient of its weight."""
+
+    layer: WeightedLayer
+    operands: Any
 
 
 class Pass:
@@ -32,12 +41,16 @@ class Pass:
     gathers : bool
         Whether the pass is forward.  What backward recomputes is a part of a block alone, and
         gathers each vector when it is used.
+    later : list, optional
+        Makes the pass the first half of backward: the gradients of weights are put off, and the
+        list gets a `LaterWeight` for each of them.
     """
 
     sums_at_once = True    # as soon as all terms are there, not at the end of the pass
 
-    def __init__(self, vectors: Mapping[int, Any] | None = None, gathers: bool = False) -> None:
-        self._vectors, self._gathers = vectors or {}, gathers
+    def __init__(self, vectors: Mapping[int, Any] | None = None, gathers: bool = False,
+                 later: list[LaterWeight] | None = None) -> None:
+        self._vectors, self._gathers, self.later = vectors or {}, gathers, later
         self._gathered: dict[int, Gathered] = {}    # by the identity of the parameter
         self._terms: dict[Any, dict[Any, Array]] = {}    # by joined vectors, then by parameter
 
@@ -87,7 +100,11 @@ class Pass:
         return layer.product.forward(A, layer.weight.value)
 
     def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
-        """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient."""
+        """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient, or later."""
+        if self.later is not None:
+            dA, operands = self.backward_input(layer, dC, saved)
+            self.later.append(LaterWeight(layer, operands))
+            return dA
         dA, dB = layer.product.backward(dC, layer.weight.value, saved)
         layer.weight.accumulate(dB)
         return dA

@@ -37,15 +37,18 @@ class Product(ABC):
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         """Compute this rank's block of C = A B; return it with the data that backward needs."""
 
-    @abstractmethod
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B."""
+        """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B.
+
+        A product defines this or, if it can compute dB apart, both halves.
+        """
+        dA, operands = self.backward_input(dC, B, saved)
+        return dA, self.backward_weights(operands)
 
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         """Compute dA = dC B^T; return it with the operands that `backward_weights` needs.
 
-        By default this is the whole `backward`, and what is kept for later is dB; a product that
-        can compute dB apart overrides both halves.
+        By default this is the whole `backward`, and what is kept for later is dB.
         """
         return self.backward(dC, B, saved)
 

@@ -6,6 +6,7 @@ row-parallel pair and the paper's exchange of the directions y and z are the sam
 parallelism is one new file in ``mm3d/schemes/``.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
@@ -17,6 +18,7 @@ from mm3d.arrays.backend import Backend
 from mm3d.grid.activations import Space
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.grid import Grid
+from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.schemes.matrix_product import MatrixProduct
@@ -239,14 +241,20 @@ class Scheme(GridAlgorithm):
         return True
 
     @classmethod
-    @abstractmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
         """List the local matrix products of one forward on rank 0, which has the largest blocks.
 
-        Backward has the same number for each of its two gradients, with rows, inner and columns
-        exchanged.
+        They follow from the layouts: the features of C divide its rows no further, as these are
+        gathered, and a loop goes over what divides the features of both A and C.  Backward has the
+        same number for each of its two gradients, with rows, inner and columns exchanged.
         """
+        outer, inner = cls.layouts(sizes, 1, 1, **options)
+        A, C = (outer, inner) if product.way == "up" else (inner, outer)
+        rows = [c for c in divided_directions(A[0]) if c not in C[1]]
+        *blocks, count = (math.prod(sizes[c] for c in letters)
+                          for letters in (rows, A[1], C[1], {*A[1]} & {*C[1]}))
+        return [LocalProduct(*product.largest_blocks(*blocks), count)]
 
     @classmethod
     @abstractmethod

@@ -6,7 +6,7 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
 
@@ -19,10 +19,6 @@ class SerialProduct(Product):
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return matmul(A, B), A
-
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = matmul_nt(dC, B)
-        return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
 
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         return matmul_nt(dC, B), (saved, dC)
@@ -62,11 +58,6 @@ class Serial(Scheme):
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
         return SerialProduct(Layout("," * (len(shape) - 1)))
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        return [LocalProduct(product.M, product.N, product.K)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -16,7 +16,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, MatrixProduct,
                                          element_counts)
 from mm3d.schemes.product import Product
@@ -73,10 +73,6 @@ class SummaProduct(Product):
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return self.ab(A, B, self.a, self.b), A
-
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = self.abt(dC, B, self.a, self.b)
-        return dA, self.atb(saved, dC, self.a, self.b, self.accumulate_float32)
 
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         return self.abt(dC, B, self.a, self.b), (saved, dC)
@@ -191,13 +187,6 @@ class Summa(Scheme):
         weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
         a = Split(self.grid.y, -1, shape[0], units[0])
         return self.layer_product(a, weight.split(self.grid, shape, "x"), weight)
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return q equal products, one for each step of the loop."""
-        q = sizes["x"]
-        return [LocalProduct(*product.largest_blocks(q, q, q), count=q)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -18,7 +18,7 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
-from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import element_counts
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import SpaceLayout
@@ -33,10 +33,6 @@ class TesseractProduct(SummaProduct):
     def __init__(self, in_layer: SummaProduct, depth: Axis) -> None:
         super().__init__(in_layer.a, in_layer.b, in_layer.weight)
         self.depth = depth
-
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA, dB = super().backward(dC, B, saved)
-        return dA, self.depth.all_reduce(dB)
 
     def backward_weights(self, operands: Any) -> Array:
         return self.depth.all_reduce(super().backward_weights(operands))
@@ -113,13 +109,6 @@ class Tesseract(Summa):
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
         return TesseractProduct(super().product(source, target, shape, units), self.grid.z)
-
-    @classmethod
-    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
-                       **options: Any) -> list[LocalProduct]:
-        """Return q equal products, one for each step of the loop."""
-        q, d = sizes["x"], sizes["z"]
-        return [LocalProduct(*product.largest_blocks(q * d, q, q), count=q)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

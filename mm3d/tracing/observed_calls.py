@@ -105,7 +105,10 @@ def report_recomputed(layer: Any, event: Event, work: Callable, observers: Obser
 
 
 def report_backward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """Wrap the backward of a layer; observers of arrays are given dy, dx and their notes."""
+    """Wrap the backward of a layer; observers of arrays are given dy, dx and their notes.
+
+    They are given no arrays of the halves of backward.
+    """
     reported = report_calls(work, event, join_observers(observers, Layer))
     seeing = select_array_observers(observers, Layer)
 
@@ -113,6 +116,8 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
         if not isinstance(noted, SavedWithNotes):    # its forward was not observed
             return reported(dy, noted, within)
         dx = reported(dy, noted.saved, within)
+        if within is not None and within.later is not None:    # gradients of weights are not there
+            return dx
         if within is not None:
             within.finish_gradients()    # observers read them
         for observer, note in zip(seeing, noted.notes, strict=True):
@@ -121,24 +126,13 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
     return backward if seeing else reported
 
 
-def report_backward_input(layer: Any, event: Event, work: Callable,
-                          observers: Observers) -> Callable:
-    """Wrap the first half of a layer's backward; observers are given no arrays of the halves."""
-    reported = report_calls(work, event, join_observers(observers, Layer))
-
-    def backward_input(dy: Any, noted: Any, within: Any = None) -> Any:
-        return reported(dy, noted.saved if isinstance(noted, SavedWithNotes) else noted, within)
-    return backward_input
-
-
 def report_backward_weights(layer: Any, event: Event, work: Callable,
                             observers: Observers) -> Callable:
-    """Wrap the second half of a layer's backward; observers are given no arrays of the halves."""
+    """Wrap the second half of a layer's backward."""
     return report_calls(work, event, join_observers(observers, Layer))
 
 
 LAYER_CALLS = {"forward": report_forward, "backward": report_backward,
-               "backward_input": report_backward_input,
                "backward_weights": report_backward_weights,
                "recompute_saved": report_recomputed}
 
@@ -201,30 +195,25 @@ class ObservedTransport:
         axis, observer = self._axis, join_observers(self._observers, Collective)
         if observer is None:
             return move
-        event_without_sizes = Collective(kind, axis.name, axis.size, self._stride, 0)
+        without_sizes = Collective(kind, axis.name, axis.size, self._stride, 0)
         barrier = self._transport.barrier
+        sizes = any(one.sizes for one in self._observers if Collective in one.kinds)
 
         def reported(a: Any, *where: Any) -> Any:
-            observer.enter(event_without_sizes, barrier)
-            try:
-                return move(a, *where)
-            finally:
-                observer.leave()
-
-        def reported_with_sizes(a: Any, *where: Any) -> Any:
-            shape = a.shape
-            if kind == "all_gather":
-                shape = resized_shape(shape, where[0], total_length(where[1]))
-            size = math.prod(shape) * host_dtype(a).itemsize
-            pieces = len(where) > 1 and math.prod(shape[:where[0] % len(shape)]) > 1
-            event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
+            event = without_sizes
+            if sizes:
+                shape = a.shape
+                if kind == "all_gather":
+                    shape = resized_shape(shape, where[0], total_length(where[1]))
+                event = event._replace(
+                    bytes=math.prod(shape) * host_dtype(a).itemsize,
+                    pieces=len(where) > 1 and math.prod(shape[:where[0] % len(shape)]) > 1)
             observer.enter(event, barrier)
             try:
                 return move(a, *where)
             finally:
                 observer.leave()
-        sizes = any(one.sizes for one in self._observers if Collective in one.kinds)
-        return reported_with_sizes if sizes else reported
+        return reported
 
     def _report_overlapped(self, kind: str, begin: Callable) -> Callable:
         """Wrap `begin` of a nonblocking collective, and the methods of the Pending it returns."""

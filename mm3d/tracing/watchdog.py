@@ -15,6 +15,7 @@ import time
 from typing import Any, Iterator
 
 from mm3d.console import complain
+from mm3d.grid.agreement import format_ranks
 from mm3d.guard import FLUSH_SECONDS
 from mm3d.tracing.heartbeats import HeartbeatChannel
 from mm3d.tracing.observe import observed
@@ -185,19 +186,6 @@ def is_stalled(states: list[str]) -> bool:
     """Return whether ranks in these states will never make progress."""
     return "silent" in states or ("waiting" in states
                                   and not {"working", "unknown"}.intersection(states))
-
-
-def format_ranks(numbers: list[int]) -> str:
-    """Format rank numbers as in "ranks 0 to 3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}, {run[-1]}" if len(run) == 2
-                     else f"{run[0]} to {run[-1]}" for run in runs)
-    return f"rank{'s' * (len(numbers) > 1)} {text}"
 
 
 def _ranks_in_state(states: list[str], wanted: str) -> list[int]:

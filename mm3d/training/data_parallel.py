@@ -24,11 +24,11 @@ ranks of a micro-batch before the micro-batches, so only 0 equals 1, and 2 equal
 Where d does not join all replicas (hybrid sharding), the copies of a shard are summed along r.
 """
 
-import numbers
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, Callable, Iterator
 
+from mm3d.arrays.plain_numbers import is_whole
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.sharded_parameters import (ReplicatedParameter, ShardedGradient, ShardedMaster,
@@ -123,6 +123,5 @@ def check_zero(zero: Any) -> None:
 
 def check_in_flight(in_flight: Any) -> None:
     """Raise ValueError unless `in_flight` is a number of sums."""
-    if (not isinstance(in_flight, numbers.Integral) or isinstance(in_flight, bool)
-            or in_flight < 0):
+    if not is_whole(in_flight, 0):
         raise ValueError(f"in_flight={in_flight!r} is no number of sums: 0 or more would do")

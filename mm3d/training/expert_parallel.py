@@ -17,7 +17,7 @@ from mm3d.model.experts.shared import ExpertRanks
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.data_parallel import DataParallel
-from mm3d.training.mesh import divisor_text, is_count
+from mm3d.training.mesh import check_divisor
 
 
 def expert_ranks(data: DataParallel | None, grid: DataGrid | None, batch: int) -> ExpertRanks:
@@ -70,9 +70,8 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
                              f"has none: experts=mm3d.Experts(...) would do")
         return
     capacity_of(experts, tokens)
-    if not is_count(expert_parallel) or replicas % expert_parallel:
-        raise ValueError(f"expert_parallel={expert_parallel!r} does not divide {replicas} "
-                         f"replicas into equal groups: {divisor_text(replicas)} would do")
+    check_divisor(f"expert_parallel={expert_parallel!r} does", expert_parallel, replicas,
+                  f"{replicas} replicas into equal groups")
     if expert_parallel > experts.count:
         raise ValueError(f"count={experts.count} experts cannot be divided among "
                          f"expert_parallel={expert_parallel} ranks: at least "

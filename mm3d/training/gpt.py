@@ -11,13 +11,10 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, same_arguments
-from mm3d.grid.axis import TrafficCounts
-from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
-from mm3d.model.transformer import Transformer
 from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary
 from mm3d.training.mesh import Mesh
@@ -57,6 +54,8 @@ class GPT(PlainNumbers, Staged):
 
     Attributes
     ----------
+    chunks : list of Transformer
+        The layers of each chunk of this rank's stage.
     trained : list of Parameter
         What an optimizer changes on this rank: masters, by their gradients.
     definition : Definition
@@ -106,9 +105,10 @@ class GPT(PlainNumbers, Staged):
             expert_parallel=how.expert_parallel, context_way=how.context_way, **config.stack())
         self.experts = model.experts
         self.routings: dict[str, RoutingTotals] = {}
-        self.schedule = self.pipeline.schedule
+        self.schedule, self.chunks = self.pipeline.schedule, self.pipeline.chunks
+        self.data_grids, self.hops = self.pipeline.data_grids, self.pipeline.hops
         first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
-        self._ends = build_ends(self.schedule, mesh.stage, self.pipeline.chunks, model.vocab,
+        self._ends = build_ends(self.schedule, mesh.stage, self.chunks, model.vocab,
                                 model.tied, ignored=model.ignored,
                                 smoothing=model.label_smoothing, z_loss=model.z_loss)
         self._embedding, self._output = self._ends.embedding, self._ends.output
@@ -157,7 +157,7 @@ class GPT(PlainNumbers, Staged):
         self.zero_gradients()
         losses: list[Array] = []
         dropout = self._ends.dropout
-        for chunk in self.pipeline.chunks if self.experts else ():
+        for chunk in self.chunks if self.experts else ():
             chunk.routings.scale = self.loss_scale / self.schedule.microbatches
 
         def output_gradient(micro: int, y: Array) -> Array:
@@ -205,7 +205,7 @@ class GPT(PlainNumbers, Staged):
         """Sum up the routings of a step; return the routers' losses."""
         if self.experts is None:
             return 0.0
-        chunks = self.pipeline.chunks
+        chunks = self.chunks
         self.routings = sum_routings(self.comm, chunks, self.schedule.microbatches)
         return math.fsum(loss for one in self.routings.values() for loss in (one.balance, one.z))
 
@@ -213,7 +213,7 @@ class GPT(PlainNumbers, Staged):
         """Add the head's gradient of the table to the embedding's, and the reverse in its copy."""
         if self._tie is not None:
             own = self._embedding or self._output and self._output.head
-            self._tie.sum_gradients(own and own.weight, self.pipeline.hops.traffic)
+            self._tie.sum_gradients(own and own.weight, self.hops.traffic)
         elif self._output is not None:
             self._output.add_tied_gradient()
 
@@ -268,17 +268,7 @@ class GPT(PlainNumbers, Staged):
         without an optimizer calls it before `refresh`.
         """
         if self.routings and self.mesh.scheme.grid.backend.has_contents:
-            update_biases(self.pipeline.chunks, self.routings, self.experts.bias_rate)
-
-    @property
-    def grids(self) -> list[GridAxes]:
-        """Return the grids of this rank, for observers of their collectives."""
-        return self.pipeline.grids
-
-    @property
-    def chunks(self) -> list[Transformer]:
-        """Return the layers of each chunk of this rank's stage."""
-        return self.pipeline.chunks
+            update_biases(self.chunks, self.routings, self.experts.bias_rate)
 
     @property
     def chains(self) -> list[Any]:
@@ -293,14 +283,6 @@ class GPT(PlainNumbers, Staged):
             begin, end = (number * self.shape[1] for number in (rows.start, rows.stop))
             tokens[rows] = (np.arange(begin, end) % self.vocab).reshape(-1, self.shape[1])
         self.step(tokens, tokens)
-
-    def traffic(self) -> TrafficCounts:
-        """Return the traffic of this rank, as `mm3d.Pipeline.traffic`."""
-        return self.pipeline.traffic()
-
-    def reset_traffic(self) -> None:
-        """Reset the counts of traffic to zero."""
-        self.pipeline.reset_traffic()
 
     def free(self) -> None:
         """Free the communicators of the model, and a mesh that it made; every rank must call it.

@@ -1,7 +1,6 @@
 """Make the layers of a GPT's stage outside the Transformer: embedding, norm, head and loss."""
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,11 @@ from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import CrossEntropy, Targets
 from mm3d.model.dropout import Dropout
 from mm3d.model.embedding import Embedding
-from mm3d.model.heads import Head, TiedHead, TiedWeight
+from mm3d.model.heads import Head, TiedHead
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
 from mm3d.model.rms_norm import make_norm
+from mm3d.model.sizes import check_whole
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule
@@ -61,13 +61,13 @@ class Output:
 
     def zero_gradients(self) -> None:
         """Set the gradient of a tied head to zero, which no parameter has."""
-        if isinstance(self.head.weight, TiedWeight):
+        if self.head.table is not None:
             self.head.weight.zero_gradient()
 
     def add_tied_gradient(self) -> None:
         """Add the gradient of a tied head to the embedding's, on the same rank."""
-        if isinstance(self.head.weight, TiedWeight):
-            self.head.weight.add_to_table()
+        if self.head.table is not None:
+            self.head.table.grad += self.head.weight.grad
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,7 @@ def check_scheme(scheme: Any, tied: bool) -> None:
 
 def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
     """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
-    if not isinstance(vocab, numbers.Integral) or isinstance(vocab, bool) or vocab < 1:
-        raise ValueError(f"vocab={vocab!r} should be a whole number of at least 1")
+    check_whole("vocab", vocab)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
     if not 0 <= z_loss < math.inf:

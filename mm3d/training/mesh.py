@@ -1,6 +1,5 @@
 """Arrange ranks as a mesh: replicas of the stages of a pipeline, each on a tensor group."""
 
-import numbers
 from typing import Any, Sequence
 
 from mpi4py import MPI
@@ -8,6 +7,7 @@ from mpi4py import MPI
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
+from mm3d.arrays.plain_numbers import is_whole
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import Axis, Shown
 from mm3d.grid.grid import join_ranks
@@ -157,40 +157,28 @@ class Mesh(Shown):
 
 def check_data(ranks: int, data: int, shards: int | None, context: int = 1) -> int:
     """Check the numbers of replicas and shards as in `Mesh`; return the number of shards."""
-    if not is_count(context) or ranks % context:
-        raise ValueError(f"context={context!r} does not divide {ranks} ranks into equal parts: "
-                         f"{divisor_text(ranks)} would do")
+    check_divisor(f"context={context!r} does", context, ranks, f"{ranks} ranks into equal parts")
     ranks //= context
-    if not is_count(data) or ranks % data:
-        raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
-                         f"{divisor_text(ranks)} would do")
+    check_divisor(f"data={data!r} does", data, ranks, f"{ranks} ranks into equal replicas")
     replicas = int(data) * int(context)
     if shards is None:
         return replicas
-    if not is_count(shards) or replicas % shards:
-        of = f"data={data}" + f" x context={context}" * (context > 1)
-        raise ValueError(f"shards={shards!r} does not divide {of} replicas into equal groups: "
-                         f"{divisor_text(replicas)} would do")
+    of = f"data={data}" + f" x context={context}" * (context > 1)
+    check_divisor(f"shards={shards!r} does", shards, replicas, f"{of} replicas into equal groups")
     return int(shards)
 
 
-def is_count(number: Any) -> bool:
-    """Return whether a number is a whole one of at least 1, also one of NumPy."""
-    return (isinstance(number, numbers.Integral) and not isinstance(number, bool)
-            and number >= 1)
-
-
-def divisor_text(number: int) -> str:
-    """List the divisors of a number, as text."""
-    return ", ".join(str(one) for one in range(1, number + 1) if not number % one)
+def check_divisor(what: str, number: Any, whole: int, parts: str) -> None:
+    """Raise ValueError, "`what` not divide `parts`", unless a number divides the `whole`."""
+    if not is_whole(number) or whole % number:
+        near = ", ".join(str(one) for one in range(1, whole + 1) if not whole % one)
+        raise ValueError(f"{what} not divide {parts}: {near} would do")
 
 
 def stage_grids(kind: type[Scheme], ranks: int, stages: int,
                 grid: Sizes | Sequence[Sizes] | None = None) -> tuple[GridShape, ...]:
     """Return the grid of each stage; parameters and errors as in `Mesh`."""
-    if not is_count(stages) or ranks % stages:
-        raise ValueError(f"{stages} stages do not divide {ranks} ranks into equal groups: "
-                         f"{divisor_text(ranks)} would do")
+    check_divisor(f"{stages} stages do", stages, ranks, f"{ranks} ranks into equal groups")
     stages = int(stages)
     share = ranks // stages
     if grid is None:

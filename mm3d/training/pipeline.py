@@ -30,9 +30,36 @@ from mm3d.training.worker import Worker
 
 
 class Staged(Trained):
-    """Gather what the stages of a mesh hold of a model; every rank must call it."""
+    """Hold a rank's part of a model on the stages of a mesh; tell its grids and their traffic."""
 
     mesh: Mesh
+    data_grids: list[GridAxes]
+    hops: Hops
+
+    @property
+    def grids(self) -> list[GridAxes]:
+        """Return the grids of this rank, for observers of their collectives."""
+        return [self.mesh.scheme.grid, *self.data_grids]
+
+    def traffic(self) -> TrafficCounts:
+        """Return the traffic of this rank, by direction and collective.
+
+        Blocks sent to other stages are ("s", "send"); d and r join replicas, for experts replicas
+        with the same experts, and e divides experts.
+        """
+        found = self.mesh.scheme.grid.traffic()
+        found[self.hops.direction, "send"] = self.hops.traffic
+        for grid in self.data_grids:
+            for key, one in grid.traffic().items():
+                found[key] = found[key] + one if key in found else one
+        return found
+
+    def reset_traffic(self) -> None:
+        """Reset the counts of traffic to zero."""
+        self.mesh.scheme.grid.reset_traffic()
+        for grid in self.data_grids:
+            grid.reset_traffic()
+        self.hops.traffic = Traffic()
 
     def _gather(self, call: str, of: Callable[[Parameter], Any],
                 loaded: Mapping[str, np.ndarray] = MappingProxyType({})) -> dict[str, Any]:
@@ -168,11 +195,6 @@ class Pipeline(Staged):
             "routed_together": together * stack.seq} if counts else {})
 
     @property
-    def grids(self) -> list[GridAxes]:
-        """Return the grids of this rank, for observers of their collectives."""
-        return [self.mesh.scheme.grid, *self.data_grids]
-
-    @property
     def chains(self) -> list[Transformer]:
         """Return the layers of this rank, for observers."""
         return self.chunks
@@ -243,26 +265,6 @@ class Pipeline(Staged):
                 chunk.mask_key.place = None if step is None else (step, first)
             return around(action) if around else nullcontext()
         return place
-
-    def traffic(self) -> TrafficCounts:
-        """Return the traffic of this rank, by direction and collective.
-
-        Blocks sent to other stages are ("s", "send"); d and r join replicas, for experts replicas
-        with the same experts, and e divides experts.
-        """
-        found = self.mesh.scheme.grid.traffic()
-        found[self.hops.direction, "send"] = self.hops.traffic
-        for grid in self.data_grids:
-            for key, one in grid.traffic().items():
-                found[key] = found[key] + one if key in found else one
-        return found
-
-    def reset_traffic(self) -> None:
-        """Reset the counts of traffic to zero."""
-        self.mesh.scheme.grid.reset_traffic()
-        for grid in self.data_grids:
-            grid.reset_traffic()
-        self.hops.traffic = Traffic()
 
     def free(self) -> None:
         """Free the communicators of messages and experts; every rank must call it."""

@@ -1,6 +1,6 @@
 """Tie the head's weight to the embedding's table where they are on different stages.
 
-`mm3d.model.heads.TiedWeight` ties them on one stage.
+`mm3d.model.heads.TiedHead` ties them on one stage.
 """
 
 from functools import partial

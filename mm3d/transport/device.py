@@ -12,9 +12,8 @@ import math
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
-from mm3d.transport import cuda_aware
-from mm3d.transport.exchange import (ExchangeTransport, Lengths, all_to_all_arguments, flatten,
-                                     lengths_and_starts)
+from mm3d.arrays.blocks import block_starts
+from mm3d.transport.exchange import ExchangeTransport, Lengths, lengths_and_starts
 
 
 def _divide(a: Array, lengths: Lengths) -> list[Array]:
@@ -33,11 +32,6 @@ class DeviceTransport(ExchangeTransport):
 
     name = "device"
 
-    @staticmethod
-    def find_problem() -> str:
-        """Explain why this MPI cannot move device arrays; "" if it can."""
-        return cuda_aware.find_problem()
-
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         self.backend.synchronize()
         super()._all_gather(send, recv, lengths)
@@ -48,8 +42,7 @@ class DeviceTransport(ExchangeTransport):
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         self.backend.synchronize()
-        self.comm.Alltoallv(*all_to_all_arguments(self.backend.mpi_buffer(send),
-                                                  self.backend.mpi_buffer(recv), sends, receives))
+        super()._exchange(send, recv, sends, receives)
 
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
@@ -57,8 +50,8 @@ class DeviceTransport(ExchangeTransport):
 
     def _begin_all_gather(self, send: Array, recv: Array,
                           lengths: Lengths) -> Callable[[], Any]:
-        return self._begin([flatten(send)] * self.comm.size,
-                           _divide(flatten(recv), lengths))
+        return self._begin([self._flatten(send)] * self.comm.size,
+                           _divide(self._flatten(recv), lengths))
 
     def _begin(self, outgoing: list[Array], incoming: list[Array]) -> Callable[[], Any]:
         """Start sending a block to every rank and receiving one from each; return the wait."""
@@ -97,14 +90,14 @@ class StagedTransport(ExchangeTransport):
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
         outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
-        request = self.comm.Ialltoallv(*all_to_all_arguments(outgoing, incoming, sends, receives))
+        request = self.comm.Ialltoallv([outgoing, (sends, block_starts(sends))],
+                                       [incoming, (receives, block_starts(receives))])
         return lambda: self._end(request, outgoing, incoming, recv)
 
     def _begin_all_gather(self, send: Array, recv: Array,
                           lengths: Lengths) -> Callable[[], Any]:
         outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
-        starts = [start for _, start in lengths_and_starts(lengths)]
-        request = self.comm.Iallgatherv(outgoing, [incoming, (lengths, starts)])
+        request = self.comm.Iallgatherv(outgoing, [incoming, (lengths, block_starts(lengths))])
         return lambda: self._end(request, outgoing, incoming, recv)
 
     def _end(self, request: Any, outgoing: Array, incoming: Array, recv: Array) -> None:

@@ -1,12 +1,11 @@
 """Build all collectives of device arrays from three that move bytes; sum on the device."""
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -33,14 +32,9 @@ class ExchangeTransport(MpiTransport, ABC):
         self._moved += sum(lengths) - lengths[self.rank]
 
     @abstractmethod
-    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
-        """Exchange elements with every rank (all-to-all), in rank order in both flat buffers."""
-
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
-        """Start an `_exchange` and return the function that ends it; here it blocks."""
-        self._exchange(send, recv, sends, receives)
-        return lambda: None
+        """Start an `_exchange`, and return the function that ends it."""
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
         flat, lengths, out = self._terms(a, dim, counts)
@@ -49,12 +43,15 @@ class ExchangeTransport(MpiTransport, ABC):
     def _begin_reduce_scatter(self, send: Array, recv: Array,
                               lengths: Lengths) -> Callable[[], Any]:
         """Start a `_reduce_scatter`, and return the function that ends it."""
-        own = lengths[self.rank]
-        self._count_received([own] * self.comm.size)
-        terms = self.backend.empty((self.comm.size, own), send.dtype)
-        arrive = self._begin_exchange(flatten(send), flatten(terms), lengths,
-                                      [own] * self.comm.size)
+        terms, receives = self._room_for_terms(send, lengths)
+        arrive = self._begin_exchange(self._flatten(send), self._flatten(terms), lengths, receives)
         return lambda: (arrive(), _sum_terms(terms, recv))
+
+    def _room_for_terms(self, send: Array, lengths: Lengths) -> tuple[Array, Lengths]:
+        """Return memory for all terms of this rank's block, and their lengths; count the words."""
+        receives = [lengths[self.rank]] * self.comm.size
+        self._count_received(receives)
+        return self.backend.empty((self.comm.size, receives[0]), send.dtype), receives
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
         a, flat, lengths, out = self._whole(a, dim, counts)
@@ -68,10 +65,8 @@ class ExchangeTransport(MpiTransport, ABC):
         """Start an `_all_gather`, and return the function that ends it."""
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
-        own = lengths[self.rank]
-        self._count_received([own] * self.comm.size)
-        terms = self.backend.empty((self.comm.size, own), send.dtype)
-        self._exchange(flatten(send), flatten(terms), lengths, [own] * self.comm.size)
+        terms, receives = self._room_for_terms(send, lengths)
+        self._exchange(self._flatten(send), self._flatten(terms), lengths, receives)
         _sum_terms(terms, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
@@ -92,14 +87,14 @@ class ExchangeTransport(MpiTransport, ABC):
         sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
         receives = lengths if at_root else [0] * self.comm.size
         self._count_received(receives)
-        into = flatten(recv) if at_root else self.backend.empty((0,), send.dtype)
+        into = self._flatten(recv) if at_root else self.backend.empty((0,), send.dtype)
         self._exchange(part, into, sends, receives)
 
     def _sum_share(self, send: Array) -> tuple[Array, Lengths]:
         """Compute this rank's even share of the sum; return it with the lengths of all shares."""
         lengths = block_lengths(math.prod(send.shape), self.comm.size)
         part = self.backend.empty((lengths[self.rank],), send.dtype)
-        self._reduce_scatter(flatten(send), part, lengths)
+        self._reduce_scatter(self._flatten(send), part, lengths)
         return part, lengths
 
 
@@ -110,18 +105,6 @@ def _sum_terms(terms: Array, out: Array) -> None:
     out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
 
 
-def flatten(a: Array) -> Array:
-    """View a contiguous array as one dimension."""
-    return namespace(a).reshape(a, (math.prod(a.shape),))
-
-
 def lengths_and_starts(lengths: Lengths) -> list[tuple[int, int]]:
     """Return length and start of each of consecutive blocks."""
-    return list(zip(lengths, itertools.accumulate(lengths, initial=0)))
-
-
-def all_to_all_arguments(send: Array, recv: Array, sends: Lengths,
-                         receives: Lengths) -> tuple[list, list]:
-    """Return the send and the receive argument of MPI's all-to-all."""
-    starts = [[start for _, start in lengths_and_starts(lengths)] for lengths in (sends, receives)]
-    return [send, (sends, starts[0])], [recv, (receives, starts[1])]
+    return list(zip(lengths, block_starts(lengths)))

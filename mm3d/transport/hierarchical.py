@@ -29,7 +29,7 @@ from mm3d.transport.communicators import create
 from mm3d.transport.lanes import Lane, Part, divide
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
-from mm3d.transport.segments import SharedMemory
+from mm3d.transport.segments import SharedMemory, read_only_view
 
 
 MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer successive messages
@@ -155,7 +155,7 @@ class HierarchicalTransport(MpiTransport):
             parts = [whole[share] for share in places.shares(self.lanes, self.index)]
             request = self._exchange_with_nodes([parts[self.node]] * len(parts), parts)
         if self._is_ordered(shape, dim):
-            out = _read_only_view(whole.reshape(shape))
+            out = read_only_view(whole.reshape(shape))
             return Pending(out, self.memory.synchronize, request, (whole,))
         out = self.backend.empty(shape, a.dtype)
 
@@ -233,7 +233,7 @@ class HierarchicalTransport(MpiTransport):
             self._moved += part.size * (self.node != source)
         if self.node != source:
             self.memory.synchronize(call)
-        return a if self.rank == root else _read_only_view(whole.reshape(a.shape))
+        return a if self.rank == root else read_only_view(whole.reshape(a.shape))
 
     def reduce(self, a: Array, root: int) -> Array | None:
         if a.nbytes <= MAX_MPI_BYTES:
@@ -273,12 +273,6 @@ class HierarchicalTransport(MpiTransport):
         self.backend.pool.lend(whole, whole.nbytes // self.inside.size, self.memory.give_back,
                                region)
         return whole
-
-    def _copy(self, a: Array, place: Array) -> Array:
-        """Copy `a` to `place`."""
-        place[...] = a
-        self._moved += a.size
-        return place
 
     def _pack(self, a: Array, flat: Array, dim: int, counts: list[int],
               places: NodeBlocks) -> None:
@@ -323,10 +317,3 @@ class HierarchicalTransport(MpiTransport):
         """Sum the terms in their order, rounded once to `out`."""
         sums.add_terms(terms, out)
         self._moved += (len(terms) - 1) * out.size
-
-
-def _read_only_view(whole: Array) -> Array:
-    """Return a read-only view of an array that the ranks of a node share."""
-    view = whole.view()
-    view.setflags(write=False)
-    return view

@@ -191,6 +191,12 @@ class MpiTransport:
     def free(self) -> None:
         """Free the resources that all ranks share; every rank calls this."""
 
+    def _copy(self, a: Array, place: Array) -> Array:
+        """Copy `a` to `place`, and count its words as moved."""
+        place[...] = a
+        self._moved += a.size
+        return place
+
     # The collectives on flat, contiguous buffers.
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:

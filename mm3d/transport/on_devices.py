@@ -6,7 +6,7 @@ import warnings
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
-from mm3d.transport.device import DeviceTransport
+from mm3d.transport import cuda_aware
 from mm3d.transport.nodes import create_node_communicator
 
 
@@ -55,7 +55,7 @@ def choose_transport(comm: MPI.Intracomm, backend: Backend, wanted: str) -> str:
         return "nccl"
     if None in devices:
         return "staged"
-    wrong = comm.bcast(DeviceTransport.find_problem() if comm.rank == 0 else None)
+    wrong = comm.bcast(cuda_aware.find_problem() if comm.rank == 0 else None)
     if wrong and comm.rank == 0:
         warnings.warn(f"arrays travel through copies in host memory (MM3D_TRANSPORT=staged): "
                       f"{problem}; {wrong}", RuntimeWarning, stacklevel=3)

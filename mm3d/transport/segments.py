@@ -257,6 +257,13 @@ class SharedMemory:
         return [part[:len(numbers)].tolist() for part in parts]
 
 
+def read_only_view(whole: np.ndarray) -> np.ndarray:
+    """Return a read-only view of a shared array: writes would be visible to every rank."""
+    view = whole.view()
+    view.setflags(write=False)
+    return view
+
+
 def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
     """View the slots as arrays of a dtype, which may leave bytes at the end."""
     whole = MESSAGE_BYTES // dtype.itemsize * dtype.itemsize

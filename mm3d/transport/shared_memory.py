@@ -27,7 +27,7 @@ from mm3d.transport import call_check, sums
 from mm3d.transport.barrier import NO_ROOM
 from mm3d.transport.call_check import Call
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
+from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory, read_only_view
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class SharedTransport(MpiTransport):
         lease = self._find_lease(a)
         if lease is not None and lease.along == divided.along:
             if self.memory.synchronize(divided.call, lease.item):
-                return _read_only_view(a.base)
+                return read_only_view(a.base)
         elif divided.block_bytes <= self._message_bytes:
             parts = self.memory.all_gather(a, divided.call)
             if parts is not None:
@@ -149,7 +149,7 @@ class SharedTransport(MpiTransport):
             if whole is not None:
                 self._copy(a, whole[divided.own])
             if self.memory.synchronize(divided.call, region):
-                return _read_only_view(self._lend(whole, region)[0])
+                return read_only_view(self._lend(whole, region)[0])
         # Some blocks were placed and some were not, or there was no room: copy all to new memory.
         return self.all_gather(self._copy(a, self.block(a.shape, a.dtype, dim, counts)), dim,
                                counts)
@@ -196,12 +196,6 @@ class SharedTransport(MpiTransport):
         self._moved += len(others) * part.size
         return part
 
-    def _copy(self, a: Array, place: Array) -> Array:
-        """Copy `a` to `place`."""
-        place[...] = a
-        self._moved += a.size
-        return place
-
     def all_reduce(self, a: Array) -> Array:
         if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
@@ -229,7 +223,7 @@ class SharedTransport(MpiTransport):
                 self._copy(a, whole)
             self.memory.synchronize(call, region)
         whole, _ = self._lend(whole, region)
-        return a if self.rank == root else _read_only_view(whole)
+        return a if self.rank == root else read_only_view(whole)
 
     def reduce(self, a: Array, root: int) -> Array | None:
         call = call_check.encode_call(call_check.REDUCE, a.dtype, a.shape, root)
@@ -338,10 +332,3 @@ def _mark_placed(whole: Array, lease: _SharedLease, divided: _Divided) -> Array:
     part = whole[divided.own]
     lease.handed_out, lease.along = weakref.ref(part), divided.along
     return part
-
-
-def _read_only_view(whole: Array) -> Array:
-    """Return a read-only view of an array of all ranks: writes would be visible to every rank."""
-    view = whole.view()
-    view.setflags(write=False)
-    return view

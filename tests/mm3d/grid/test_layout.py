@@ -6,7 +6,6 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.grid.activations import Space
 from mm3d.grid.shape import GridShape
 from reference import SHAPES, block, every_grid, grids, integers, on_grid
 
@@ -55,12 +54,6 @@ def test_blocks_need_the_shape_of_a_grid_and_no_ranks():
         mm3d.Layout("s,x").local_shape(shape, (7, 9))
     with pytest.raises(ValueError, match="names the direction 'z'.* it has d, s, x"):
         mm3d.Layout("z,x").local_shape(shape, (7, 9), shape.coordinates(0))
-
-
-def test_blocks_of_activations_need_the_shape_of_a_grid_and_no_ranks():
-    space = Space(GridShape("dxyz", (2, 2, 2, 3)), 4, 6, "xy,", "z", "zx@y")
-    assert [space.local_shape(15, unit=3, coords=coords)
-            for coords in space.grid.all_coordinates()] == [(1, 6, 6), (1, 6, 6), (1, 6, 3)] * 8
 
 
 @every_grid

@@ -196,6 +196,10 @@ class Undivided(SerialProduct):
 
     backward_input, backward_weights = Product.backward_input, Product.backward_weights
 
+    def backward(self, dC, B, saved):
+        dA, operands = SerialProduct.backward_input(self, dC, B, saved)
+        return dA, SerialProduct.backward_weights(self, operands)
+
 
 def test_a_product_that_does_not_say_how_is_not_divided():
     """Its backward is done in the first half, and what is kept is the gradient of the weight."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.tracing import status_board, watchdog
+from mm3d.grid.agreement import format_ranks
+from mm3d.tracing import status_board
 from mm3d.tracing.watchdog import Watchdog, is_stalled
 from support import run_python, run_ranks
 
@@ -191,8 +192,8 @@ sys.exit(status)
 
 
 def test_ranks_are_named_in_runs():
-    assert watchdog.format_ranks([3]) == "rank 3" and watchdog.format_ranks([0, 1]) == "ranks 0, 1"
-    assert watchdog.format_ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"
+    assert format_ranks([3]) == "rank 3" and format_ranks([0, 1]) == "ranks 0, 1"
+    assert format_ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
