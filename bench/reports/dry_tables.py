@@ -2,9 +2,10 @@
 
 from collections import Counter, defaultdict
 
+from bench.cases.variants import itemsize
 from bench.prediction import machine_model
 from bench.prediction.kernels import priced
-from bench.prediction.memory_fit import state_bytes
+from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.seconds import TERMS, trace_terms
 from bench.document import Column, Number, Table, number_cell
 from mm3d.model.stack import Stack
@@ -127,22 +128,27 @@ def state_table(stored: int, data: int, dtype: str, divided: int = 0,
         Number of groups of replicas that together hold all of these experts; ZeRO divides them
         further among the groups.
     """
-    size = {"float64": 8, "float32": 4}.get(dtype, 2)
-    narrow, rows = size == 2, []
-    kinds = {"value": size, "gradient": size, "master": 4 * narrow,
-             "moments": 2 * max(size, 4)}
+    narrow, rows = itemsize(dtype) == 2, []
     for zero, name in enumerate(("0: replicas", "1: optimizer", "2: and gradients",
                                  "3: and parameters")):
-        def count(**bytes_of: int) -> Number:
-            each, of_experts = (state_bytes(zero, parts, **dict.fromkeys(kinds, 0) | bytes_of)
-                                for parts in (data, groups))
-            return _count(round((each * (stored - divided) + of_experts * divided) / (2 * size)))
-        rows.append([name, *(count(**{kind: number}) for kind, number in kinds.items()),
-                     count(**kinds), *[count(**kinds | {"gradient": 4})] * narrow])
+        kinds = state_of(stored, dtype, zero, data, divided, groups)
+        every = sum(kinds.values())
+        if narrow:    # as in values
+            kinds["gradients"] /= 2
+        rows.append([name, *(_count(round(count)) for count in (
+            *kinds.values(), sum(kinds.values()), *[every] * narrow))])
     wide = [Column("all, float32 gradients")] if narrow else []
     note = "; mm3d's gradients are float32 where there are masters" * narrow
     return Table(f"State of this rank in bytes: {data} replicas, AdamW, by stage of ZeRO{note}", [
         *map(Column, ("stage", "values", "gradients", "masters", "moments", "all")), *wide], rows)
+
+
+def state_of(stored: int, dtype: str, zero: int, data: int, divided: int,
+             groups: int) -> dict[str, float]:
+    """Return the result of `state_by_kind`; arguments as of `state_table`."""
+    parts = [state_by_kind(dtype, count / (2 * itemsize(dtype)), zero, shards)
+             for count, shards in ((stored - divided, data), (divided, groups))]
+    return {name: sum(one[name] for one in parts) for name in parts[0]}
 
 
 def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:

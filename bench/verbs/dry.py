@@ -152,11 +152,10 @@ def _judge_training(trace: Trace, arguments: argparse.Namespace,
 
     ZeRO 2 and 3 are not considered: gradients and parameters are counted whole.
     """
-    groups = arguments.data // arguments.expert_parallel
-    found = [trace.peak + sum(memory_fit.optimizer_bytes(part, arguments.dtype, zero, shards)
-                              for part, shards in (
-                                  (trace.parameters - trace.divided, arguments.data),
-                                  (trace.divided, groups))) for zero in (0, 1)]
+    states = (dry_tables.state_of(trace.parameters, arguments.dtype, zero, arguments.data,
+                                  trace.divided, arguments.data // arguments.expert_parallel)
+              for zero in (0, 1))
+    found = [trace.peak - trace.parameters + sum(one.values()) for one in states]
     said = [f"{memory_fit.format_gib(one)} with ZeRO {zero}, which "
             f"{'fits' if one <= limit else 'does not fit'}" for zero, one in enumerate(found)]
     return found[1] <= limit, (f"at the peak of this rank, in training by AdamW, of "
