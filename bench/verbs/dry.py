@@ -12,7 +12,6 @@ from bench.prediction.pipeline_model import PASSES, PipelineModel
 from bench.prediction.planner import TraceOf
 from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
-from bench.reports.experts import dry as dry_experts
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                                             trace.divided,
                                             arguments.data // arguments.expert_parallel))
     if experts:
-        parts.append(dry_experts.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
+        parts.append(dry_tables.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
     fits = True
     if limit and arguments.data is not None:
         fits, line = _judge_training(trace, arguments, limit)
@@ -198,7 +197,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_experts.expert_notes(experts, trace, data, model.micro.tokens))
+        parts.append(dry_tables.expert_notes(experts, trace, data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
         whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))

@@ -9,17 +9,14 @@ from typing import Iterable
 from bench.errors import UsageError, as_usage_error
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
-from bench.prediction.costs.layer_costs import list_layer_costs
-from bench.prediction.costs.printed_costs import list_costs
+from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
 from bench.prediction.model_file import ModelFile
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
-from bench.reports import predicted_pipelines
-from bench.reports.experts import dry as dry_experts
+from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.plans import training_plans
+from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
 from bench.reports.plans.plan_tables import plan_remarks, plan_table
-from bench.reports.products.layer_costs import layer_costs_parts
-from bench.reports.products.printed_costs import printed_costs_parts
 from bench.reports.figures import style
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
@@ -139,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts = [machine.described, title, plan_table(shown, fits),
              plan_remarks(found, sizes, ranks, took, experts is not None)]
     if experts:
-        parts.append(dry_experts.plan_notes(experts))
+        parts.append(dry_tables.plan_notes(experts))
     if arguments.costs:
         parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
         parts += layer_costs_parts(*list_layer_costs(ranks, sizes), ranks, sizes)
@@ -280,6 +277,6 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     found = pipeline_seconds.plan_pipelines(best, machine)
     parts = [machine.described, *predicted_pipelines.plan_parts(found, len(every))]
     if stack.experts:
-        parts.append(dry_experts.plan_notes(stack.experts))
+        parts.append(dry_tables.plan_notes(stack.experts))
     arguments.show(parts)
     return 0
