@@ -15,8 +15,7 @@ from bench.records.folder import (FolderContents, Results, is_crowded, most_over
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.records.notes import describe_cluster, describe_libraries, split_checks
-from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
-                           wire_rows)
+from bench.reports import certainty, emulated, merit_rows, micro_tables, speed_ups
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -55,7 +54,7 @@ def preset_parts(results: Results) -> list[Part]:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     if emulated.waited_rows(results):    # their predictions need imports that other tables do not
         parts += import_module("bench.reports.emulation.tables").emulated_parts(results)
-    parts += wire_rows.wire_parts(results)
+    parts += merit_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),

@@ -4,10 +4,11 @@ A fault is what one does to the tensors of a step: which part of a sum is missin
 stale.  Each is simulated on one rank, from the exact parts of the sums that ranks would hold.
 """
 
+import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
@@ -17,13 +18,13 @@ from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
-from bench.experiments.dump.places import mask_names
+from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
 from bench.experiments.dump.reported import REPORTED
-from bench.experiments.dump.tensor_files import number_type
+from bench.experiments.dump.tensor_files import number_type, write_tensors
 from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
 from bench.experiments.dump.workshop import Workshop
-from bench.experiments.dump.writing import write_dump
 from mm3d.config import Model
+from mm3d.hugging_face.config_file import config_of
 from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.architecture import Architecture
 from mm3d.model.experts.layer import Experts
@@ -109,6 +110,46 @@ def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> Dump:
     start = replace(shop.start, masks=masks or shop.start.masks)
     steps = {place: a for place, a in tensors.items() if place.kind != "mask"}
     return read_dump(write_dump(folder, start, steps, {"optimizer": shop.optimizer}))
+
+
+def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str, Any]) -> Path:
+    """Write a dump; return its folder.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder, which is made.
+    start : Start
+        The model, its weights, and the batch.
+    tensors : dict of Place to ndarray
+        What was computed: of the type of the model, gradients and weights of that of masters.
+    about : mapping
+        The contents of ``dump.json``, beside what the model says.
+    """
+    folder.mkdir(parents=True)
+    model = start.model
+    more = {"dtype": model.dtype, "ignored": model.ignored} | (
+        {"dropout": model.dropout} if model.dropout else {})
+    config = config_of(model) | ({"activation_function": "gelu"} if start.erf else {})
+    for name, content in (("config", config), ("dump", more | about)):
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    computed, kept = number_type(model.dtype), number_type(model.master or model.dtype)
+    files: dict[str, dict[str, np.ndarray]] = {
+        "weights": {name: a.astype(kept) for name, a in start.weights.items()},
+        "batch": {"tokens": start.tokens, "targets": start.targets},
+        "masks": {name: np.asarray(a, bool) for name, a in start.masks.items()}, SCALARS: {}}
+    for place, a in tensors.items():
+        if place.kind in (LOSS, NORM):
+            files[SCALARS][place.kind] = np.asarray(a, kept)
+        else:
+            narrow = place.kind in ("activation", "activation gradient")
+            files.setdefault(FILES[place.kind], {})[place.name] = np.asarray(
+                a, computed if narrow else kept)
+    for name, some in files.items():
+        if some:
+            write_tensors(folder / f"{name}.safetensors", some)
+    return folder
 
 
 def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Found]:
