@@ -10,7 +10,6 @@ from bench.checks import layer_residuals
 from bench.errors import UsageError
 from bench.prediction import memory_fit
 from bench.reports.merit_rows import recomputation_notes
-from bench.validation import rules
 from mm3d.model.recomputation import POLICIES
 from mm3d.model.stack import Stack
 from mm3d.tracing import dry_run
@@ -87,15 +86,6 @@ def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypat
 def rows(name="3d"):
     """A row of a table, as a made-up run."""
     return made_up(next(row for row in select_rows("weak", name) if row.gpus == 64))
-
-
-def test_files_say_the_policy_and_those_of_before_had_none():
-    run = rows()
-    assert not [*rules.check_recomputation(run)] and rules.recorded_policy(run) == "none"
-    run.configuration["recompute"] = "full"
-    assert not [*rules.check_recomputation(run)] and rules.recorded_policy(run) == "full"
-    run.configuration["recompute"] = "some"
-    assert "recompute='some' is unknown" in next(rules.check_recomputation(run))
 
 
 def test_tables_say_which_rows_recompute():
