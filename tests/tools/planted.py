@@ -12,23 +12,21 @@ from typing import Any, Iterator, Mapping
 
 import numpy as np
 
-from bench.document import Column, Rows, Table
-from bench.experiments.dump import faults
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
-from bench.experiments.dump.reported import REPORTED
 from bench.experiments.dump.tensor_files import number_type, write_tensors
 from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
-from bench.experiments.dump.workshop import Workshop
 from mm3d.config import Model
 from mm3d.hugging_face.config_file import config_of
 from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.architecture import Architecture
 from mm3d.model.experts.layer import Experts
 from mm3d.pretrained.loading import model_pieces
+from planted_faults import Fault
+from workshop import Workshop
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
@@ -57,7 +55,7 @@ class Found:
         The cause that was named; "" where nothing was found.
     """
 
-    fault: faults.Fault
+    fault: Fault
     verdict: Verdict
     cause: str
 
@@ -152,7 +150,7 @@ def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str,
     return folder
 
 
-def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Found]:
+def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:
     """Plant faults in right steps, write and read these as dumps, and judge them."""
     with tempfile.TemporaryDirectory() as folder:
         shops: dict[str, Workshop] = {}
@@ -166,17 +164,3 @@ def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Fo
                     start_of(dump), comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
             yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
-
-
-def plant_all(comm: Any, dtype: str = "float32") -> Table:
-    """Plant all faults; return the table of what was found."""
-    found = list(judge_faults(faults.FAULTS + REPORTED, dtype, comm))
-    rows: Rows = [[one.fault.what, str(one.verdict.first.place) if one.verdict.first else "none",
-                   f"{one.verdict.first.ratio:.1e}" if one.verdict.first else "-",
-                   one.cause.partition(":")[0], one.right_in, one.fault.report] for one in found]
-    columns = [Column("fault", align="<"), Column("first tensor outside", align="left"),
-               Column("envelopes"), Column("cause that was named", align="<"),
-               Column("right", align="<"), Column("report", align="<")]
-    return Table(f"{len(found)} faults planted in steps in {dtype}, "
-                 f"{sum(one.right_in != 'neither' for one in found)} found at their tensor",
-                 columns, rows)
