@@ -4,7 +4,6 @@ import argparse
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Iterable
 
 from bench.errors import UsageError, as_usage_error
 from bench.prediction import machine_model, pipeline_seconds, planner
@@ -150,8 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _trainings(arguments: argparse.Namespace) -> int:
     """Print the plans of whole trainings; return 0."""
     _require(arguments, *SUCH)
-    _refuse(arguments, OF_LAYERS,
-            "with --gpus the plan says it; leave it, or --gpus and --model, out")
+    options.refuse(arguments, OF_LAYERS,
+                   "with --gpus the plan says it; leave it, or --gpus and --model, out")
     asked = model_options.words_of(arguments)
     gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
@@ -180,8 +179,8 @@ def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
     from bench.reports.plans.rule_tables import rule_parts
-    _refuse(arguments, ("gpus", "model", "all", "experts", *SIZES, *OF_LAYERS),
-            f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
+    options.refuse(arguments, ("gpus", "model", "all", "experts", *SIZES, *OF_LAYERS),
+                   f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
     with StatusLine() as status:
@@ -195,8 +194,8 @@ def _map(arguments: argparse.Namespace) -> int:
     from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
     from bench.reports.plans.kind_map import map_parts
     _require(arguments, "model", "batch")
-    _refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
-            "with --map the plans say it; leave it, or --map, out")
+    options.refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
+                   "with --map the plans say it; leave it, or --map, out")
     if max(arguments.map) > MOST_RANKS:
         raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
     gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
@@ -217,8 +216,8 @@ def _contexts(arguments: argparse.Namespace) -> int:
     from bench.prediction.meshes.context_ways import Asked, LENGTHS, list_places
     from bench.reports.plans.context_ways import context_parts
     _require(arguments, "model")
-    _refuse(arguments, ("gpus", "all", "batch", "layers", *OF_LAYERS),
-            "with --contexts one sequence of one layer is counted; leave it, or --contexts, out")
+    options.refuse(arguments, ("gpus", "all", "batch", "layers", *OF_LAYERS), (
+        "with --contexts one sequence of one layer is counted; leave it, or --contexts, out"))
     if max(arguments.contexts) > MOST_CONTEXT or min(arguments.contexts) < 2:
         raise UsageError(f"--contexts {','.join(map(str, arguments.contexts))}: numbers from 2 to "
                          f"{MOST_CONTEXT} would do")
@@ -237,13 +236,6 @@ def _require(arguments: argparse.Namespace, *names: str) -> None:
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing to plan a training: --{name} {SUCH[name]} "
                              f"would do")
-
-
-def _refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
-    """Raise UsageError if one of these options was given."""
-    for name in names:
-        if value := getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: {remedy}")
 
 
 def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
