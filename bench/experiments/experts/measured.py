@@ -25,14 +25,13 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
+from bench.records.kinds.experts import KINDS
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.launcher import wait_patiently
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.tracing.events import PHASES
 
-KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
-         "PyTorch grouped")
 PARTS = ("router", "dispatch", "experts", "combine")
 # The parts of a phase in their order, each with the mark that ends it; the last ends the phase.
 ORDER = {"forward": (("router", "routed"), ("dispatch", "arrived"), ("experts", "leaving"),
