@@ -13,7 +13,7 @@ from functools import cache
 from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_by_kind
-from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import (PredictedPipeline, Spent, fullest_stage,
                                                predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
@@ -273,7 +273,7 @@ def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]
     "activations" is all else at the peak, buffers and intermediate arrays among them.  `ends` is
     as of `fullest_stage`.
     """
-    _, peak = fullest_stage(shortened(model), optimizer=True, ends=ends)
+    _, peak = fullest_stage(model, optimizer=True, ends=ends)
     found = state_of_rank(model)
     return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
 
@@ -283,14 +283,3 @@ def state_of_rank(model: PipelineModel) -> dict[str, float]:
     parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
              for count, shards in zip(parameters_of_rank(model), shards_of(model))]
     return {name: sum(one[name] for one in parts) for name in parts[0]}
-
-
-def shortened(model: PipelineModel) -> PipelineModel:
-    """Return the model with fewer micro-batches, which need as much memory."""
-    schedule = model.schedule
-    most = schedule.ranks + 1 if model.named in ("1f1b", "zb-h1") else 2 * schedule.ranks
-    fewer = min(schedule.microbatches, most)
-    if fewer == schedule.microbatches or not model.named:
-        return model
-    return replace(model, schedule=build_once(model.named, schedule.ranks, fewer),
-                   stack=replace(model.stack, batch=model.micro.batch * fewer))

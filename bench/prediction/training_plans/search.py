@@ -18,7 +18,7 @@ from bench.prediction.training_plans.dimensions import changed, describe, search
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
 from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                            predict_step, shortened, state_of_rank)
+                                            predict_step, state_of_rank)
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
@@ -55,7 +55,7 @@ class TrainingPlan:
     @property
     def fullest(self) -> int:
         """Return the stage of the rank that `memory` is of."""
-        return fullest_stage(shortened(self.model), optimizer=True, ends=self.ends)[0]
+        return fullest_stage(self.model, optimizer=True, ends=self.ends)[0]
 
     @property
     def seconds(self) -> float:
