@@ -274,12 +274,7 @@ def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]
     as of `fullest_stage`.
     """
     _, peak = fullest_stage(model, optimizer=True, ends=ends)
-    found = state_of_rank(model)
-    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
-
-
-def state_of_rank(model: PipelineModel) -> dict[str, float]:
-    """Return the result of `state_by_kind` for the rank of `parameters_of_rank`."""
     parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
              for count, shards in zip(parameters_of_rank(model), shards_of(model))]
-    return {name: sum(one[name] for one in parts) for name in parts[0]}
+    found = {name: sum(one[name] for one in parts) for name in parts[0]}
+    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
