@@ -26,7 +26,7 @@ class Interval(NamedTuple):
         In the unit of the samples.
     confidence : float
         The probability that the interval contains the median of the distribution, if samples are
-        independent: at least the requested one, or less if there are too few samples.
+        independent: at least `CONFIDENCE`, or less if there are too few samples.
     """
 
     median: float
@@ -39,9 +39,9 @@ class Interval(NamedTuple):
         """``high - low`` as a fraction of the median."""
         return (self.high - self.low) / abs(self.median) if self.median else math.inf
 
-    def within(self, width: float, confidence: float = CONFIDENCE) -> bool:
-        """Return whether the interval has this confidence and is no wider than this fraction."""
-        return self.confidence >= confidence and self.width <= width
+    def within(self, width: float) -> bool:
+        """Return whether the interval has `CONFIDENCE` and is no wider than this fraction."""
+        return self.confidence >= CONFIDENCE and self.width <= width
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,12 @@ class Difference:
     p: float
 
 
-def median_interval(samples: Sequence[float] | np.ndarray,
-                    confidence: float = CONFIDENCE) -> Interval:
+def median_interval(samples: Sequence[float] | np.ndarray) -> Interval:
     """Compute the median of `samples` and an interval that contains the distribution's median.
 
     The number of samples below the true median is binomial (n, 1/2), whatever the distribution:
     the j-th least and the j-th greatest sample enclose it with the probability
-    1 - 2 P(Bin(n, 1/2) < j).  The largest j that gives `confidence` is taken; with fewer than six
+    1 - 2 P(Bin(n, 1/2) < j).  The largest j that gives `CONFIDENCE` is taken; with fewer than six
     samples none gives 95 %, and the interval is that of the least and the greatest, with the
     confidence that it has.
 
@@ -78,8 +77,6 @@ def median_interval(samples: Sequence[float] | np.ndarray,
     ----------
     samples : sequence of float
         At least one, independent of each other.
-    confidence : float
-        The least probability, below 1.
 
     Raises
     ------
@@ -94,7 +91,7 @@ def median_interval(samples: Sequence[float] | np.ndarray,
     j, term, below = 1, 1, 1
     while 2 * (j + 1) <= n + 1:
         term = term * (n - j + 1) // j
-        if 1 - 2 * (below + term) / 2 ** n < confidence:
+        if 1 - 2 * (below + term) / 2 ** n < CONFIDENCE:
             break
         j, below = j + 1, below + term
     return Interval(float(np.median(ordered)), float(ordered[j - 1]), float(ordered[n - j]),
@@ -164,25 +161,21 @@ def adjust_by_holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def geometric_mean_interval(samples: Sequence[float] | np.ndarray,
-                            confidence: float = CONFIDENCE) -> tuple[float, float]:
+def geometric_mean_interval(samples: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Compute the bounds of an interval of the geometric mean, by Student's t on logarithms.
 
     Parameters
     ----------
     samples : sequence of float
         At least two, greater than 0, independent of each other; their logarithms are normal.
-    confidence : float
-        The probability that the interval contains the geometric mean of the distribution.
     """
     from scipy.special import stdtrit    # not needed by ranks that only measure
     logs = np.log(np.asarray(samples, np.float64))
-    half = stdtrit(logs.size - 1, (1 + confidence) / 2) * logs.std(ddof=1) / math.sqrt(logs.size)
+    half = stdtrit(logs.size - 1, (1 + CONFIDENCE) / 2) * logs.std(ddof=1) / math.sqrt(logs.size)
     return math.exp(logs.mean() - half), math.exp(logs.mean() + half)
 
 
-def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
-                 confidence: float = CONFIDENCE) -> list[Difference]:
+def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Difference]:
     """Compute the ratio of the times of two sides of runs, case by case.
 
     A run gives one number a case, the median of its repetitions.  Repetitions of one run share
@@ -203,13 +196,11 @@ def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
     ----------
     pairs : sequence of (sequence of float, sequence of float)
         For each case the medians of the runs of both sides, in seconds, at least two of each.
-    confidence : float
-        The confidence of each single interval.
 
     Returns
     -------
     list of Difference
-        The second side over the first.
+        The second side over the first, each with its own interval at `CONFIDENCE`.
 
     Raises
     ------
@@ -224,13 +215,12 @@ def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
     logs = [[np.log(side) for side in pair] for pair in sides]
     freedom = sum(side.size - 1 for pair in logs for side in pair)
     common = sum(side.var() * side.size for pair in logs for side in pair) / max(1, freedom)
-    found = [_welch(*pair, common, confidence) for pair in logs]
+    found = [_welch(*pair, common) for pair in logs]
     corrected = adjust_by_holm([one.p for one in found])
     return [replace(one, p=p) for one, p in zip(found, corrected)]
 
 
-def _welch(first: np.ndarray, second: np.ndarray, common: float,
-           confidence: float) -> Difference:
+def _welch(first: np.ndarray, second: np.ndarray, common: float) -> Difference:
     """Do Welch's test of two sets of logarithms whose variances are at least `common`."""
     own = np.array([side.var(ddof=1) / side.size for side in (first, second)])
     freedom = (float(own.sum() ** 2 / sum(v ** 2 / (side.size - 1) for v, side in
@@ -240,43 +230,10 @@ def _welch(first: np.ndarray, second: np.ndarray, common: float,
     shift = float(second.mean() - first.mean())
     if error == 0:
         return Difference(math.exp(shift), math.exp(shift), math.exp(shift), float(shift == 0))
-    reach = _student_quantile(1 - confidence, freedom) * error
+    from scipy.special import stdtr, stdtrit    # not needed by ranks that only measure
+    reach = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
     return Difference(math.exp(shift), math.exp(shift - reach), math.exp(shift + reach),
-                      student_tails(shift / error, freedom))
-
-
-def student_tails(t: float, freedom: float) -> float:
-    """Return the probability that Student's t with `freedom` degrees is as far from 0 as `t`."""
-    return _beta(freedom / (freedom + t * t), freedom / 2, 0.5)
-
-
-def _student_quantile(tails: float, freedom: float) -> float:
-    """Return the t > 0 for which the tails beyond -t and t together have probability `tails`."""
-    low, high = 0.0, 1.0
-    while student_tails(high, freedom) > tails:
-        low, high = high, 2 * high
-    while high - low > 1e-7 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tails(middle, freedom) > tails else (low, middle)
-    return high
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """Compute the regularized incomplete beta function by the continued fraction DLMF 8.17.22."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):    # where the fraction converges slowly
-        return 1 - _beta(1 - x, b, a)
-    scale = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b)
-                     - math.lgamma(a) - math.lgamma(b)) / a
-    # From the last term to the first; further terms are below the precision of float64.
-    fraction = 1.0
-    for n in range(30 + int(4 * math.sqrt(max(a, b))), 0, -1):
-        m, odd = divmod(n, 2)
-        term = (-(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)) if odd else
-                m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)))
-        fraction = 1 + term / fraction
-    return scale / fraction
+                      2 * float(stdtr(freedom, -abs(shift / error))))
 
 
 def bounds_of_one_more(sizes: Sequence[float], largest: Sequence[float], parts: np.ndarray,

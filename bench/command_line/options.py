@@ -1,10 +1,10 @@
 """Define the options that several verbs share, and the types of options."""
 
 import argparse
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 
 from bench.command_line.number_types import MOST, refused, whole
-from bench.errors import in_options
+from bench.errors import UsageError, in_options
 from mm3d.model.recomputation import parse_policy
 from mm3d.names import find_name
 
@@ -103,6 +103,17 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     """Add ``--pictures``, the folder of figures."""
     parser.add_argument("--pictures", metavar="DIR",
                         help="also draw the figures into this folder")
+
+
+def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
+    """Raise UsageError if one of these options was given, with its value as it was written."""
+    def as_given(value: Any) -> str:
+        if isinstance(value, tuple):
+            return "x".join(map(str, value))
+        return ",".join(map(as_given, value)) if isinstance(value, list) else str(value)
+    for name in names:
+        if value := getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} {as_given(value)}: {remedy}")
 
 
 def recompute(text: str) -> str:

@@ -118,25 +118,24 @@ def state_bytes(zero: int, shards: int, value: int = 2, gradient: int = 2,
     return value * divided[0] + gradient * divided[1] + (master + moments) * divided[2]
 
 
-def optimizer_bytes(parameters: float, dtype: str, zero: int = 0, shards: int = 1) -> float:
-    """Return the bytes that training by AdamW adds to values and gradients of `dtype` on a rank.
-
-    There are two moments per parameter; types of 16 bits also have float32 masters and gradients
-    of twice the width.
+def state_by_kind(dtype: str, parameters: float, zero: int = 0,
+                  shards: int = 1) -> dict[str, float]:
+    """Return the bytes of a rank's values, gradients, masters and moments in training by AdamW.
 
     Parameters
     ----------
-    parameters : float
-        Bytes of the rank's values and gradients, undivided among replicas.
     dtype : str
-        Their type.
+        The type of values; 16 bits have masters in float32, and gradients as wide.
+    parameters : float
+        Of a rank, undivided among replicas.
     zero, shards : int
         The stage of ZeRO, and the replicas that divide a copy of the model.
     """
     size = itemsize(dtype)
-    narrow = size == 2
-    return parameters / (2 * size) * state_bytes(zero, shards, 0, 2 * narrow, 4 * narrow,
-                                                 2 * max(size, 4))
+    wide = max(size, 4)
+    kinds = {"values": (size, 0, 0, 0), "gradients": (0, wide, 0, 0),
+             "masters": (0, 0, 4 * (size == 2), 0), "moments": (0, 0, 0, 2 * wide)}
+    return {name: parameters * state_bytes(zero, shards, *of) for name, of in kinds.items()}
 
 
 def format_gib(count: float) -> str:

@@ -20,7 +20,7 @@ from bench.prediction.chunk_events import events_of_chunk, run_few
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
-from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
+from bench.prediction.pipeline_model import PASSES, PipelineModel
 from bench.prediction.seconds import (REPLICAS, Terms, achieved_seconds, trace_terms,
                                       with_strides)
 from mm3d.grid.shape import GridShape
@@ -32,7 +32,6 @@ from mm3d.training.schedules.clock import Timeline, pairs
 from mm3d.training.schedules.memory import peak_in_flight
 
 Steps = tuple[Fraction, ...]    # seconds by stage
-FEWEST_STAGES = 2    # from which on each further one adds as many bytes to the peak
 ONE_CHUNK = ("1f1b", "zb-h1")    # schedules whose backwards come in the order of the forwards
 
 
@@ -237,48 +236,12 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats
 
 
 def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
-    """Return the peak bytes of the first rank of a stage in a step, by dry runs.
+    """Return the peak bytes of the first rank of a stage in a step, by a dry run.
 
-    In the first and the last stage of many, each further stage, with the micro-batches that it has
-    in flight, adds what the one before has added (`shorter_steps`).
+    Of micro-batches that are alike few are run (`bench.prediction.chunk_events.run_few`).
     """
     prepare = run_few if model.schedule.chunks > 1 or model.named in ONE_CHUNK else None
-    shorter = shorter_steps(model, stage)
-    if shorter is None:
-        return model.whole_step(0, stage, 0, optimizer, prepare).peak
-    left, (two, three) = shorter
-    first, second = (one.whole_step(0, min(stage, one.schedule.ranks - 1), 0, optimizer,
-                                    prepare).peak for one in (two, three))
-    return second + left * (second - first)
-
-
-def shorter_steps(model: PipelineModel,
-                  stage: int) -> tuple[int, tuple[PipelineModel, PipelineModel]] | None:
-    """Return models of fewer stages whose peaks tell that of a stage; None where none do.
-
-    The rank has the same layers in all of them.
-
-    Returns
-    -------
-    (int, (PipelineModel, PipelineModel))
-        How many stages the model has more than the second of the two, which has one more than the
-        first.
-    """
-    schedule, named = model.schedule, model.named
-    stages, micro = schedule.ranks, schedule.microbatches
-    in_groups = named.startswith("interleaved") and micro % stages == 0    # of a micro-batch each
-    left = (stages if in_groups else min(stages, micro)) - FEWEST_STAGES - 1
-    if (left < 1 or not in_groups and named not in ONE_CHUNK
-            or stage not in (0, stages - 1) or len({*model.grids}) > 1):
-        return None
-    own = sum(len(model.parts[part]) for part in schedule.stages[stage])
-
-    def of(count: int) -> PipelineModel:
-        each = micro // stages * count if in_groups else micro - (stages - count)
-        return replace(model, schedule=build_once(named, count, each), grids=model.grids[:count],
-                       stack=replace(model.stack, layers=own * count,
-                                     batch=model.micro.batch * each))
-    return left, (of(stages - left - 1), of(stages - left))
+    return model.whole_step(0, stage, 0, optimizer, prepare).peak
 
 
 def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.cases.variants import VARIANT_DTYPES
 from bench.errors import UsageError
+from bench.least_squares import solve_bounded
 from bench.prediction.machine_model import Achieved, Machine, missing_rate
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import TERMS
@@ -35,6 +36,7 @@ OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks"
             "tied": "yes", "overlap": "no", "dtype": "float16", "zero": "0"}
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
+BOUNDS = 0.3, 4.0        # of the factor of a term in a round
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,10 @@ def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
         parts = np.array([_parts(one, machine) for one in outcomes])
         measured = np.array([one.row.seconds for one in outcomes])
         rest = np.array([one.step.seconds for one in outcomes]) - parts.sum(axis=1)
-        inverse = _least_squares(parts / measured[:, None], 1 - rest / measured)
+        shares, inverse = parts / measured[:, None], np.ones(len(TERMS))
+        taken = np.abs(shares).max(axis=0) > 1e-3    # by some row
+        inverse[taken] = solve_bounded(shares[:, taken], 1 - rest / measured - shares[
+            :, ~taken].sum(axis=1), *BOUNDS)
         now = np.array([getattr(machine.achieved, term) for term in TERMS])
         machine = msgspec.structs.replace(machine, achieved=Achieved(**{
             term: float(np.clip(value, LEAST_ACHIEVED, 1.0))
@@ -240,23 +245,3 @@ def _parts(one: Outcome, machine: Machine) -> list[float]:
     found[hop] += shares["hops"]
     found["network" if one.row.gpus > machine.ranks_per_node else "node"] += shares["replicas"]
     return [found[term] for term in TERMS]
-
-
-def _least_squares(a: np.ndarray, b: np.ndarray, least: float = 0.3,
-                   most: float = 4.0) -> np.ndarray:
-    """Return the factors within bounds that minimize the squares of a x - b.
-
-    Factors at a bound are held there, and the others fitted again.
-    """
-    x, free = np.ones(a.shape[1]), np.ones(a.shape[1], bool)
-    free &= np.abs(a).max(axis=0) > 1e-3    # a term that no row has
-    for _ in range(a.shape[1]):
-        if not free.any():
-            break
-        x[free] = np.linalg.lstsq(a[:, free], b - a[:, ~free] @ x[~free], rcond=None)[0]
-        outside = free & ((x < least) | (x > most))
-        if not outside.any():
-            break
-        x = np.clip(x, least, most)
-        free &= ~outside
-    return x

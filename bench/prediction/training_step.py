@@ -12,8 +12,8 @@ from functools import cache
 
 from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
-from bench.prediction.memory_fit import state_bytes
-from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.memory_fit import state_by_kind
+from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.pipeline_seconds import (PredictedPipeline, Spent, fullest_stage,
                                                predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
@@ -279,43 +279,8 @@ def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]
     "activations" is all else at the peak, buffers and intermediate arrays among them.  `ends` is
     as of `fullest_stage`.
     """
-    _, peak = fullest_stage(shortened(model), optimizer=True, ends=ends)
-    found = state_of_rank(model)
-    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
-
-
-def state_of_rank(model: PipelineModel) -> dict[str, float]:
-    """Return the result of `state_by_kind` for the rank of `parameters_of_rank`."""
+    _, peak = fullest_stage(model, optimizer=True, ends=ends)
     parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
              for count, shards in zip(parameters_of_rank(model), shards_of(model))]
-    return {name: sum(one[name] for one in parts) for name in parts[0]}
-
-
-def state_by_kind(dtype: str, parameters: float, zero: int, shards: int) -> dict[str, float]:
-    """Return the bytes of a rank's values, gradients, masters and moments in training by AdamW.
-
-    Parameters
-    ----------
-    dtype : str
-        The type of values; 16 bits have masters in float32, and gradients as wide.
-    parameters : float
-        Of a rank, undivided among replicas.
-    zero, shards : int
-        The stage of ZeRO, and the replicas that divide a copy of the model.
-    """
-    size = itemsize(dtype)
-    wide = max(size, 4)
-    kinds = {"values": (size, 0, 0, 0), "gradients": (0, wide, 0, 0),
-             "masters": (0, 0, 4 * (size == 2), 0), "moments": (0, 0, 0, 2 * wide)}
-    return {name: parameters * state_bytes(zero, shards, *of) for name, of in kinds.items()}
-
-
-def shortened(model: PipelineModel) -> PipelineModel:
-    """Return the model with fewer micro-batches, which need as much memory."""
-    schedule = model.schedule
-    most = schedule.ranks + 1 if model.named in ("1f1b", "zb-h1") else 2 * schedule.ranks
-    fewer = min(schedule.microbatches, most)
-    if fewer == schedule.microbatches or not model.named:
-        return model
-    return replace(model, schedule=build_once(model.named, schedule.ranks, fewer),
-                   stack=replace(model.stack, batch=model.micro.batch * fewer))
+    found = {name: sum(one[name] for one in parts) for name in parts[0]}
+    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}

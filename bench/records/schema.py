@@ -15,11 +15,11 @@ from typing import Any, Callable, Container, Mapping, Sequence
 import numpy as np
 
 from bench.records import kinds
+from mm3d.model.recomputation import parse_policy
 
 MOST = 10 ** 12    # of whole numbers: counts made from sizes stay exact in a float
 MOST_LAYERS = 10 ** 4    # readers look at each layer alone
 UNKNOWN = "unknown"    # the commit where git cannot tell it
-POLICY = re.compile(r"none|selective|(full|uniform:[1-9][0-9]{0,9})([+]selective)?")
 INFINITE = re.compile(r"(\w+_)?loss|\w*difference")    # may be infinite: losses that diverged
 
 
@@ -29,6 +29,13 @@ def _whole(least: int, value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _is_policy(value: str) -> bool:
+    try:
+        return parse_policy(value).group_size <= MOST
+    except ValueError:
+        return False
 
 
 # Types of settings, named as the lists in settings.toml: a description, and a test of a value.
@@ -41,7 +48,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "panels": (f"a whole number of 0 to {MOST:.0e}, true or false",    # the last of older files
                lambda value: isinstance(value, bool) or _whole(0, value)),
     "policy": ("none, selective, full, uniform:N, or one of the last two with +selective",
-               lambda value: isinstance(value, str) and bool(POLICY.fullmatch(value))),
+               lambda value: isinstance(value, str) and _is_policy(value)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a text", lambda value: isinstance(value, str) and all(
         line.isprintable() for line in value.split("\n")))}

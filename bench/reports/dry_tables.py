@@ -2,11 +2,14 @@
 
 from collections import Counter, defaultdict
 
+from bench.cases.variants import itemsize
 from bench.prediction import machine_model
 from bench.prediction.kernels import priced
-from bench.prediction.memory_fit import state_bytes
+from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.seconds import TERMS, trace_terms
-from bench.document import Column, Number, Table, number_cell
+from bench.document import Column, Notes, Number, Table, number_cell
+from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
@@ -127,22 +130,27 @@ def state_table(stored: int, data: int, dtype: str, divided: int = 0,
         Number of groups of replicas that together hold all of these experts; ZeRO divides them
         further among the groups.
     """
-    size = {"float64": 8, "float32": 4}.get(dtype, 2)
-    narrow, rows = size == 2, []
-    kinds = {"value": size, "gradient": size, "master": 4 * narrow,
-             "moments": 2 * max(size, 4)}
+    narrow, rows = itemsize(dtype) == 2, []
     for zero, name in enumerate(("0: replicas", "1: optimizer", "2: and gradients",
                                  "3: and parameters")):
-        def count(**bytes_of: int) -> Number:
-            each, of_experts = (state_bytes(zero, parts, **dict.fromkeys(kinds, 0) | bytes_of)
-                                for parts in (data, groups))
-            return _count(round((each * (stored - divided) + of_experts * divided) / (2 * size)))
-        rows.append([name, *(count(**{kind: number}) for kind, number in kinds.items()),
-                     count(**kinds), *[count(**kinds | {"gradient": 4})] * narrow])
+        kinds = state_of(stored, dtype, zero, data, divided, groups)
+        every = sum(kinds.values())
+        if narrow:    # as in values
+            kinds["gradients"] /= 2
+        rows.append([name, *(_count(round(count)) for count in (
+            *kinds.values(), sum(kinds.values()), *[every] * narrow))])
     wide = [Column("all, float32 gradients")] if narrow else []
     note = "; mm3d's gradients are float32 where there are masters" * narrow
     return Table(f"State of this rank in bytes: {data} replicas, AdamW, by stage of ZeRO{note}", [
         *map(Column, ("stage", "values", "gradients", "masters", "moments", "all")), *wide], rows)
+
+
+def state_of(stored: int, dtype: str, zero: int, data: int, divided: int,
+             groups: int) -> dict[str, float]:
+    """Return the result of `state_by_kind`; arguments as of `state_table`."""
+    parts = [state_by_kind(dtype, count / (2 * itemsize(dtype)), zero, shards)
+             for count, shards in ((stored - divided, data), (divided, groups))]
+    return {name: sum(one[name] for one in parts) for name in parts[0]}
 
 
 def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
@@ -159,3 +167,51 @@ def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
                  f"{machine.memory_bytes / 2**30:.1f} GiB a rank): {machine.described}",
                  [Column("phase"), Column("seconds", align="."),
                   *(Column(term, align=".") for term in TERMS)], rows)
+
+
+def expert_notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
+    """State the assumed routing, and which words are counted between replicas.
+
+    Parameters
+    ----------
+    trace : Trace
+        The dry run.
+    """
+    every, capacity = data * tokens, capacity_of(experts, data * tokens)
+    share = every * experts.top / experts.count
+    lines = [f"The routing is assumed, not computed: of {every:,} tokens that are routed "
+             f"together, each to {experts.top} of {experts.count} experts, every expert gets "
+             f"{share:,.6g}. For that routing all counts are exact; a router that is trained "
+             f"chooses otherwise.",
+             "Nothing is dropped." if capacity is None else
+             f"An expert takes {capacity:,} pairs of token and choice at most (capacity "
+             f"{experts.capacity:g}); rows beyond are dropped, and not counted."]
+    kinds = {kind for moved in trace.traffic.values() for direction, kind in moved
+             if direction == "e"}
+    if trace.divided:
+        way = ("exchanged: an all-to-all of rows of tokens brings them to their experts, and "
+               "another one brings the results back, and the same for gradients"
+               if "all_to_all" in kinds else "gathered: all tokens come to all replicas, and "
+               "sums of the results are scattered")
+        lines.append(f"Direction e has the replicas that divide the experts. Rows are {way}. Its "
+                     f"other all-gathers move counts of choices.")
+    if data > 1:
+        lines.append("The sums of gradients over replicas are not in these tables.")
+    return Notes("About the experts (a model, not a run):", lines)
+
+
+def plan_notes(experts: ExpertOptions) -> Notes:
+    """Say what the plans of a model with experts assume."""
+    capacity = experts.capacity
+    dropped = ("nothing is dropped" if capacity is None else
+               f"capacity {capacity:g} drops hardly any then" if capacity >= 1 else
+               f"the rows that capacity {capacity:g} drops are left out of seconds")
+    return Notes("About the experts (a model, not a run):", [
+        f"{experts.count} experts in one of {experts.every} layers, top {experts.top}. Every "
+        f"expert is assumed to get equally many tokens, and {dropped}. They are all in each "
+        f"replica, divided by the scheme as any weight: no replicas divide them.",
+        "Plans are screened by closed forms, in which the products of all experts are as fast as "
+        "one and elementwise work is that of a model without experts; seconds and memory of the "
+        "best are from dry runs, in which neither is so. Words are exact where nothing is "
+        "dropped, else a bound; in 2.5d they lack sums over the layers. No lower bound is given "
+        "for products in which rows have weights of their own."])

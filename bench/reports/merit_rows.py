@@ -1,14 +1,17 @@
-"""Make a table with a line of figures of merit for each measured row."""
+"""Make tables of figures of merit, and of bytes on the wire, with a line for each row."""
 
 import math
 from typing import Iterable, Sequence
 
-from bench.cases.paper import Row, title
-from bench.records.folder import policy_of, row_of
+from bench.cases.paper import HEADINGS, Row, title
+from bench.records.folder import Results, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import merit, time_parts
-from bench.document import Column, Number, Rows, Table, number_cell
+from bench.reports.emulated import describe_clusters
+from bench.document import (Cell, Column, Notes, Number, Part, Rows, Table,
+                            number_cell)
+from mm3d.tracing.events import PHASES
 
 
 def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
@@ -79,3 +82,46 @@ def most_bytes(run: Run, name: str) -> float:
 def _rounded(value: float) -> Number:
     """Make a cell with three significant digits, integers in full."""
     return number_cell(value, ".0f" if abs(value) >= 1000 else "#.3g")
+
+
+def wire_parts(results: Results) -> list[Part]:
+    """Make the tables of the rows whose bytes between nodes were counted; none if there are none.
+    """
+    parts: list[Part] = []
+    for name, heading in HEADINGS.items():
+        found = [(row, run) for row in results.rows(name) if (run := results.get(row))
+                 and "wire" in run.groups]
+        if found:
+            parts.append(wire_table(f"{heading}: bytes of a step on the wire, "
+                                    f"{describe_clusters([run for _, run in found])}", found))
+    if parts:
+        parts.append(Notes("About the bytes on the wire:", [
+            "Of one step, over all nodes. Counted: by the bucket algorithm, of all ranks, also "
+            "inside nodes. Has to cross: what nodes have to receive if each block crosses the "
+            "link of a node once. On the wire: what nodes received by their kernels' counters, "
+            "with headers, acknowledgements and four barriers.",
+            "What is over is protocol (some per cent) and, where lines have one rank a node or "
+            "arrays are small, what MPI's own algorithms send beyond the least."]))
+    return parts
+
+
+def wire_table(heading: str, found: Sequence[tuple[Row, Run]]) -> Table:
+    """Make the table of some rows."""
+    rows: Rows = []
+    for row, run in found:
+        like = f", batch of {title(row.like)}" * bool(row.like)
+        cells: list[Cell] = [f"{title(row.scheme)}{like}", run.ranks]
+        for phase in range(len(PHASES)):
+            counted = float(run.traffic["bytes"][phase].sum())
+            least, received = (float(run.groups["wire"].variables[name].values[phase].sum())
+                               for name in ("least", "received"))
+            over = received / least - 1 if least else float("nan")
+            cells += [number_cell(1e-6 * counted, ".3g"), number_cell(1e-6 * least, ".3g"),
+                      number_cell(1e-6 * received, ".3g"),
+                      Number(over, f"{100 * over:.1f} %" if least else "-")]
+        rows.append(cells)
+    columns = [Column("scheme"), Column("ranks")]
+    for phase in PHASES:
+        columns += [Column("counted", "(MB)", phase), Column("has to", "cross (MB)", phase),
+                    Column("on the", "wire (MB)", phase), Column("over", "that", phase)]
+    return Table(heading, columns, rows)

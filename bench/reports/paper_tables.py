@@ -14,9 +14,8 @@ from bench.records.folder import (FolderContents, Results, is_crowded, most_over
                                   share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
-from bench.records.notes import describe_cluster, describe_libraries, split_checks
-from bench.reports import (certainty, emulated, merit_rows, micro_tables, speed_ups,
-                           wire_rows)
+from bench.records.notes import counted, describe_cluster, describe_libraries, split_checks
+from bench.reports import certainty, emulated, merit_rows, micro_tables, speed_ups
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -55,7 +54,7 @@ def preset_parts(results: Results) -> list[Part]:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     if emulated.waited_rows(results):    # their predictions need imports that other tables do not
         parts += import_module("bench.reports.emulation.tables").emulated_parts(results)
-    parts += wire_rows.wire_parts(results)
+    parts += merit_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),
@@ -123,7 +122,7 @@ def measured_notes(results: Results) -> list[str]:
     """State how the figures were measured, and what they do not show."""
     runs = results.shown_runs()
     if not runs:
-        return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
+        return [f"None but {counted(results.overridden, 'run')} with sizes given by hand."]
     notes = [f"Model: layers {_all(runs, 'layers')}, sequence {_all(runs, 'seq')}, "
              f"{_all(runs, 'dtype')}, MLP {_all(runs, 'mlp_factor')} x hidden. The published "
              f"figures are from V100 GPUs at the published sizes: compare ratios, not seconds.",
@@ -161,9 +160,9 @@ def measured_notes(results: Results) -> list[str]:
                      f"{', '.join(missing)}.")
     if results.earlier:
         notes.append(f"Of each row the latest run is shown; the folder also has "
-                     f"{_count(results.earlier, 'earlier run')}.")
+                     f"{counted(results.earlier, 'earlier run')}.")
     if results.overridden:
-        notes.append(f"Not shown: {_count(results.overridden, 'run')} with sizes given by hand.")
+        notes.append(f"Not shown: {counted(results.overridden, 'run')} with sizes given by hand.")
     return notes + machine_notes(results)
 
 
@@ -221,7 +220,7 @@ def machine_notes(results: Results) -> list[str]:
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
                  f"{describe_libraries(env, 'with {} kernels')}, "
-                 f"{_count(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
+                 f"{counted(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
                  f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
         found.setdefault(about, []).append(key)
     return [f"Machine{f' of {_together(keys, results)}' * (len(found) > 1)}: {about}"
@@ -259,7 +258,3 @@ def _column(seconds: Iterable[float | None]) -> list[Number]:
     found = [value for value in seconds if value]
     decimals = min(9, max(0, 2 - math.floor(math.log10(min(found))))) if found else 0
     return [number_cell(value or math.nan, f".{decimals}f", "missing") for value in seconds]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,7 @@
-"""Check a row of the tables against the rules for citing it; a line explains each violation."""
+"""Check a row of the tables against the rules for citing it; a line explains each violation.
+
+What `bench.records.schema` refuses when a file is read is not checked again.
+"""
 
 import math
 from typing import Callable, Iterator
@@ -8,7 +11,7 @@ from msgspec.structs import replace
 
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables, title, unpublished_row
-from bench.cases.variants import WORK, itemsize, recorded_variant
+from bench.cases.variants import itemsize, recorded_variant
 from bench.checks import layer_residuals
 from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
@@ -21,7 +24,6 @@ from bench.statistics import median_interval
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
-from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import SIZES
 from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
@@ -30,11 +32,9 @@ TOLERANCE = 1e-9    # relative, of recomputed numbers
 
 
 def check_samples(run: Run) -> Iterator[str]:
-    """Check that times are positive numbers, and their count is within the limits."""
+    """Check that some rank is the first in each repetition, and their count within the limits."""
     chosen, count = run.configuration, len(run.samples["forward"])
     for phase in PHASES:
-        if not (np.isfinite(run.samples[phase]) & (run.samples[phase] > 0)).all():
-            yield f"samples/{phase} has times that are not greater than 0, or no numbers"
         late = run.late[phase]
         if not ((late >= 0).all() and (late.min(axis=1) == 0).all()):
             yield (f"samples/{phase}_late: in each repetition some rank is the first, 0, and no "
@@ -49,8 +49,6 @@ def check_samples(run: Run) -> Iterator[str]:
 def check_ending(run: Run) -> Iterator[str]:
     """Check that the recorded end of the repetitions agrees with the samples."""
     chosen, count = run.configuration, len(run.samples["forward"])
-    if not all(np.isfinite(run.samples[p]).all() for p in PHASES):
-        return    # reported by another rule
     intervals = {phase: median_interval(step_seconds.slowest(run.samples[phase]))
                  for phase in PHASES}
     wide = [f"{phase} {100 * interval.width:.1f} % wide at {100 * interval.confidence:.0f} %"
@@ -129,26 +127,14 @@ def counted_along_grid(run: Run) -> bool:
     return set(run.grid) <= set(run.directions)
 
 
-def check_recomputation(run: Run) -> Iterator[str]:
-    """Check that the policy of recomputation is known, or absent."""
-    try:
-        parse_policy(run.configuration.get("recompute", "none"))
-    except ValueError as error:
-        yield str(error)
-
-
-def recorded_policy(run: Run) -> str:
-    """Return the policy of recomputation; "none" if it is absent or unknown."""
-    return "none" if any(check_recomputation(run)) else run.configuration.get("recompute", "none")
-
-
 def check_words(run: Run) -> Iterator[str]:
     """Check the counted and the expected words against the closed form."""
     chosen = run.configuration
     if chosen["scheme"] not in registry() or not counted_along_grid(run):
         return
     expected = expected_words(chosen["scheme"], run.grid, ModelSizes.from_settings(chosen),
-                              recorded_variant(chosen).keep, recorded_policy(run), run.directions)
+                              recorded_variant(chosen).keep, chosen.get("recompute", "none"),
+                              run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):
@@ -159,9 +145,6 @@ def check_words(run: Run) -> Iterator[str]:
     least, most = (times * run.traffic["words"] for times in (size, max(size, 4)))
     if not ((least <= moved) & (moved <= most)).all():
         yield f"traffic/bytes are not {size} times the words, as {chosen['dtype']} has"
-    moved = run.traffic.get("moved", np.zeros(()))
-    if not ((moved >= 0) | np.isnan(moved)).all():
-        yield "traffic/moved has numbers below 0"
 
 
 def check_groups(run: Run) -> Iterator[str]:
@@ -192,9 +175,7 @@ def check_groups(run: Run) -> Iterator[str]:
 
 def check_waits(run: Run) -> Iterator[str]:
     """Check that a run states the seconds that ranks waited, if and only if they waited."""
-    work, found = str(run.configuration.get("work", "compute")), run.groups.get("waits")
-    if work not in WORK:
-        yield f"work {work}: {' or '.join(WORK)} would do"
+    work, found = run.configuration.get("work", "compute"), run.groups.get("waits")
     if (work == "wait") != (found is not None):
         yield f"work {work}, but the group waits is {'missing' if found is None else 'there'}"
     if work == "wait":
@@ -259,5 +240,5 @@ def check_sizes(run: Run) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
-    check_samples, check_ending, check_verification, check_ranks, check_recomputation, check_words,
-    check_groups, check_waits, check_wire, check_sizes)
+    check_samples, check_ending, check_verification, check_ranks, check_words, check_groups,
+    check_waits, check_wire, check_sizes)

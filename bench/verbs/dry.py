@@ -12,7 +12,6 @@ from bench.prediction.pipeline_model import PASSES, PipelineModel
 from bench.prediction.planner import TraceOf
 from bench.prediction.training_step import predict_step
 from bench.reports import dry_tables, predicted_pipelines
-from bench.reports.experts import dry as dry_experts
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                                             trace.divided,
                                             arguments.data // arguments.expert_parallel))
     if experts:
-        parts.append(dry_experts.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
+        parts.append(dry_tables.expert_notes(experts, trace, arguments.data or 1, sizes.tokens))
     fits = True
     if limit and arguments.data is not None:
         fits, line = _judge_training(trace, arguments, limit)
@@ -152,11 +151,10 @@ def _judge_training(trace: Trace, arguments: argparse.Namespace,
 
     ZeRO 2 and 3 are not considered: gradients and parameters are counted whole.
     """
-    groups = arguments.data // arguments.expert_parallel
-    found = [trace.peak + sum(memory_fit.optimizer_bytes(part, arguments.dtype, zero, shards)
-                              for part, shards in (
-                                  (trace.parameters - trace.divided, arguments.data),
-                                  (trace.divided, groups))) for zero in (0, 1)]
+    states = (dry_tables.state_of(trace.parameters, arguments.dtype, zero, arguments.data,
+                                  trace.divided, arguments.data // arguments.expert_parallel)
+              for zero in (0, 1))
+    found = [trace.peak - trace.parameters + sum(one.values()) for one in states]
     said = [f"{memory_fit.format_gib(one)} with ZeRO {zero}, which "
             f"{'fits' if one <= limit else 'does not fit'}" for zero, one in enumerate(found)]
     return found[1] <= limit, (f"at the peak of this rank, in training by AdamW, of "
@@ -199,7 +197,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_experts.expert_notes(experts, trace, data, model.micro.tokens))
+        parts.append(dry_tables.expert_notes(experts, trace, data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
         whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))

@@ -4,10 +4,8 @@ import argparse
 from typing import Any
 
 from bench.errors import UsageError
-from bench.experiments.dump.differences import table_of_differences
 from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
 from bench.experiments.dump.names import TABLES
-from bench.experiments.dump.planted import plant_all
 from bench.experiments.dump.telling import summary, tell, tell_both, verdict_parts
 from bench.experiments.dump.verdicts import Verdict, judge
 from mm3d.console import say
@@ -25,9 +23,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "a dump of the same step by other ranks: say whether the difference is rounding"))
     parser.add_argument("--names", default="huggingface", metavar="TABLE", help=(
         f"names of tensors: {', '.join(TABLES)}, or a file of TOML or JSON (default huggingface)"))
-    parser.add_argument("--tables", action="store_true", help=(
-        "print the tables of results/judge: on one rank of faults that are planted and judged, on "
-        "several of the differences that right steps have"))
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
@@ -38,11 +33,6 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     UsageError
         For dumps that cannot be read or compared.
     """
-    if arguments.tables:
-        table = plant_all(comm) if comm.size == 1 else table_of_differences(comm)
-        if comm.rank == 0:
-            arguments.show([table])
-        return 0
     if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
         raise UsageError("judge DUMP judges a dump, or several; with --against one")
     dumps = [read_dump(folder, arguments.names) for folder in arguments.dumps]

@@ -4,22 +4,18 @@ import argparse
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Iterable
 
 from bench.errors import UsageError, as_usage_error
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
-from bench.prediction.costs.layer_costs import list_layer_costs
-from bench.prediction.costs.printed_costs import list_costs
+from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
 from bench.prediction.model_file import ModelFile
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
-from bench.reports import predicted_pipelines
-from bench.reports.experts import dry as dry_experts
+from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.plans import training_plans
+from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
 from bench.reports.plans.plan_tables import plan_remarks, plan_table
-from bench.reports.products.layer_costs import layer_costs_parts
-from bench.reports.products.printed_costs import printed_costs_parts
 from bench.reports.figures import style
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
@@ -139,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts = [machine.described, title, plan_table(shown, fits),
              plan_remarks(found, sizes, ranks, took, experts is not None)]
     if experts:
-        parts.append(dry_experts.plan_notes(experts))
+        parts.append(dry_tables.plan_notes(experts))
     if arguments.costs:
         parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
         parts += layer_costs_parts(*list_layer_costs(ranks, sizes), ranks, sizes)
@@ -153,8 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _trainings(arguments: argparse.Namespace) -> int:
     """Print the plans of whole trainings; return 0."""
     _require(arguments, *SUCH)
-    _refuse(arguments, OF_LAYERS,
-            "with --gpus the plan says it; leave it, or --gpus and --model, out")
+    options.refuse(arguments, OF_LAYERS,
+                   "with --gpus the plan says it; leave it, or --gpus and --model, out")
     asked = model_options.words_of(arguments)
     gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
@@ -183,8 +179,8 @@ def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
     from bench.reports.plans.rule_tables import rule_parts
-    _refuse(arguments, ("gpus", "model", "all", "experts", *SIZES, *OF_LAYERS),
-            f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
+    options.refuse(arguments, ("gpus", "model", "all", "experts", *SIZES, *OF_LAYERS),
+                   f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
     with StatusLine() as status:
@@ -198,8 +194,8 @@ def _map(arguments: argparse.Namespace) -> int:
     from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
     from bench.reports.plans.kind_map import map_parts
     _require(arguments, "model", "batch")
-    _refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
-            "with --map the plans say it; leave it, or --map, out")
+    options.refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
+                   "with --map the plans say it; leave it, or --map, out")
     if max(arguments.map) > MOST_RANKS:
         raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
     gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
@@ -220,8 +216,8 @@ def _contexts(arguments: argparse.Namespace) -> int:
     from bench.prediction.meshes.context_ways import Asked, LENGTHS, list_places
     from bench.reports.plans.context_ways import context_parts
     _require(arguments, "model")
-    _refuse(arguments, ("gpus", "all", "batch", "layers", *OF_LAYERS),
-            "with --contexts one sequence of one layer is counted; leave it, or --contexts, out")
+    options.refuse(arguments, ("gpus", "all", "batch", "layers", *OF_LAYERS), (
+        "with --contexts one sequence of one layer is counted; leave it, or --contexts, out"))
     if max(arguments.contexts) > MOST_CONTEXT or min(arguments.contexts) < 2:
         raise UsageError(f"--contexts {','.join(map(str, arguments.contexts))}: numbers from 2 to "
                          f"{MOST_CONTEXT} would do")
@@ -240,13 +236,6 @@ def _require(arguments: argparse.Namespace, *names: str) -> None:
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing to plan a training: --{name} {SUCH[name]} "
                              f"would do")
-
-
-def _refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
-    """Raise UsageError if one of these options was given."""
-    for name in names:
-        if value := getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: {remedy}")
 
 
 def _check_experts(arguments: argparse.Namespace, experts: ExpertOptions,
@@ -280,6 +269,6 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     found = pipeline_seconds.plan_pipelines(best, machine)
     parts = [machine.described, *predicted_pipelines.plan_parts(found, len(every))]
     if stack.experts:
-        parts.append(dry_experts.plan_notes(stack.experts))
+        parts.append(dry_tables.plan_notes(stack.experts))
     arguments.show(parts)
     return 0

@@ -93,9 +93,9 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
         return _measure(arguments, comm)
     pipeline_options.check_stages(arguments)
     if not arguments.stages:
-        _refuse(arguments, ["data", "grid"], "it is of --stages: give that too")
+        options.refuse(arguments, ("data", "grid"), "it is of --stages: give that too")
     if arguments.fit and not arguments.steps:
-        _refuse(arguments, ["fit"], "it is of --steps: give that too")
+        options.refuse(arguments, ("fit",), "it is of --steps: give that too")
     if arguments.steps:
         return _steps(arguments)
     if arguments.results:
@@ -135,9 +135,8 @@ def _steps(arguments: argparse.Namespace) -> int:
     """Print predictions of the steps in a file; return 0, or 1 when no row could be predicted."""
     from bench.prediction.published_steps import fit_machine, predict_rows, read_rows
     from bench.reports.plans.step_tables import step_parts
-    _refuse(arguments, [name for name in ("results", "table", "stages", "pictures")
-                        if getattr(arguments, name) is not None],
-            f"leave it out: --steps {arguments.steps} says all of its rows")
+    options.refuse(arguments, ("results", "table", "stages", "pictures"),
+                   f"leave it out: --steps {arguments.steps} says all of its rows")
     machine = machine_model.load_machine(arguments.machine)
     rows, problems = read_rows(arguments.steps)
     if arguments.fit:
@@ -145,21 +144,6 @@ def _steps(arguments: argparse.Namespace) -> int:
     found, more = predict_rows(rows, machine)
     arguments.show(step_parts(machine, found, problems + more, arguments.fit or 0))
     return int(not found)
-
-
-def _refuse(arguments: argparse.Namespace, names: list[str], remedy: str) -> None:
-    """Raise UsageError if one of these options was given."""
-    for name in names:
-        value = getattr(arguments, name.replace("-", "_"))
-        if value is not None:
-            raise UsageError(f"--{name} {_as_given(value)}: {remedy}")
-
-
-def _as_given(value: object) -> str:
-    """Format the value of an option as on the command line."""
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return ",".join(map(_as_given, value)) if isinstance(value, list) else str(value)
 
 
 def _measured(arguments: argparse.Namespace) -> int:

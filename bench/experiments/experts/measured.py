@@ -5,6 +5,7 @@ grouped by experts and as one product of the same rows; and PyTorch's ways, all 
 Ratios are medians of ratios within repetitions.
 """
 
+import time
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,7 +15,6 @@ import numpy as np
 
 from bench.checks import against_serial
 from bench.errors import reject
-from bench.experiments.experts.parts import PARTS, PartClock
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
 from bench.experiments.experts.verification import Verified, verify_experts
 from bench.experiments.products import operands
@@ -25,13 +25,19 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
+from bench.records.kinds.experts import KINDS
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.launcher import wait_patiently
+from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.tracing.events import PHASES
 
-KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
-         "PyTorch grouped")
+PARTS = ("router", "dispatch", "experts", "combine")
+# The parts of a phase in their order, each with the mark that ends it; the last ends the phase.
+ORDER = {"forward": (("router", "routed"), ("dispatch", "arrived"), ("experts", "leaving"),
+                     ("combine", "")),
+         "backward": (("combine", "arrived"), ("experts", "leaving"), ("dispatch", "routing"),
+                      ("router", ""))}
 
 
 def measure_experts(subject: ExpertsSubject, torch: str | None,
@@ -133,6 +139,61 @@ class FirstProducts:
         """Multiply all rows by one weight."""
         out = library.empty((self.rows.shape[0], self.weights.shape[2]), self.rows.dtype)
         return library.gemm(self.rows, self.weights[0, :, :], out)
+
+
+class PartClock:
+    """Time the parts of a layer's steps.
+
+    Router: logits, choice, the gather of all ranks' counts, and the plan of where rows go.
+    Dispatch: rows to their experts.  Experts: products, biases and GELU.  Combine: rows back to
+    their tokens, and the sums with the gates.  In backward each part computes their gradients.
+
+    Parameters
+    ----------
+    layer : ExpertsLayer
+        The layer; its functions are wrapped for good.
+    synchronize : callable
+        Waits for the device.
+    """
+
+    def __init__(self, layer: ExpertsLayer, synchronize: Callable[[], None]) -> None:
+        self.synchronize, self._marks = synchronize, {}
+        self._wrap(layer.routings, "add", after="routed")
+        self._wrap(layer.dispatch, "send", after="arrived")
+        self._wrap(layer.dispatch, "combine", before="leaving")
+        self._wrap(layer.dispatch, "combine_backward", after="arrived")
+        self._wrap(layer.dispatch, "send_backward", before="leaving", after="routing")
+
+    def _wrap(self, owner: Any, name: str, before: str = "", after: str = "") -> None:
+        """Let a function leave a mark when it begins or ends."""
+        function = getattr(owner, name)
+
+        def marked(*values: Any) -> Any:
+            if before:
+                self._mark(before)
+            result = function(*values)
+            if after:
+                self._mark(after)
+            return result
+        setattr(owner, name, marked)
+
+    def _mark(self, name: str) -> None:
+        """Note the time of a mark."""
+        self.synchronize()
+        self._marks[name] = time.perf_counter()
+
+    def measure(self, phase: str, step: Callable[[], Any]) -> tuple[list[float], Any]:
+        """Run a phase; return the seconds of `PARTS`, and its result."""
+        self._marks = {}
+        last = time.perf_counter()
+        result = step()
+        self.synchronize()
+        self._marks[""] = time.perf_counter()
+        seconds = {}
+        for part, mark in ORDER[phase]:
+            seconds[part] = self._marks[mark] - last
+            last = self._marks[mark]
+        return [seconds[part] for part in PARTS], result
 
 
 class ExpertsSampler:

@@ -1,64 +1,28 @@
 """Set up a pipeline whose actions wait for their time instead of computing layers."""
 
 import time
-from typing import Any
 
 import numpy as np
 
 from bench.experiments.pipeline.subject import ActionTimes, PipelineCase
+from bench.experiments.torch.pipeline import STEP, Waits
 from bench.records.measurements import Check
 from mm3d.arrays.backend import Array
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.worker import Worker
 
-STEP = 1024    # between the numbers of successive micro-batches; more than there are stages
-
 
 class WaitingChunk:
-    """A chunk of layers that only waits, and checks its messages.
+    """A chunk of layers that only waits, and checks its messages, by the `waits` of its rank."""
 
-    Parameters
-    ----------
-    seconds : tuple of float
-        Times of F, B and W.
-    empty : callable
-        Allocates a block of activations.
-
-    Attributes
-    ----------
-    wrong, arrived : int
-        How many of the blocks that arrived were wrong, and how many arrived.
-    slept : tuple of list of float
-        Seconds that each F, B and W has taken.
-    """
-
-    def __init__(self, stage: int, seconds: tuple[float, float, float], empty: Any) -> None:
-        self.stage, self.seconds, self.empty = stage, seconds, empty
-        self.wrong = self.arrived = 0
-        self.slept: tuple[list[float], ...] = ([], [], [])
-
-    def _result(self, arrived: Array, number: float, step: int) -> Array:
-        """Wait; check that `arrived` holds `number`, and return a block of `number` + 1."""
-        begin = time.perf_counter()
-        self.arrived += 1
-        self.wrong += not (arrived == number).all()
-        out = self.empty()
-        out[...] = number + 1
-        self._wait(step, begin)
-        return out
-
-    def _wait(self, step: int, begin: float) -> None:
-        """Give the core away until the time of a step has gone by since `begin`."""
-        left = begin + self.seconds[step] - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        self.slept[step].append(time.perf_counter() - begin)
+    def __init__(self, stage: int, waits: Waits) -> None:
+        self.stage, self.waits = stage, waits
 
     def forward(self, x: Array) -> tuple[Array, float]:
         """Wait for the time of F; x should hold ``STEP * micro + stage``."""
         first = STEP * (float(x.ravel()[0]) // STEP) if x.size else 0.0
-        return self._result(x, first + self.stage, 0), first
+        return self.waits.result("F", x, first + self.stage), first
 
     def backward(self, dy: Array, saved: float) -> Array:
         """Wait for the times of B and W."""
@@ -68,11 +32,11 @@ class WaitingChunk:
 
     def backward_input(self, dy: Array, saved: float) -> tuple[Array, float]:
         """Wait for the time of B; dy should hold ``STEP * micro - 1 - stage``."""
-        return self._result(dy, saved - 1 - self.stage, 1), saved
+        return self.waits.result("B", dy, saved - 1 - self.stage), saved
 
     def backward_weights(self, saved: float) -> None:
         """Wait for the time of W."""
-        self._wait(2, time.perf_counter())
+        self.waits.wait("W", time.perf_counter())
 
 
 class WaitingSubject:
@@ -88,15 +52,14 @@ class WaitingSubject:
         self.block = outer.local_shape(sizes.hidden)
         self.empty = lambda: backend.empty(self.block, self.hops.dtype)
         assert case.chunk_seconds is not None
-        self.stages = [WaitingChunk(stage, case.chunk_seconds, self.empty)
-                       for stage in schedule.stages[mesh.stage]]
+        self.waits = Waits(dict(zip("FBW", case.chunk_seconds)),
+                           lambda like, number: self._filled(number))
+        self.stages = [WaitingChunk(stage, self.waits) for stage in schedule.stages[mesh.stage]]
         self.worker = Worker(self.hops, self.stages, actions.around)
 
     def step(self) -> None:
         """Execute the schedule once, with blocks whose numbers identify them."""
-        for chunk in self.stages:
-            for each in chunk.slept:
-                each.clear()
+        self.waits.forget()
         self.worker.step(lambda micro: self._filled(self._begins["input"] + STEP * micro),
                          lambda micro, y: self._filled(
                              self._begins["output gradient"] + STEP * micro))
@@ -131,11 +94,10 @@ class WaitingSubject:
     @property
     def slept(self) -> np.ndarray:
         """Return the mean seconds that F, B and W of this rank have taken in the last step."""
-        each = zip(*(chunk.slept for chunk in self.stages))
-        return np.array([np.mean([*np.concatenate(lists)] or [0.0]) for lists in each])
+        return np.array([*self.waits.means().values()])
 
     def check(self) -> list[Check]:
         """Check that every result which arrived was the right one, so far."""
-        found = np.array([[chunk.wrong, chunk.arrived] for chunk in self.stages]).sum(axis=0)
-        wrong, arrived = self.mesh.comm.allreduce(found)
+        wrong, arrived = self.mesh.comm.allreduce(np.array([self.waits.wrong,
+                                                            self.waits.arrived]))
         return [Check("results that arrived", wrong / arrived, 0.0)]

@@ -20,7 +20,7 @@ from bench.experiments.rows.dilation import Dilation, run_free, set_links, slow_
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.waited import check_with_dry_run
-from bench.experiments.training.timed_step import OPTIMIZER, draw_batch
+from bench.experiments.training.timed_step import TimedTraining
 from bench.instruments import host
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
@@ -70,20 +70,6 @@ class TrainingSettings:
     unpredicted: str = ""
 
 
-class Training:
-    """A model and its optimizer, on ranks that compute or wait."""
-
-    def __init__(self, model: mm3d.GPT) -> None:
-        self.model, self.optimizer = model, mm3d.AdamW(model, **OPTIMIZER)
-        self.batch = draw_batch(model.config.model)
-
-    def step(self) -> float:
-        """Take a step; return the loss before it."""
-        loss = self.model.step(*self.batch)
-        self.optimizer.step()
-        return loss
-
-
 def measure_training(one: TrainingCase, settings: TrainingSettings,
                      comm: Any) -> Measurements | None:
     """Verify and measure a row; every rank of `comm`, as many as it has, calls this.
@@ -109,7 +95,7 @@ def measure_training(one: TrainingCase, settings: TrainingSettings,
             with waiting_training(real, settings.work) as (training, clock):
                 return time_training(one, settings, training, clock, (checks, predicted))
     with built(one.measured, settings, comm) as model:
-        return time_computing(one, settings, Training(model), (checks, predicted))
+        return time_computing(one, settings, TimedTraining(model), (checks, predicted))
 
 
 @contextmanager
@@ -136,13 +122,13 @@ def verify(model: mm3d.GPT, config: Config) -> list[Check]:
         On every rank, when one did not pass.
     """
     comm = model.comm
-    found = losses_and_gradients(Training(model))
+    found = losses_and_gradients(TimedTraining(model))
     checks = None
     if comm.rank == 0:
         micro = config.division.microbatches if config.model.experts else 1
         serial = mm3d.GPT(Config(config.model, Division(scheme="serial", microbatches=micro)),
                           MPI.COMM_SELF)
-        wanted = losses_and_gradients(Training(serial))
+        wanted = losses_and_gradients(TimedTraining(serial))
         serial.free()
         of_loss, of_gradient = TOLERANCES[config.model.dtype]
         checks = [Check(name, worst_error([(tuple(map(slice, a.shape)), found[name])], a),
@@ -154,7 +140,7 @@ def verify(model: mm3d.GPT, config: Config) -> list[Check]:
     return checks
 
 
-def losses_and_gradients(training: Training) -> dict[str, np.ndarray]:
+def losses_and_gradients(training: TimedTraining) -> dict[str, np.ndarray]:
     """Return the losses of two steps, and all gradients of the first."""
     loss = training.step()
     found = {f"gradient of {name}": a for name, a in training.model.gradients().items()}
@@ -163,7 +149,7 @@ def losses_and_gradients(training: Training) -> dict[str, np.ndarray]:
 
 @contextmanager
 def waiting_training(real: mm3d.GPT,
-                     work: ModelledWork) -> Iterator[tuple[Training, WorkClock]]:
+                     work: ModelledWork) -> Iterator[tuple[TimedTraining, WorkClock]]:
     """Build a training on the mesh of `real` whose ranks wait; yield it and its `WorkClock`."""
     mesh, config = real.mesh, real.config
     experts = real.pipeline.data_grids[1:]
@@ -173,14 +159,14 @@ def waiting_training(real: mm3d.GPT,
               for name in part.__dataclass_fields__ if name not in OF_MESH}
     with waited_work(real.grids, work.seconds, work.block) as backend:
         model = mm3d.GPT(mesh, asleep=True, **fields)
-        yield Training(model), backend.trace
+        yield TimedTraining(model), backend.trace
         del model.pipeline.data_grids[1:]    # freed with `real`
         model.free()
     if experts:
         del mesh.data_grid.with_experts
 
 
-def time_training(one: TrainingCase, settings: TrainingSettings, training: Training,
+def time_training(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
                   clock: WorkClock,
                   before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
     """Slow a training that waits, compare a step with its dry run, and time steps.
@@ -226,7 +212,7 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Train
     return record
 
 
-def time_computing(one: TrainingCase, settings: TrainingSettings, training: Training,
+def time_computing(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
                    before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
     """Compare the words of a step that computes with its dry run, and time more of them.
 
@@ -247,7 +233,7 @@ def time_computing(one: TrainingCase, settings: TrainingSettings, training: Trai
                        take_samples(sample, settings.limits, comm), before)
 
 
-def make_record(one: TrainingCase, settings: TrainingSettings, training: Training,
+def make_record(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
                 first: "Counted", samples: tuple[list[float], str],
                 before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
     """Make the record, without what only waits have, on rank 0; return None on the others.
@@ -278,7 +264,7 @@ def make_record(one: TrainingCase, settings: TrainingSettings, training: Trainin
 def trace_rank(config: Config, comm: Any, block: int) -> Trace:
     """Run a step of this rank dry, its optimizer included, and nothing else."""
     def step(model: mm3d.GPT, trace: Trace) -> None:
-        training = Training(model)
+        training = TimedTraining(model)
         trace.events.clear()
         training.step()
     return dry_run.trace(lambda comm, backend: mm3d.GPT(config.on(backend), comm), comm.size,
@@ -306,7 +292,7 @@ class Counted:
     overlapped: float = 0.0
 
 
-def count_step(training: Training, sample: Callable[[], float],
+def count_step(training: TimedTraining, sample: Callable[[], float],
                clock: WorkClock | None = None) -> Counted:
     """Take a sample of a step, and count it, with its waits by `clock`."""
     if clock:

@@ -4,7 +4,7 @@ Nothing here needs mm3d.
 """
 
 import time
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
@@ -12,22 +12,35 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
              "interleaved": "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
              "zb-v": "ScheduleZBVZeroBubble"}
 ONE_STAGE = ("gpipe", "1f1b")    # their classes take the stage itself, the others a list
-STEP = 1024    # between the numbers of successive micro-batches, as in `waiting.py`
+STEP = 1024    # between the numbers of successive micro-batches; more than there are stages
 
 
 class Waits:
-    """Wait instead of computing layers, and check arriving blocks; as `waiting.WaitingChunk`."""
+    """Wait instead of computing the layers of a rank, and check arriving blocks.
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds, self.slept = seconds, {step: [] for step in seconds}
+    Parameters
+    ----------
+    seconds : dict of str to float
+        Times of F, B and W.
+    filled : callable
+        Makes a block like another one, filled with a number.
+
+    Attributes
+    ----------
+    wrong, arrived : int
+        How many of the blocks that arrived were wrong, and how many arrived.
+    """
+
+    def __init__(self, seconds: dict[str, float], filled: Callable[[Any, float], Any]) -> None:
+        self.seconds, self.filled, self.slept = seconds, filled, {step: [] for step in seconds}
         self.wrong = self.arrived = 0
 
     def result(self, step: str, a: Any, number: float) -> Any:
-        """Wait for F or B; check that `a` holds `number`, and return a tensor of `number` + 1."""
+        """Wait for F or B; check that `a` holds `number`, and return a block of `number` + 1."""
         begin = time.perf_counter()
         self.arrived += 1
         self.wrong += not bool((a == number).all())
-        out = a.new_full(a.shape, number + 1)
+        out = self.filled(a, number + 1)
         self.wait(step, begin)
         return out
 
@@ -37,6 +50,15 @@ class Waits:
         if left > 0:
             time.sleep(left)
         self.slept[step].append(time.perf_counter() - begin)
+
+    def forget(self) -> None:
+        """Forget what earlier steps have slept."""
+        for each in self.slept.values():
+            each.clear()
+
+    def means(self) -> dict[str, float]:
+        """Return the mean seconds that F, B and W have taken since; 0 for none."""
+        return {step: sum(each) / max(1, len(each)) for step, each in self.slept.items()}
 
 
 def layers_class(torch: Any) -> type:
@@ -128,7 +150,8 @@ class Stages:
     def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         from torch.distributed import pipelining
         self.torch, self.case, self.actions = torch, case, []
-        self.waits = case["seconds"] and Waits(case["seconds"])
+        self.waits = case["seconds"] and Waits(
+            case["seconds"], lambda a, number: a.new_full(a.shape, number))
         own = case["stages"][case["rank"]]
         if self.waits:
             create = waiting_class(torch)
@@ -182,15 +205,14 @@ class Stages:
         self.actions.clear()
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)
-        for slept in (self.waits.slept if self.waits else {}).values():
-            slept.clear()
+        if self.waits:
+            self.waits.forget()
         self.torch.distributed.barrier()
         processor = time.process_time()
         self.schedule.step(*self.inputs, **self.target, return_outputs=False)
         processor = time.process_time() - processor
         return {"actions": self.actions, "processor": processor,
-                "slept": {step: sum(each) / max(1, len(each)) for step, each in (
-                    self.waits.slept if self.waits else {}).items()}}
+                "slept": self.waits.means() if self.waits else {}}
 
     def check(self) -> dict[str, Any]:
         """Take a step; return also its gradients by name, or how many results were wrong."""

@@ -14,7 +14,7 @@ from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, 
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import verification
 from bench.experiments.training.record import mesh_settings
-from bench.experiments.training.timed_step import OPTIMIZER, PARTS, MeasuredTraining
+from bench.experiments.training.timed_step import OPTIMIZER, PARTS, TimedTraining
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
@@ -43,7 +43,7 @@ def refuse_division(case: Model, kinds: Sequence[str], ranks: int) -> None:
                              f"{ranks} ranks, a multiple of {ranks} would do")
 
 
-def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequence[str],
+def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[str],
                    limits: Limits = LIMITS) -> Measurements | None:
     """Measure steps of all sides in turns, in random order; the others sleep meanwhile.
 
@@ -53,7 +53,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
 
     Parameters
     ----------
-    subject : MeasuredTraining
+    subject : TimedTraining
         mm3d's side; every rank calls this.
     python : str or None
         An interpreter that has PyTorch; None measures mm3d alone.
@@ -115,7 +115,7 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
         case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
 
 
-def step_settings(subject: MeasuredTraining) -> dict:
+def step_settings(subject: TimedTraining) -> dict:
     """Return the settings of a record: model, mesh and machine."""
     return {**subject.case.settings(), "optimizer": "adamw",
             **{name: value for name, value in OPTIMIZER.items() if name != "betas"},
@@ -123,7 +123,7 @@ def step_settings(subject: MeasuredTraining) -> dict:
             "mesh": str(subject.division), **mesh_settings(subject.mesh, subject.division)}
 
 
-def compare_first_steps(subject: MeasuredTraining,
+def compare_first_steps(subject: TimedTraining,
                         references: dict[str, TorchProcesses]) -> list[Check]:
     """Take the first steps of all sides, and compare losses and the norm of the gradient."""
     checks, sides = [], [OWN, *references]

@@ -14,6 +14,7 @@ from mm3d.model.architecture import PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 
 State = Mapping[str, np.ndarray]
+START, TEMPERATURE = b"\n", 0.8    # of a sample: the text before it, and what divides logits
 
 
 class PlainRouting:
@@ -183,9 +184,8 @@ def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, model: Mode
     return total / targets.size + losses
 
 
-def write_sample(state: State, model: Model, length: int, seed: int = 0,
-                 start: bytes = b"\n", temperature: float = 0.8) -> bytes:
-    """Draw bytes that the model writes after `start`, one after another.
+def write_sample(state: State, model: Model, length: int) -> bytes:
+    """Draw bytes that the model writes after a new line, one after another.
 
     Parameters
     ----------
@@ -193,18 +193,14 @@ def write_sample(state: State, model: Model, length: int, seed: int = 0,
         Global parameters by name.
     model : Model
         What it is of; its experts are never full.
-    start : bytes
-        The text before the sample, not returned; at least one byte.
-    temperature : float
-        Logits are divided by it.
     """
     state = {name: np.asarray(a, np.float32) for name, a in state.items()}
-    draw, seq = np.random.default_rng(seed), model.seq
-    written = list(start)
+    draw, seq = np.random.default_rng(0), model.seq
+    written = list(START)
     for _ in range(length):
         seen = np.array([written[-seq:]])
         routing = PlainRouting(replace(model.experts, capacity=None)) if model.experts else None
-        last = logits(state, seen, model, routing)[0, -1].astype(np.float64) / temperature
+        last = logits(state, seen, model, routing)[0, -1].astype(np.float64) / TEMPERATURE
         weights = np.exp(last - last.max())
         written.append(int(draw.choice(len(weights), p=weights / weights.sum())))
-    return bytes(written[len(start):])
+    return bytes(written[len(START):])

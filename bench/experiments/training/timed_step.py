@@ -1,17 +1,15 @@
 """A training step to be measured: a GPT with tied weights and AdamW, on random tokens."""
 
 import time
-from typing import Any
 
 import numpy as np
 
 import mm3d
-from bench.errors import as_usage_error
 from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.torch.serve import Product
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Recorder
-from mm3d.config import Config, Division, Model
+from mm3d.config import Model
 from mm3d.tracing.events import Collective, Gemm
 from mm3d.tracing.observe import observed
 
@@ -28,29 +26,14 @@ def draw_batch(model: Model) -> tuple[np.ndarray, np.ndarray]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-class MeasuredTraining:
-    """A model and its optimizer on the ranks of a communicator.
+class TimedTraining:
+    """A model and its optimizer, on ranks that compute or wait."""
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each creates it.
-    case, division : Model, Division
-        The model to train, and its mesh.
-
-    Raises
-    ------
-    UsageError
-        On every rank alike, for what cannot be trained so.
-    """
-
-    def __init__(self, comm: Any, case: Model, division: Division) -> None:
-        self.comm, self.case = comm, case
-        with as_usage_error():
-            self.model = mm3d.GPT(Config(case, division), comm)
-            self.mesh, self.division = self.model.mesh, self.model.config.division
-            self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
-        self.batch = draw_batch(case)
+    def __init__(self, model: mm3d.GPT) -> None:
+        self.model, self.optimizer = model, mm3d.AdamW(model, **OPTIMIZER)
+        self.comm, self.mesh = model.comm, model.mesh
+        self.case, self.division = model.config.model, model.config.division
+        self.batch = draw_batch(self.case)
         self.optimizer_seconds = 0.0    # of the last step
 
     def step(self) -> float:
@@ -84,7 +67,3 @@ class MeasuredTraining:
                 parts[3] = self.optimizer_seconds
                 parts[4] = whole - parts.sum()
         return found
-
-    def free(self) -> None:
-        """Free the communicators; every rank must call it."""
-        self.model.free()

@@ -17,7 +17,7 @@ from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.meshes.narrow_training import NarrowTraining
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.search import Search, TrainingPlan
-from bench.prediction.training_step import state_by_kind
+from bench.prediction.memory_fit import state_by_kind
 from bench.text_files import read_described
 from mm3d.grid.shape import GridShape
 

@@ -18,12 +18,11 @@ from bench.prediction.training_plans.dimensions import changed, describe, search
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
 from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                            predict_step, shortened, state_of_rank)
+                                            predict_step)
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
 NEAR = 0.95         # of the memory of one end of a pipeline, by which the other needs no dry run
-ROUNDED = 1.01      # of memory, above which that of a plan of the same work leaves no doubt
 SAME = 1 - 1e-9     # of seconds: more is a plan that is as fast
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
 
@@ -55,7 +54,7 @@ class TrainingPlan:
     @property
     def fullest(self) -> int:
         """Return the stage of the rank that `memory` is of."""
-        return fullest_stage(shortened(self.model), optimizer=True, ends=self.ends)[0]
+        return fullest_stage(self.model, optimizer=True, ends=self.ends)[0]
 
     @property
     def seconds(self) -> float:
@@ -119,7 +118,6 @@ class Search(Screening):
         self.predicted = cache(self._predict)
         self.unfit: list[TrainingPlan] = []
         self.refused: dict[str, str] = {}
-        self.measured: dict[Choice, TrainingPlan] = {}    # run dry, by the division of their work
 
     def run(self) -> Found:
         """Return the best plans.
@@ -164,27 +162,12 @@ class Search(Screening):
         for plan in plans:
             if plan is None:
                 continue
-            if self._surely_too_large(plan):
-                self.unfit.append(plan)
-                continue
             self.progress(f"running a step dry: {describe(plan.choice)}")
-            self.measured[_work_of(plan.choice)] = plan
             if plan.memory["all"] <= self.limit:
                 return plan
             if plan not in self.unfit:
                 self.unfit.append(plan)
         return None
-
-    def _surely_too_large(self, plan: TrainingPlan) -> bool:
-        """Return whether a plan does not fit by one that divides the work so, and is run dry.
-
-        They differ in the state of parameters alone.
-        """
-        other = self.measured.get(_work_of(plan.choice))
-        if other is None or other.choice == plan.choice:
-            return False
-        own, known = (sum(state_of_rank(one.model).values()) for one in (plan, other))
-        return other.memory["all"] + own - known > ROUNDED * self.limit
 
     def _none_runs(self) -> str:
         which, why = next(iter(self.refused.items()))
@@ -230,14 +213,4 @@ class Search(Screening):
     def _fits(self, plan: TrainingPlan) -> bool:
         """Return whether a plan fits, by a dry run of a step where that of a layer is unsure."""
         needed = self.estimator.memory(plan.choice, self.traced(Layer.of(plan.choice)).filled)
-        if needed < SURE * self.limit:
-            return True
-        if self._surely_too_large(plan):
-            return False
-        self.measured[_work_of(plan.choice)] = plan
-        return plan.memory["all"] <= self.limit
-
-
-def _work_of(choice: Choice) -> Choice:
-    """Return a plan without what replicas divide, and its place on the nodes."""
-    return choice._replace(zero=0, shards=None, inside="")
+        return needed < SURE * self.limit or plan.memory["all"] <= self.limit

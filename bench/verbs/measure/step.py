@@ -4,13 +4,14 @@ import argparse
 
 from bench.command_line import config_options, measuring, options
 from bench.command_line.publish import measure
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.torch.parallel import KINDS
 from bench.experiments.training import beside
-from bench.experiments.training.timed_step import MeasuredTraining
+from bench.experiments.training.timed_step import TimedTraining
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
-from mm3d.config import Division, Model
+from mm3d.config import Config, Division, Model
+from mm3d.training.gpt import GPT
 
 ON_ALL_RANKS = True
 SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "batch": 8, "seq": 256}
@@ -42,11 +43,12 @@ def run(arguments: argparse.Namespace, comm) -> int:
     measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
                                  arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
-    subject = MeasuredTraining(comm, case, config_options.read(Division, arguments))
+    with as_usage_error():
+        subject = TimedTraining(GPT(Config(case, config_options.read(Division, arguments)), comm))
     with arguments.watched(subject.mesh.scheme.grid):
         status = measure(
             f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
             lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
             showing(arguments.show))
-    subject.free()
+    subject.model.free()
     return status

@@ -15,16 +15,17 @@ from mpi4py import MPI
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.experiments.dump import names, planted
+from bench.experiments.dump import names
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
-from bench.experiments.dump.faults import FAULTS as SIMPLE
 from bench.experiments.dump.places import LOSS, Place, in_order
-from bench.experiments.dump.reported import REPORTED
 from bench.experiments.dump.tensor_files import read_tensors, write_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
+import planted
+from planted_faults import FAULTS as SIMPLE
+from reported_faults import REPORTED
 from support import ROOT
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")

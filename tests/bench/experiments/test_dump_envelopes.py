@@ -8,7 +8,6 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import parser
-from bench.experiments.dump import planted
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, Sample, exceeded,
                                               measure_norm, measure_reference)
@@ -16,6 +15,7 @@ from bench.experiments.dump.places import LOSS, Place
 from bench.experiments.dump.roundings import Program, Rounder, _round_angles, imitate
 from bench.experiments.dump.verdicts import judge
 from mm3d.model.rotary import frequencies
+import planted
 from support import run_ranks
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from bench.errors import UsageError, WrongResult
 from bench.experiments.experts import measured, verification
-from bench.experiments.experts.parts import PARTS
+from bench.experiments.experts.measured import PARTS
 from bench.experiments.experts.plain import PlainExperts
 from bench.experiments.experts.problem import (ROUTINGS, ExpertsCase, ExpertsSubject, make_mesh,
                                                routing_settings)

@@ -4,12 +4,13 @@ import pytest
 
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import beside
-from bench.experiments.training.timed_step import PARTS, MeasuredTraining
+from bench.experiments.training.timed_step import PARTS, TimedTraining
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.statistics import elapsed
 from bench.validation.files import check_file
-from mm3d.config import Division, Model
+from mm3d.config import Config, Division, Model
+from mm3d.training.gpt import GPT
 from records import format_record
 from made_up_torch import make_up
 from refused import refused
@@ -48,11 +49,11 @@ def made_up(folder, at=0, loss=0.0, norm=0.0) -> str:
 
 
 def measured(comm, python, kinds):
-    subject = MeasuredTraining(comm, CASE, Division(data=comm.size))
+    subject = TimedTraining(GPT(Config(CASE, Division(data=comm.size)), comm))
     try:
         return beside.measure_beside(subject, python, kinds, Limits(2, 2))
     finally:
-        subject.free()
+        subject.model.free()
 
 
 @pytest.mark.ranks(1, slow=(2,))

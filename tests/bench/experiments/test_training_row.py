@@ -13,6 +13,7 @@ from bench.errors import Failed, UsageError
 from bench.experiments.rows import training_row
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
+from bench.experiments.training.timed_step import draw_batch
 from bench.instruments.timing import Limits
 from bench.prediction.machine_model import Curve, load_machine
 from bench.prediction.seconds import collective_terms, work_seconds
@@ -96,7 +97,7 @@ def test_a_step_that_computes_is_timed_at_its_own_lengths(comm, preset, predicte
 def verified_sizes(config):
     """The gradients of a model on one rank."""
     model = mm3d.GPT(Config(config.model, Division(scheme="serial")), MPI.COMM_SELF)
-    model.step(*training_row.draw_batch(config.model))
+    model.step(*draw_batch(config.model))
     return model.gradients()
 
 

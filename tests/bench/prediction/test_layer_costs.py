@@ -1,9 +1,9 @@
 """Costs of a Transformer layer on every rank: closed forms, what print lacks, and who has most."""
 import pytest
 
-from bench.prediction.costs.layer_costs import MOST_RANKS, list_layer_costs
+from bench.prediction.meshes.layer_costs import MOST_RANKS, list_layer_costs
 from bench.reports.formats import render
-from bench.reports.products.layer_costs import layer_costs_parts
+from bench.reports.plans.layer_costs import layer_costs_parts
 from mm3d import ModelSizes
 from mm3d.model import cost
 

@@ -10,7 +10,6 @@ from bench.checks import layer_residuals
 from bench.errors import UsageError
 from bench.prediction import memory_fit
 from bench.reports.merit_rows import recomputation_notes
-from bench.validation import rules
 from mm3d.model.recomputation import POLICIES
 from mm3d.model.stack import Stack
 from mm3d.tracing import dry_run
@@ -89,15 +88,6 @@ def rows(name="3d"):
     return made_up(next(row for row in select_rows("weak", name) if row.gpus == 64))
 
 
-def test_files_say_the_policy_and_those_of_before_had_none():
-    run = rows()
-    assert not [*rules.check_recomputation(run)] and rules.recorded_policy(run) == "none"
-    run.configuration["recompute"] = "full"
-    assert not [*rules.check_recomputation(run)] and rules.recorded_policy(run) == "full"
-    run.configuration["recompute"] = "some"
-    assert "recompute='some' is unknown" in next(rules.check_recomputation(run))
-
-
 def test_tables_say_which_rows_recompute():
     run, other = rows(), rows("1d")
     both = run, other
@@ -125,17 +115,13 @@ def test_residuals_are_of_the_model_that_recomputes(comm):
         scheme.grid.free()
 
 
-@pytest.mark.parametrize("dtype, each", [("float16", 14), ("bfloat16", 14), ("float32", 8),
-                                         ("float64", 16)])
+@pytest.mark.parametrize("dtype, each", [("float16", (2, 4, 4, 8)), ("bfloat16", (2, 4, 4, 8)),
+                                         ("float32", (4, 4, 0, 8)), ("float64", (8, 8, 0, 16))])
 def test_the_optimizer_has_masters_moments_and_wide_gradients(dtype, each):
-    """12 bytes a parameter in 16 bits, and 2 for gradients in float32."""
-    size = 8 if dtype == "float64" else 4 if dtype == "float32" else 2
-    stored = 1000 * 2 * size    # values and gradients of 1000 parameters
-    assert memory_fit.optimizer_bytes(stored, dtype) == 1000 * each
-    gradients = 2000 * (size == 2)
-    assert memory_fit.optimizer_bytes(stored, dtype, 1, 4) == (
-        1000 * each - gradients) / 4 + gradients
-    assert memory_fit.optimizer_bytes(stored, dtype, 2, 4) == 1000 * each / 4
+    for zero, last in enumerate((0, 2, 3, 4)):    # kinds of the state that 4 shards divide
+        parts = [1000 / (4 if 4 - k <= last else 1) for k in range(4)]
+        assert [*memory_fit.state_by_kind(dtype, 1000, zero, 4).values()] == [
+            count * size for count, size in zip(parts, each)]
 
 
 def test_a_training_fits_with_its_optimizer_or_not_at_all(capsys):

@@ -127,20 +127,6 @@ def test_what_cannot_be_is_refused(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", [0, 5])
-@pytest.mark.parametrize("name, micro, per, more", [
-    ("1f1b", 7, 1, {"zero": 2, "data": 2}), ("1f1b", 4, 2, {"tied": False}),
-    ("zb-h1", 7, 1, {"zero": 1, "data": 2}), ("interleaved:2", 12, 2, {"zero": 3, "data": 2})])
-def test_the_peak_of_a_stage_follows_from_fewer_stages(name, micro, per, more, stage):
-    """It is that of the whole step, to the byte."""
-    layers = 6 * per
-    model = PipelineModel(build(name, 6, micro), "1d", (GridShape("x", (1,)),) * 6, Stack(
-        layers, 64, 4, 2 * micro, 16, dtype="float16"), vocab=64, named=name, **more)
-    assert pipeline_seconds.shorter_steps(model, stage) is not None
-    assert pipeline_seconds.peak_bytes(model, stage, optimizer=True) == model.whole_step(
-        0, stage, optimizer=True).peak
-
-
 ROUTED = {"experts": Experts(4, top=2, every=1, gate="mixtral", capacity=None)}
 
 

@@ -2,7 +2,7 @@
 import pytest
 
 from bench.__main__ import main
-from bench.prediction.costs.printed_costs import count_pair, list_costs
+from bench.prediction.meshes.layer_costs import count_pair, list_costs
 from mm3d import ModelSizes
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape

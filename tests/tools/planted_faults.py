@@ -12,9 +12,9 @@ import numpy as np
 from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
 from bench.experiments.dump.places import LOSS, NORM, Place, border_names
 from bench.experiments.dump.tensor_files import number_type
-from bench.experiments.dump.workshop import Workshop
 from mm3d.model.layers import Linear
 from mm3d.model.rotary import Rotary
+from workshop import Workshop
 
 LAYER = "transformer.h.1"
 TABLE = "transformer.wte.weight"

@@ -1,25 +1,39 @@
-"""Count what two linear layers cost a rank in each scheme, beside the costs in print.
+"""Count what layers cost the ranks of each scheme by dry runs, beside the costs in print.
 
 The documentation of Colossal-AI (docs/source/en/features, a page for each parallelism) prints the
 costs of a linear layer C = A B, forward and backward, as shares of a whole matrix.  Here these
-shares are multiplied by the matrices of two layers, M x h -> M x 4h -> M x h, and stand beside
-what a rank counts in a dry run of both.  Biases are left out.
+shares are multiplied by the matrices of two layers, M x h -> M x 4h -> M x h, without biases, and
+stand beside what rank 0 counts; added up over the four linear layers of a Transformer layer, they
+stand beside what every rank counts.  Ranks differ where sizes do not divide evenly, and where a
+scheme stores matrices on some of them only.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable
 
+import numpy as np
+
 from mm3d.grid.shape import GridShape
+from mm3d.model import cost
 from mm3d.model.saved_arrays import saved_arrays
 from mm3d.model.sizes import ModelSizes
-from mm3d.schemes import find_scheme
+from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.tracing.dry_run import trace_step
+from mm3d.tracing.events import Pass
 from mm3d.tracing.observe import observed
+from mm3d.tracing.trace import Trace
 from mm3d.transport.communicators import DryCommunicator
 
+# Of two linear layers: operations of the products, elements of the weights and of what forward
+# keeps for backward, words and messages of both passes.
 COSTS = ("flops", "parameters", "activations", "words", "messages")
+# Of a Transformer layer also elements that elementwise passes read and write.
+COUNTS = ("flops", "elementwise", "parameters", "activations", "words", "messages")
+MOST_RANKS = 128    # that are traced one by one
+ITEM = 4            # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -114,45 +128,50 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
 
 
 @dataclass(frozen=True)
-class PairCosts:
-    """The costs of two linear layers on a rank, counted and in print.
+class Costs:
+    """The costs of layers in a scheme, counted and in print.
 
     Attributes
     ----------
-    scheme : str
-        The name of the scheme, with its options.
-    counted, printed : dict of str to float
-        Each of `COSTS`: operations of the products, elements of the weights and of what forward
-        keeps for backward, words and messages of both passes.
-    orders : dict of str to str
-        The printed text of each.
+    chosen : SchemeOnGrid
+        The scheme, on its grid.
+    counted : dict of str to float or ndarray
+        Each of `COSTS` on rank 0, or of `COUNTS` on every rank.
+    printed : dict of str to float
+        Each of `COSTS` of the linear layers in print; empty if there are none.
+    lacking : float
+        Mean words per rank of the collective that print leaves out.
     """
 
-    scheme: str
-    grid: GridShape
-    counted: dict[str, float]
+    chosen: SchemeOnGrid
+    counted: dict[str, Any]
     printed: dict[str, float]
-    orders: dict[str, str]
+    lacking: float = 0.0
+
+    @property
+    def scheme(self) -> str:
+        """Return the name of the scheme, with its options."""
+        return str(self.chosen)
+
+    @property
+    def grid(self) -> GridShape:
+        """Return its grid."""
+        return self.chosen.grid
 
 
-def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[PairCosts], list[str]]:
+def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[str]]:
     """Count the pair of layers in each scheme with printed costs, on its own grid.
 
     Returns
     -------
-    list of PairCosts, list of str
+    list of Costs, list of str
         The costs, and why a scheme has no grid of `ranks` ranks.
     """
-    chosen, missing = choose_grids(ranks, PRINTED)
-    return [PairCosts(str(one), one.grid, count_pair(one.name, one.grid, sizes, one.options),
-                      printed_pair(one.grid, sizes, one.printed),
-                      dict(zip(COSTS, one.printed.orders))) for one in chosen], missing
-
-
-def printed_pair(grid: GridShape, sizes: ModelSizes, printed: Printed) -> dict[str, float]:
-    """Multiply the printed shares by the sizes of the matrices of both layers."""
     M, h, wide = sizes.tokens, sizes.hidden, sizes.inner
-    return printed_sum(grid, [(M, h, wide), (M, wide, h)], printed)
+    chosen, missing = choose_grids(ranks, PRINTED)
+    return [Costs(one, count_pair(one.name, one.grid, sizes, one.options),
+                  printed_sum(one.grid, [(M, h, wide), (M, wide, h)], one.printed))
+            for one in chosen], missing
 
 
 def printed_sum(grid: GridShape, products: Iterable[tuple[int, int, int]],
@@ -196,3 +215,45 @@ def count_pair(name: str, grid: GridShape, sizes: ModelSizes,
                             sum(math.prod(weight.shape) for _, weight in layers), activations,
                             sum(one.words for one in moved),
                             sum(one.messages for one in moved))))
+
+
+def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[str]]:
+    """Count a Transformer layer on every rank, in each scheme on its own grid.
+
+    Returns
+    -------
+    list of Costs, list of str
+        The costs, and the reasons why schemes are left out.
+    """
+    if ranks > MOST_RANKS:
+        return [], [f"a Transformer layer, of which every rank is traced: {ranks} ranks are more "
+                    f"than {MOST_RANKS}"]
+    in_print = {name: printed for name, options, printed in PRINTED if not options}
+    chosen, missing = choose_grids(ranks, [
+        *((name, {}, in_print.get(name)) for name, cls in registry().items() if cls.divides_work),
+        *(one for one in PRINTED if one[1])])
+    return [count_layer(one, sizes) for one in chosen], missing
+
+
+def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> Costs:
+    """Count forward and backward of a Transformer layer on every rank of a grid."""
+    one, grid, printed = replace(sizes, layers=1), chosen.grid, chosen.printed
+    traces = [trace_step(chosen.name, grid.ranks, grid, rank, options=chosen.options, **one)
+              for rank in range(grid.ranks)]
+    lacking = sum(traffic.words for trace in traces for phase in trace.traffic.values()
+                  for key, traffic in phase.items() if printed and key == printed.lacks)
+    linear = [product.extents for product, times in cost.products(one).items()
+              for _ in range(times)]
+    every = [_counts(trace) for trace in traces]
+    return Costs(
+        chosen, {count: np.array([each[count] for each in every]) for count in COUNTS},
+        printed_sum(grid, linear, printed) if printed else {}, lacking / grid.ranks)
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    """Return each of `COUNTS` of a traced rank."""
+    passed = sum(times * event.bytes for event, times in trace.count(Pass).items())
+    messages = sum(traffic.messages for phase in trace.traffic.values()
+                   for traffic in phase.values())
+    return dict(zip(COUNTS, (trace.flops(), passed // ITEM, trace.parameters // 2 // ITEM,
+                             trace.saved // ITEM, trace.words(), messages)))

@@ -1,4 +1,4 @@
-"""State faults that public reports tell, beside those of `faults`, each with its report."""
+"""State faults that public reports tell, each with its report, beside `planted_faults`."""
 
 from dataclasses import replace
 from typing import Any, Callable
@@ -6,10 +6,10 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.experiments.dump.computation import Tensors, Way, compute_step
-from bench.experiments.dump.faults import LAST, LAYER, TABLE, Fault, lost_microbatch
 from bench.experiments.dump.places import LOSS, NORM, Place
 from bench.experiments.dump.tensor_files import number_type
-from bench.experiments.dump.workshop import Workshop
+from planted_faults import LAST, LAYER, TABLE, Fault, lost_microbatch
+from workshop import Workshop
 
 LLAMA = "model.layers.1"
 EXPERTS = f"{LLAMA}.block_sparse_moe"

@@ -1,9 +1,9 @@
-"""Make the table of the costs of one Transformer layer on every rank, beside those in print."""
+"""Make the tables of the costs of layers, counted and in print."""
 
 from typing import Iterator, Sequence
 
-from bench.prediction.costs.layer_costs import COUNTS, LayerCosts
 from bench.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.prediction.meshes.layer_costs import COSTS, COUNTS, Costs
 from mm3d.model.sizes import ModelSizes
 
 UNEQUAL = 1.05    # a scheme is unbalanced from this ratio of the largest to the mean on
@@ -11,10 +11,46 @@ STORED = ("parameters", "activations")
 NAMES = {"flops": "flops", "elementwise": "elementwise elements", "parameters": "parameters",
          "activations": "activations kept", "words": "words", "messages": "messages"}
 
+OF_PAIR = [
+    "Printed: shares from the documentation of Colossal-AI, each times the matrices that it is "
+    "of. Counted: dry runs of rank 0, which has more than others where sizes do not divide "
+    "evenly; real ranks count the same.",
+    "2d, 2.5d, words: each of three products moves (q-1)/q^2 of a matrix, not (q-1)/q, so for "
+    "square matrices 2d moves 6(q-1)/q^2 and 2.5d 3(q-1)(d+1)/(d q^2) in its layers.",
+    "2.5d, words and messages: the sum of the weights' gradients over depth is left out, "
+    "2(d-1)/(d q^2) of a weight and 2(d-1) messages a layer. Without it the gradients are wrong.",
+    "3d, words: 6(q-1)/q^3 is moved if forward keeps both gathered operands, but then q times "
+    "the printed activations are kept, and 1/q^2 of the weights beside them. If nothing gathered "
+    "is kept, activations are as printed, and square matrices move 8(q-1)/q^3.",
+    "1d, activations: only the outer ones are whole on every rank; the wide ones are divided.",
+    "Messages are blocks, not steps in time: SUMMA broadcasts 2q times a product, one after "
+    "another, and each takes the steps of a whole broadcast."]
 
-def layer_costs_parts(found: Sequence[LayerCosts], missing: Sequence[str], ranks: int,
+
+def printed_costs_parts(found: Sequence[Costs], missing: Sequence[str], ranks: int,
+                        sizes: ModelSizes) -> list[Part]:
+    """Make the table of `bench.prediction.meshes.layer_costs.list_costs`, and its notes."""
+    rows = []
+    for one in found:
+        for cost, order in zip(COSTS, one.chosen.printed.orders):
+            counted, printed = one.counted[cost], one.printed[cost]
+            rows.append([one.scheme, str(one.grid), cost, number_cell(counted, ",.0f"),
+                         number_cell(printed, ",.0f"),
+                         number_cell(counted / printed if printed else float("nan"), ".4f"),
+                         order])
+    M, h = sizes.tokens, sizes.hidden
+    title = (f"Two linear layers, {M} x {h} -> {M} x {sizes.inner} -> {M} x {h}, forward "
+             f"and backward, on {ranks} ranks: counted and printed costs of a rank")
+    left_out = [f"Left out: {why}." for why in missing]
+    return [Table(title, [Column("scheme"), Column("grid", align="<"), Column("cost", align="<"),
+                          Column("counted"), Column("printed"), Column("counted / printed"),
+                          Column("printed order", align="<")], rows),
+            Notes("About these costs:", OF_PAIR + left_out)]
+
+
+def layer_costs_parts(found: Sequence[Costs], missing: Sequence[str], ranks: int,
                       sizes: ModelSizes) -> list[Part]:
-    """Make the table of `bench.prediction.costs.layer_costs.list_layer_costs`, and its notes."""
+    """Make the table of `bench.prediction.meshes.layer_costs.list_layer_costs`, and its notes."""
     rows: Rows = []
     for one in found:
         for count in COUNTS:
@@ -37,13 +73,13 @@ def layer_costs_parts(found: Sequence[LayerCosts], missing: Sequence[str], ranks
         Notes("About a layer's costs:", notes + left_out)]
 
 
-def _imbalance(one: LayerCosts, count: str) -> float:
+def _imbalance(one: Costs, count: str) -> float:
     """Return the largest count of a rank over the mean; 1 where no rank has any."""
     values = one.counted[count]
     return values.max() / values.mean() if values.any() else 1.0
 
 
-def _notes(found: Sequence[LayerCosts]) -> list[str]:
+def _notes(found: Sequence[Costs]) -> list[str]:
     """State what is counted, what print leaves out, and which schemes are unbalanced."""
     return ["Counted: dry runs of each rank. Elementwise elements are those that passes read and "
             "write; parameters are without gradients; words are those that broadcasts and "
@@ -51,7 +87,7 @@ def _notes(found: Sequence[LayerCosts]) -> list[str]:
             *_left_out_in_print(found), *_unequal_schemes(found)]
 
 
-def _left_out_in_print(found: Sequence[LayerCosts]) -> Iterator[str]:
+def _left_out_in_print(found: Sequence[Costs]) -> Iterator[str]:
     """State what the costs in print, added up over the four linear layers, leave out."""
     printed = [one for one in found if one.printed]
     if not printed:
@@ -70,7 +106,7 @@ def _left_out_in_print(found: Sequence[LayerCosts]) -> Iterator[str]:
                    f"print lacks.")
 
 
-def _unequal_schemes(found: Sequence[LayerCosts]) -> Iterator[str]:
+def _unequal_schemes(found: Sequence[Costs]) -> Iterator[str]:
     """Name schemes in which a rank stores, computes or moves much more than the mean."""
     for one in found:
         unequal = [f"{NAMES[count]} {_imbalance(one, count):.2f}" for count in COUNTS

@@ -4,30 +4,29 @@ A fault is what one does to the tensors of a step: which part of a sum is missin
 stale.  Each is simulated on one rank, from the exact parts of the sums that ranks would hold.
 """
 
+import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
-from bench.document import Column, Rows, Table
-from bench.experiments.dump import faults
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
-from bench.experiments.dump.places import mask_names
-from bench.experiments.dump.reported import REPORTED
-from bench.experiments.dump.tensor_files import number_type
+from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
+from bench.experiments.dump.tensor_files import number_type, write_tensors
 from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
-from bench.experiments.dump.workshop import Workshop
-from bench.experiments.dump.writing import write_dump
 from mm3d.config import Model
+from mm3d.hugging_face.config_file import config_of
 from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.architecture import Architecture
 from mm3d.model.experts.layer import Experts
 from mm3d.pretrained.loading import model_pieces
+from planted_faults import Fault
+from workshop import Workshop
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
@@ -56,7 +55,7 @@ class Found:
         The cause that was named; "" where nothing was found.
     """
 
-    fault: faults.Fault
+    fault: Fault
     verdict: Verdict
     cause: str
 
@@ -111,7 +110,47 @@ def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> Dump:
     return read_dump(write_dump(folder, start, steps, {"optimizer": shop.optimizer}))
 
 
-def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Found]:
+def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str, Any]) -> Path:
+    """Write a dump; return its folder.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder, which is made.
+    start : Start
+        The model, its weights, and the batch.
+    tensors : dict of Place to ndarray
+        What was computed: of the type of the model, gradients and weights of that of masters.
+    about : mapping
+        The contents of ``dump.json``, beside what the model says.
+    """
+    folder.mkdir(parents=True)
+    model = start.model
+    more = {"dtype": model.dtype, "ignored": model.ignored} | (
+        {"dropout": model.dropout} if model.dropout else {})
+    config = config_of(model) | ({"activation_function": "gelu"} if start.erf else {})
+    for name, content in (("config", config), ("dump", more | about)):
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    computed, kept = number_type(model.dtype), number_type(model.master or model.dtype)
+    files: dict[str, dict[str, np.ndarray]] = {
+        "weights": {name: a.astype(kept) for name, a in start.weights.items()},
+        "batch": {"tokens": start.tokens, "targets": start.targets},
+        "masks": {name: np.asarray(a, bool) for name, a in start.masks.items()}, SCALARS: {}}
+    for place, a in tensors.items():
+        if place.kind in (LOSS, NORM):
+            files[SCALARS][place.kind] = np.asarray(a, kept)
+        else:
+            narrow = place.kind in ("activation", "activation gradient")
+            files.setdefault(FILES[place.kind], {})[place.name] = np.asarray(
+                a, computed if narrow else kept)
+    for name, some in files.items():
+        if some:
+            write_tensors(folder / f"{name}.safetensors", some)
+    return folder
+
+
+def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:
     """Plant faults in right steps, write and read these as dumps, and judge them."""
     with tempfile.TemporaryDirectory() as folder:
         shops: dict[str, Workshop] = {}
@@ -125,17 +164,3 @@ def judge_faults(some: list[faults.Fault], dtype: str, comm: Any) -> Iterator[Fo
                     start_of(dump), comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
             yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
-
-
-def plant_all(comm: Any, dtype: str = "float32") -> Table:
-    """Plant all faults; return the table of what was found."""
-    found = list(judge_faults(faults.FAULTS + REPORTED, dtype, comm))
-    rows: Rows = [[one.fault.what, str(one.verdict.first.place) if one.verdict.first else "none",
-                   f"{one.verdict.first.ratio:.1e}" if one.verdict.first else "-",
-                   one.cause.partition(":")[0], one.right_in, one.fault.report] for one in found]
-    columns = [Column("fault", align="<"), Column("first tensor outside", align="left"),
-               Column("envelopes"), Column("cause that was named", align="<"),
-               Column("right", align="<"), Column("report", align="<")]
-    return Table(f"{len(found)} faults planted in steps in {dtype}, "
-                 f"{sum(one.right_in != 'neither' for one in found)} found at their tensor",
-                 columns, rows)

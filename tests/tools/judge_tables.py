@@ -1,5 +1,10 @@
-"""Measure the differences that right implementations have, by scheme, type and number of ranks."""
+"""Print the tables of results/judge: ``python tests/tools/judge_tables.py [DTYPE]``.
 
+On one rank they are of faults that are planted and judged in steps of a type, by default float32;
+under ``mpirun``, of the differences that right steps have, by scheme, type and number of ranks.
+"""
+
+import sys
 from dataclasses import replace
 from typing import Any, Iterator
 
@@ -10,9 +15,13 @@ from bench.document import Column, Rows, Table
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.envelopes import Distance, measure_reference, rounding
 from bench.experiments.dump.places import LOSS
-from bench.experiments.dump.planted import make_shop
 from bench.experiments.dump.tensor_files import number_type
+from bench.reports.formats import format_text
+from mm3d.console import say
 from mm3d.schemes import SCHEMES, find_scheme
+from planted import judge_faults, make_shop
+from planted_faults import FAULTS
+from reported_faults import REPORTED
 
 # Types of computation and of weights.
 TYPES = (("float64", None), ("float32", None), ("bfloat16", "float32"), ("bfloat16", None))
@@ -60,3 +69,25 @@ def table_of_differences(comm: Any) -> Table:
                Column("loss"), Column("gradients"), Column("envelopes")]
     return Table("Differences of right steps to float64, relative to each tensor's size", columns,
                  rows)
+
+
+def plant_all(comm: Any, dtype: str) -> Table:
+    """Plant all faults; return the table of what was found."""
+    found = list(judge_faults(FAULTS + REPORTED, dtype, comm))
+    rows: Rows = [[one.fault.what, str(one.verdict.first.place) if one.verdict.first else "none",
+                   f"{one.verdict.first.ratio:.1e}" if one.verdict.first else "-",
+                   one.cause.partition(":")[0], one.right_in, one.fault.report] for one in found]
+    columns = [Column("fault", align="<"), Column("first tensor outside", align="left"),
+               Column("envelopes"), Column("cause that was named", align="<"),
+               Column("right", align="<"), Column("report", align="<")]
+    return Table(f"{len(found)} faults planted in steps in {dtype}, "
+                 f"{sum(one.right_in != 'neither' for one in found)} found at their tensor",
+                 columns, rows)
+
+
+if __name__ == "__main__":
+    comm = MPI.COMM_WORLD
+    table = (plant_all(comm, *sys.argv[1:2] or ["float32"]) if comm.size == 1 else
+             table_of_differences(comm))
+    if comm.rank == 0:
+        say(format_text([table]))

@@ -1,1 +1,0 @@
-"""Count what schemes cost by dry runs, beside the costs in print."""

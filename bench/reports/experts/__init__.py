@@ -1,1 +1,0 @@
-"""Show layers of experts that were measured."""

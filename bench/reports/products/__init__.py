@@ -1,1 +1,0 @@
-"""Tables of distributed products side by side."""
