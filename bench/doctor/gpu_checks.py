@@ -36,7 +36,7 @@ def device(facts: Facts) -> Finding:
     return Finding("device", OK, f"{about['gpu']}, {about['gpu_memory'] / 2 ** 30:.0f} GiB, CUDA "
                    f"{about['cuda_runtime']}, driver {about['cuda_driver']}, more types: "
                    f"{', '.join(map(str, found.more_dtypes)) or 'none (ml_dtypes is missing)'}, "
-                   f"flash attention: {about['flash_attention']}")
+                   f"flash attention: {about.get('flash_attention', 'none')}")
 
 
 def needs_backend(check: Callable[[backends.Backend], Finding]) -> Callable[[Facts], Finding]:

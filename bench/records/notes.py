@@ -30,7 +30,7 @@ def describe_machine(record: Measurements) -> str:
     """Describe the machine of a record: GPU, processor, cores, BLAS and MPI."""
     env = record.environment
     known = [f"{env[name]}{unit}" for name, unit in (
-        ("gpu", ""), ("cpu_model", ""), ("cores", " cores"), ("blas", ""),
+        ("gpu", ""), ("flash_attention", ""), ("cpu_model", ""), ("cores", " cores"), ("blas", ""),
         ("blas_architecture", " kernels"), ("elementwise_version", ""), ("mpi", ""))
         if name in env]
     return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))

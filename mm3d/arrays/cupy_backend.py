@@ -198,7 +198,7 @@ class CupyBackend(Backend):
                 "gpu_multiprocessors": int(properties["multiProcessorCount"]),
                 "cuda_runtime": int(runtime.runtimeGetVersion()),
                 "cuda_driver": int(runtime.driverGetVersion()), "tf32": self.tf32,
-                "flash_attention": f"cuDNN {flash.version}" if flash else "none"}
+                **({"flash_attention": f"cuDNN {flash.version}"} if flash else {})}
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply two matrices by cuBLAS; elements of 16 and 32 bits are summed in float32.

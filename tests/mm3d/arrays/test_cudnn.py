@@ -116,7 +116,7 @@ def test_a_layer_is_planned_once(cupy, monkeypatch):
 def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch):
     """Without its package, on old GPUs, or if one says so; a package without its library tells."""
     library = backend.get("cupy")
-    assert library.describe_device()["flash_attention"] == "none"
+    assert "flash_attention" not in library.describe_device()
     import fakecudnn
     monkeypatch.setitem(sys.modules, "cudnn", fakecudnn.module())
     assert cudnn_attention.open_flash(library, 80).version == "9.19.0"
