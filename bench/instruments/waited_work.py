@@ -149,6 +149,7 @@ class WaitingBackend(DryBackend):
 
     def __init__(self, seconds: Seconds, block: int) -> None:
         super().__init__()
+        self.kernels.calling = None    # calls of functions take no time beside their work
         self.reset(block)
         self.xp = WaitingNamespace(self)
         self.trace = WorkClock(seconds)

@@ -13,13 +13,10 @@ back.
 
 import functools
 import math
-from contextlib import nullcontext
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
-
-NOTHING = nullcontext()
 
 
 def prefer_backend_kernel(readable: Callable) -> Callable:
@@ -35,9 +32,10 @@ def prefer_backend_kernel(readable: Callable) -> Callable:
     def chosen(a: Array, *rest, **more):
         found = backend_of(a).kernels
         fast = getattr(found, name, None) if found and a.dtype in found.dtypes else None
-        told = getattr(found, "calling", None)
-        with told(name, (a, *rest), more) if told else NOTHING:
-            return (fast or readable)(a, *rest, **more)
+        if told := getattr(found, "calling", None):
+            with told(name, (a, *rest), more):
+                return (fast or readable)(a, *rest, **more)
+        return (fast or readable)(a, *rest, **more)
     return chosen
 
 
@@ -96,13 +94,6 @@ def sum_products(a: Array, b: Array, keep_float32: bool = False) -> Array:
 def upcast(a: Array) -> Array:
     """Convert `a` to the type of computation: float32 for 16 bits, otherwise its own."""
     return namespace(a).astype(a, accumulation_dtype(a), copy=False)
-
-
-@prefer_backend_kernel
-def round_into(a: Array, out: Array) -> Array:
-    """Copy `a` into `out`, of its shape, rounded to the type of `out`; return `out`."""
-    out[...] = namespace(a).astype(a, out.dtype, copy=False)
-    return out
 
 
 def _sum_terms(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -> Array:

@@ -8,13 +8,13 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, host_dtype
+from mm3d.arrays.backend import Array, host_dtype, namespace
 from mm3d.arrays.host_arrays import check_real
 from mm3d.grid.axis import Shown
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
-from mm3d.model.functional import round_into
+from mm3d.model.functional import prefer_backend_kernel
 
 
 class Parameter(Shown):
@@ -239,3 +239,10 @@ def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int,
         shape = check_real(f"parameter {name!r}", state[name])
         if shape != shapes[name]:
             raise ValueError(f"parameter {name!r} has the shape {shapes[name]}, not {shape}")
+
+
+@prefer_backend_kernel
+def round_into(a: Array, out: Array) -> Array:
+    """Copy `a` into `out`, of its shape, rounded to the type of `out`; return `out`."""
+    out[...] = namespace(a).astype(a, out.dtype, copy=False)
+    return out

@@ -57,8 +57,8 @@ def test_everything_is_asked(tmp_path):
     """Each transport, the tests on one rank and on several, each part in a folder of its own."""
     names = [step.name for step in gpu_suite.list_steps(tmp_path, 8, 600, False)]
     assert names == ["doctor", "selftest-staged", "selftest-device", "selftest-nccl", "tests-1",
-                     "tests-8", "gpu-gemm", "gpu-elementwise", "gpu-layer", "gpu-rows",
-                     "gpu-layer-graph"]
+                     "tests-8", "gpu-gemm", "gpu-elementwise", "gpu-layer", "gpu-step",
+                     "gpu-rows", "gpu-layer-graph"]
     for step in gpu_suite.list_steps(tmp_path, 8, 600, False):
         assert ("--graph" in step.command) == (step.name == "gpu-layer-graph")
         assert step.command[0] == (sys.executable if step.name in ("doctor", "tests-1")
