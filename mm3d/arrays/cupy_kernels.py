@@ -83,12 +83,18 @@ class GpuKernels(GpuAttention):
         """Return the type in which kernels compute and sum the elements of `a`."""
         return np.float64 if a.dtype == np.float64 else np.float32
 
-    def _compute_into(self, out: Array, work: Callable[[Array], None]) -> Array:
-        """Call `work` on `out`, or on a contiguous array that is copied to `out` afterwards."""
+    def _compute_into(self, out: Array, work: Callable[[Array], None],
+                      reads: bool = False) -> Array:
+        """Call `work` on `out`, or on a contiguous array that is copied to `out` afterwards.
+
+        That has the contents of `out` if `work` reads them.
+        """
         if self.library.is_contiguous(out):
             work(out)
         else:
             contiguous = self.library.empty(out.shape, out.dtype)
+            if reads:
+                contiguous[...] = out
             work(contiguous)
             out[...] = contiguous
         return out
@@ -124,7 +130,7 @@ class GpuKernels(GpuAttention):
         out = self.library.empty((rows, 4), self._sum_type(logits))
         self._compute_into(logits, lambda x: self._launch(
             "softmax_statistics", x, (rows,), x, out, int(sums), cols,
-            threads=row_threads(x)))
+            threads=row_threads(x)), reads=True)
         return out
 
     def softmax_gradient(self, exponentials: Array, scale: Array, shift: Array | None,
@@ -135,7 +141,7 @@ class GpuKernels(GpuAttention):
         numbers = map(self.library.contiguous, (scale, scale if shift is None else shift))
         return self._compute_into(out, lambda x: self._launch(
             "softmax_gradient", x, (rows,), x, *numbers, int(shift is not None), cols,
-            threads=row_threads(x)))
+            threads=row_threads(x)), reads=True)
 
     def adamw(self, arrays: tuple[Array, ...], numbers: tuple[float, ...]) -> bool:
         """Change a parameter by AdamW, see `mm3d.arrays.compiled.CompiledKernels.adamw`."""

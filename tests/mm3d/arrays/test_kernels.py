@@ -176,6 +176,22 @@ def test_softmax_over_a_vocabulary(cupy, name, shape):
         close(cupy.to_host(there), expected, name)
 
 
+def test_softmax_in_the_place_of_rows_with_gaps(cupy):
+    """What they hold is read, and what is beside them stays."""
+    x, scale = numbers((3, 8), "float32", 1), numbers((3, 1), "float32", 2)
+    wide = cupy.asarray(np.full((3, 16), 7, np.float32))
+    part, other = wide[:, :8], wide[:, 8:]
+    part[...] = cupy.asarray(x)
+    found = cupy.to_host(cupy.kernels.softmax_statistics(part, False))
+    exponentials = np.exp(x - x.max(axis=1, keepdims=True))
+    close(found[:, 1], exponentials.sum(axis=1), "float32", 16)
+    close(cupy.to_host(part), exponentials, "float32", 16)
+    assert (cupy.to_host(other) == 7).all()
+    for out in (other, part):
+        cupy.kernels.softmax_gradient(part, cupy.asarray(scale), None, out)
+        close(cupy.to_host(out), exponentials * scale, "float32", 16)
+
+
 @pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_adamw_and_rounding_of_masters(cupy, name):
     """Whole packs and the rest; arrays that begin at no pack, and ones with gaps."""
