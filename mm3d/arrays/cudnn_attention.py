@@ -139,17 +139,16 @@ def open_flash(library: Any, capability: int) -> FlashAttention | None:
     Raises
     ------
     ValueError
-        When its package is installed, and it does not start.
+        When its package is installed, and its library is missing, broken, or does not start.
     """
     if capability < AMPERE or os.environ.get("MM3D_CUDNN") == "0":
         return None
     try:
         import cudnn
+        return FlashAttention(library, cudnn)
     except ImportError:
         return None
-    try:
-        return FlashAttention(library, cudnn)
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, AttributeError, OSError) as error:    # the last of loading the library
         raise ValueError(f"cuDNN does not start ({error}): pip install -U 'mm3d[cudnn]', or set "
                          "MM3D_CUDNN=0") from error
 

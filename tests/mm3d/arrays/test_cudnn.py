@@ -113,8 +113,9 @@ def test_a_layer_is_planned_once(cupy, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(*results))
 
 
-def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch):
-    """Without its package, on old GPUs, or if one says so; a package without its library tells."""
+def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch, tmp_path):
+    """Without its package, on old GPUs, or if one says so; a package without its library tells,
+    or with one that is broken."""
     library = backend.get("cupy")
     assert "flash_attention" not in library.describe_device()
     import fakecudnn
@@ -129,4 +130,9 @@ def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch):
         raise RuntimeError("Unable to find symbol cudnnCreate")
     monkeypatch.setattr(sys.modules["cudnn"], "create_handle", fail)
     with pytest.raises(ValueError, match=r"cudnnCreate.*MM3D_CUDNN=0"):
+        cudnn_attention.open_flash(library, 90)
+    monkeypatch.delitem(sys.modules, "cudnn")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "cudnn.py").write_text('raise OSError("libcudnn.so.9: file too short")', "utf-8")
+    with pytest.raises(ValueError, match=r"file too short.*MM3D_CUDNN=0"):
         cudnn_attention.open_flash(library, 90)
