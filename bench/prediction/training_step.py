@@ -200,10 +200,7 @@ def weight_parts(scheme: str, grid: GridShape) -> int:
 
 
 def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
-    """Predict the seconds of AdamW with a clipped norm, one kernel of the largest stage.
-
-    It reads gradients twice, reads and writes masters and moments, and writes values.
-    """
+    """Predict the seconds of AdamW of the largest stage, see `adamw_seconds`."""
     shares = shards_of(model) if model.zero else (1, 1)
     return adamw_seconds(machine, sum(
         count / share for count, share in zip(parameters_of_rank(model), shares)),
@@ -234,10 +231,11 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
 
 
 def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
-    """Predict the seconds of AdamW on a rank that changes so many parameters, in one kernel.
+    """Predict the seconds of AdamW on a rank that changes so many parameters.
 
-    This library's of a GPU reads gradients once and clips nothing; others set them to zero and
-    round masters, in two kernels more.
+    One kernel reads gradients twice, for a norm that is clipped, reads and writes masters and
+    moments, and writes values.  This library's kernel of a GPU reads gradients once, as nothing is
+    clipped; a second one sets them to zero, and in 16 bits a third one rounds masters.
     """
     size = itemsize(dtype)
     wide = max(size, 4)
