@@ -251,3 +251,30 @@ class Pool(IdleMemory):
     def reset_peak(self) -> None:
         """Set `peak` to the bytes in use now."""
         self.peak = self.in_use
+
+
+class DryPool(Pool):
+    """Count memory as a `Pool` does, without allocating it.
+
+    Parameters
+    ----------
+    granularity : int
+        Bytes of a unit of memory.
+    on_take : callable
+        Called after each `take`.
+    """
+
+    _byte = ctypes.c_char()
+
+    def __init__(self, granularity: int, on_take: Callable[[], None]) -> None:
+        super().__init__()
+        self.granularity, self._on_take = granularity, on_take
+
+    def _allocate(self, size: int) -> ctypes.Array:
+        """Return `size` bytes that must not be accessed, at the address of a single byte."""
+        return (ctypes.c_char * size).from_address(ctypes.addressof(self._byte))
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = super().take(shape, dtype)
+        self._on_take()
+        return array

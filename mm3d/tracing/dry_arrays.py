@@ -4,7 +4,6 @@ They behave like NumPy's in shape, dtype, strides and errors, as far as the mode
 elementwise operations are counted in a `Trace`, and so is the memory that they would take.
 """
 
-import ctypes
 import sys
 from contextlib import contextmanager
 from operator import attrgetter
@@ -14,7 +13,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.numpy_kernels import Kernels
-from mm3d.arrays.pool import Pool
+from mm3d.arrays.pool import DryPool, Pool
 from mm3d.tracing.events import Call, Pass
 from mm3d.tracing.trace import Trace
 
@@ -175,33 +174,6 @@ class DryNamespace:
 
     def matrix_transpose(self, a: DryArray) -> DryArray:
         return a.mT
-
-
-class DryPool(Pool):
-    """Count memory as a `Pool` does, without allocating it.
-
-    Parameters
-    ----------
-    granularity : int
-        Bytes of a unit of memory.
-    on_take : callable
-        Called after each `take`.
-    """
-
-    _byte = ctypes.c_char()
-
-    def __init__(self, granularity: int, on_take: Callable[[], None]) -> None:
-        super().__init__()
-        self.granularity, self._on_take = granularity, on_take
-
-    def _allocate(self, size: int) -> ctypes.Array:
-        """Return `size` bytes that must not be accessed, at the address of a single byte."""
-        return (ctypes.c_char * size).from_address(ctypes.addressof(self._byte))
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        array = super().take(shape, dtype)
-        self._on_take()
-        return array
 
 
 class DryBackend(Backend):
