@@ -76,11 +76,11 @@ class GpuAttention:
             y = self._make_stack(_select(out, group), out.dtype)
             for (rows, keys), (S, *P) in zip(blocks, memory):
                 P = P[0] if P else S
-                self.library.gemms(Q[:, rows, :], _transposed(K[:, keys, :]), S)
+                self.library.gemms(_rows(Q, rows), _transposed(_rows(K, keys)), S)
                 self._launch_softmax("softmax_forward", S, P, lse[(*group, rows)],
                                      (queries, first + rows.start - keys.start, reach),
                                      kind(1 / math.sqrt(d)))
-                self.library.gemms(P, V[:, keys, :], y[:, rows, :])
+                self.library.gemms(P, _rows(V, keys), _rows(y, rows))
             self._put_stack(y, _select(out, group))
         return out, lse
 
@@ -107,24 +107,24 @@ class GpuAttention:
             for a in made[1:]:
                 _set_zero_outside(a, blocks[0][1])
             for (rows, keys), (S, P) in zip(blocks, memory):
-                dQ, dK, dV = made[0][:, rows, :], *(a[:, keys, :] for a in made[1:])
-                q_rows, do_rows, k_keys = Q[:, rows, :], dO[:, rows, :], K[:, keys, :]
+                q_rows, do_rows, dQ = (_rows(a, rows) for a in (Q, dO, made[0]))
+                k_rows, v_rows, dK, dV = (_rows(a, keys) for a in (K, V, *made[1:]))
                 add = rows.stop < queries    # to the sums over later queries
-                gemms(q_rows, _transposed(k_keys), S)
+                gemms(q_rows, _transposed(k_rows), S)
                 self._launch_softmax("softmax_recompute", S, P, saved[(*group, rows)],
                                      (queries, first + rows.start - keys.start, reach), scale)
                 gemms(_transposed(P), do_rows, dV, add)
-                gemms(do_rows, _transposed(V[:, keys, :]), S)    # dP overwrites the scores
+                gemms(do_rows, _transposed(v_rows), S)    # dP overwrites the scores
                 self._launch_by_warps("softmax_backward", P, S.shape[0] * S.shape[1], P, S, P,
                                       rest=(np.int32(S.shape[2]), scale))
-                gemms(P, k_keys, dQ)    # dS has overwritten P
+                gemms(P, k_rows, dQ)    # dS has overwritten P
                 gemms(_transposed(P), q_rows, dK, add)
             for stack, a in zip(made, gradients):
                 self._put_stack(stack, _select(a, group))
 
     def _groups(self, q: Array, blocks: list[Block], kinds: list[Any]
                 ) -> Iterator[tuple[Group, list[list[Array]]]]:
-        """Iterate over groups of heads, with memory for the scores of each block in each of `kinds`.
+        """Iterate over groups of heads, with memory for the scores of each block in all `kinds`.
 
         The memory is (sequences x heads of the group, queries, keys), all kinds together at most
         `MAX_SCORE_BYTES`, and reused for every block and group.
@@ -247,6 +247,11 @@ def _even_slices(total: int, most: int) -> list[slice]:
 def _select(a: Array, group: Group) -> Array:
     """View a group of (batch, positions, heads, d) as (sequences, heads, positions, d)."""
     return a[group[0], :, group[1], :].transpose(0, 2, 1, 3)
+
+
+def _rows(a: Array, some: slice) -> Array:
+    """View some rows of the matrices of a stack: all of it is the stack itself, without a call."""
+    return a if some.stop - some.start == a.shape[1] else a[:, some, :]
 
 
 def _set_zero_outside(a: Array, keys: slice) -> None:
