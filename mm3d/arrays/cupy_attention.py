@@ -19,9 +19,11 @@ Group = tuple[slice, slice]    # of the sequences and the heads
 Block = tuple[slice, slice]    # of the queries and the keys
 
 MAX_SCORE_BYTES = 2 ** 28    # of attention scores that are in memory at a time
-# Queries of a block under a mask: less leave out more, but products of 128 queries for each of 128
-# heads no longer fill a GPU of 132 multiprocessors, and sums over queries are written more often.
-QUERY_BLOCK = 256
+# Least number of queries in a block under a mask, and in the blocks of all heads together.  Fewer
+# leave out more, but sums over queries are written more often, and products with no more columns
+# than a head has features leave a part of a GPU idle: 2^14 rows are 128 tiles of 128 rows, and an
+# H100 has 132 multiprocessors.
+QUERY_BLOCK, ALL_QUERIES = 256, 2 ** 14
 NO_MASK = 2 ** 31 - 1    # positions that a query may see
 KEY_STEP = 16    # a block's keys begin and end at multiples of it, so that rows are whole packs
 
@@ -70,7 +72,7 @@ class GpuAttention:
         (batch, queries, heads, d), kind = q.shape, self._sum_type(q)
         lse = self.library.empty((batch, heads, queries), kind)
         kinds = [kind, q.dtype] if q.dtype != kind else [kind]    # then P overwrites the scores
-        blocks = query_blocks(queries, k.shape[1], first, reach, _score_bytes(kinds))
+        blocks = query_blocks(q.shape, k.shape[1], first, reach, _score_bytes(kinds))
         for group, memory in self._groups(q, blocks, kinds):
             Q, K, V = (self._stack_heads(_select(a, group)) for a in (q, k, v))
             y = self._make_stack(_select(out, group), out.dtype)
@@ -98,7 +100,7 @@ class GpuAttention:
             return
         kind, gemms = self._sum_type(q), self.library.gemms
         scale, kinds = kind(1 / math.sqrt(d)), [kind, q.dtype]
-        blocks = query_blocks(queries, k.shape[1], first, reach, _score_bytes(kinds))
+        blocks = query_blocks(q.shape, k.shape[1], first, reach, _score_bytes(kinds))
         sums = kind if len(blocks) > 1 else q.dtype    # of the blocks
         for group, memory in self._groups(q, blocks, kinds):
             Q, K, V, dO = (self._stack_heads(_select(a, group)) for a in (*qkv, do))
@@ -181,13 +183,16 @@ class GpuAttention:
         self.copy_rows(stack.reshape(*out.shape), out)
 
 
-def query_blocks(queries: int, positions: int, first: int, reach: int, size: int) -> list[Block]:
+def query_blocks(shape: tuple[int, ...], positions: int, first: int, reach: int, size: int
+                 ) -> list[Block]:
     """Divide queries into blocks whose scores take at most `MAX_SCORE_BYTES` for a head.
 
     Parameters
     ----------
-    queries, positions : int
-        Number of queries and of keys in a sequence.
+    shape : tuple of int
+        Numbers of sequences, of queries in one, of heads, and of a head's features.
+    positions : int
+        Number of keys in a sequence.
     first : int
         Position of the first query.
     reach : int
@@ -201,9 +206,10 @@ def query_blocks(queries: int, positions: int, first: int, reach: int, size: int
         Queries, and the keys that one of them sees at least; the last queries first, which
         without a window see all keys that others see.
     """
-    width = min(positions, reach + QUERY_BLOCK) if reach else positions
-    most = max(1, MAX_SCORE_BYTES // max(1, width * size))
-    step = min(most, QUERY_BLOCK) if reach else most
+    batch, queries, heads, _ = shape
+    step = most = max(1, MAX_SCORE_BYTES // max(1, positions * size))
+    if reach:
+        step = min(most, max(QUERY_BLOCK, min(most, ALL_QUERIES) // max(1, batch * heads)))
     blocks = []
     for start in reversed(range(0, queries, step)):
         rows, keys = slice(start, min(start + step, queries)), slice(0, positions)

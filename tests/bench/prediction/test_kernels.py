@@ -79,7 +79,7 @@ def test_own_kernels_leave_the_passes_of_numpy_out(window):
 
 
 def test_own_attention_leaves_out_what_a_mask_hides_from_a_block():
-    array, causal = ((1, 512, 1, HEAD), "float32"), True
+    array, causal = ((64, 512, 1, HEAD), "float32"), True
     found = events_of_call(Call("attention_forward", (array,) * 3 + (0, causal),
                                 (("out", array),)))
     products = Counter({(one.m, one.n, one.k): times for one, times in found.items()
@@ -87,7 +87,7 @@ def test_own_attention_leaves_out_what_a_mask_hides_from_a_block():
     assert products == {(256, HEAD, 512): 1, (256, 512, HEAD): 1, (256, HEAD, 256): 1,
                         (256, 256, HEAD): 1}
     assert sum(one.bytes * times for one, times in found.items() if isinstance(one, Pass)) == (
-        256 * (2 * (512 + 256) + 2) * 4)    # scores are read and overwritten; with logarithms
+        64 * 256 * (2 * (512 + 256) + 2) * 4)    # scores are read and overwritten; with logarithms
 
 
 @pytest.mark.parametrize("dtype, flash", [("float16", True), ("float32", False)])

@@ -235,6 +235,7 @@ def test_attention(cupy, monkeypatch, name, batch, heads, limit, first, queries,
     d = 4
     monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
     monkeypatch.setattr(cupy_attention, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(cupy_attention, "ALL_QUERIES", 1)
     monkeypatch.setattr(cupy_attention, "KEY_STEP", 4)
     prefix, module = ("", functional) if isinstance(limit, bool) else ("window_", windows)
     names = [f"{prefix}attention_{way}" for way in ("forward", "backward")]
@@ -295,7 +296,8 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (2 * queries, 3 * 2),
                         (queries, 3 * 3), (2, 3 * 3 * 2), (1, 3 * 3 * 3)):
         monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", some * one)
-        blocks = cupy_attention.query_blocks(queries, positions, 1, queries + 1, one // positions)
+        blocks = cupy_attention.query_blocks((batch, queries, heads, d), positions, 1,
+                                             queries + 1, one // positions)
         rows = max(block[0].stop - block[0].start for block in blocks)
         groups = cupy_attention.divide_heads(batch, heads, rows * one)
         assert len(groups) * len(blocks) == parts
@@ -310,10 +312,24 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
             close(a, b.astype(np.float64), name, 16)
 
 
+@pytest.mark.parametrize("pairs, positions, size, rows", [
+    ((8, 16), 1024, 8, 256), ((1, 16), 1024, 8, 1024), ((2, 16), 1024, 8, 512),
+    ((1, 16), 8192, 8, 256), ((1, 2), 8192, 8, 2048), ((1, 1), 2 ** 18, 8, 128)])
+def test_blocks_are_large_enough_for_a_gpu(pairs, positions, size, rows):
+    """Of many heads 256 queries; of fewer so many that all heads have 2^14, as far as their scores
+    fit into memory."""
+    batch, heads = pairs
+    blocks = cupy_attention.query_blocks((batch, positions, heads, 64), positions, 0, positions,
+                                         size)
+    assert blocks == [(slice(at, at + rows), slice(0, at + rows))
+                      for at in reversed(range(0, positions, rows))]
+
+
 @pytest.mark.parametrize("window, seen", [(None, (520, 512, 256)), (100, (120, 368, 256))])
 def test_blocks_leave_out_what_a_mask_hides(cupy, monkeypatch, window, seen):
     """Products and kernels have the keys alone that a query of their block sees, rounded to whole
-    packs, with the constants as they are; sums over blocks go straight to the gradients."""
+    packs; sums over blocks go straight to the gradients."""
+    monkeypatch.setattr(cupy_attention, "ALL_QUERIES", 1)
     products: list[tuple[int, ...]] = []
     rows: list[tuple[int, ...]] = []
     gemms, launch, n, d = cupy.gemms, cupy.kernels._launch, 520, 4
