@@ -207,7 +207,8 @@ def query_blocks(shape: tuple[int, ...], positions: int, first: int, reach: int,
         without a window see all keys that others see.
     """
     batch, queries, heads, _ = shape
-    step = most = max(1, MAX_SCORE_BYTES // max(1, positions * size))
+    most = max(1, MAX_SCORE_BYTES // max(1, positions * size))
+    step = _even_step(queries, most)
     if reach:
         step = min(most, max(QUERY_BLOCK, min(most, ALL_QUERIES) // max(1, batch * heads)))
     blocks = []
@@ -244,9 +245,14 @@ def _score_bytes(kinds: list[Any]) -> int:
     return sum(np.dtype(kind).itemsize for kind in kinds)
 
 
+def _even_step(total: int, most: int) -> int:
+    """Return the length of slices of at most `most` that are as even as possible."""
+    return max(1, -(-total // max(1, -(-total // max(1, most)))))
+
+
 def _even_slices(total: int, most: int) -> list[slice]:
     """Divide a length into slices of at most `most`, as even as possible."""
-    step = max(1, -(-total // max(1, -(-total // max(1, most)))))
+    step = _even_step(total, most)
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
