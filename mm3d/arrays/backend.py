@@ -87,9 +87,9 @@ class Backend:
         Parameters
         ----------
         number : int
-            Number of the rank on its node.
+            Number of the rank on its node, among the ranks of one communicator.
         counted : float
-            Number of ranks that were counted, infinite for all; fewer than before are ignored.
+            Its size, infinite for the world; a number among fewer ranks than before is ignored.
 
         Raises
         ------
@@ -123,7 +123,7 @@ class Backend:
 
     def from_host(self, shape: tuple[int, ...], dtype: Any,
                   make: Callable[[], np.ndarray]) -> Array:
-        """Convert the NumPy array of `shape` that `make` returns to `dtype` and this library."""
+        """Convert what `make` returns, of `shape`, to `dtype`; a dry run does not call it."""
         return self.asarray(make().astype(dtype, copy=False))
 
     def to_host(self, a: Array) -> np.ndarray:
