@@ -147,8 +147,8 @@ class Scheme(GridAlgorithm):
                  backend: str | Backend | None = None, **options: Any) -> None:
         with same_arguments(comm, "scheme") as given:
             given["name"] = self.name
-            given |= self.complete_options(options)
-            vars(self).update(self.complete_options(options))
+            vars(self).update(complete := self.complete_options(options))
+            given |= complete
             if grid is not None and not isinstance(grid, (tuple, list, GridShape)):
                 raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
                                  f"directions {', '.join(self.directions)}")
