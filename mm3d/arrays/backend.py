@@ -45,7 +45,7 @@ class Backend:
     pool : object
         Lends the memory of the arrays, and counts it.
     block : int
-        Elements that elementwise work handles at a time: those that stay in cache, or all.
+        Elements that elementwise work handles at a time, as many as stay in cache, or all.
     host_buffers : bool
         Whether MPI may read and write the arrays in place.
     has_device : bool
