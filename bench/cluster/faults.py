@@ -1,8 +1,8 @@
 """Break an emulated cluster while it runs: links that are cut or slow, nodes that die.
 
-For programs that run in the namespaces of the cluster's head, as its command does; by hand there
-``python -m bench.cluster.faults cut 1``, ``restore 1``, ``slow 1 20Mbit`` or ``kill 1``.  Ranks
-change the rates of all links by ``slow all RATE``, see `bench.cluster.rates`.
+For programs that run in the namespaces of the cluster's head, as its command does, by hand too
+(``bench/cluster/README.rst``).  Ranks change the rates of all links by ``slow all RATE``, see
+`bench.cluster.rates`.
 """
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Instruments of measurement: clocks, repetitions, statistics, spans, memory, the host."""
+"""Instruments of measurement: clocks, repetitions, spans, memory, the wire, the host."""

@@ -1,8 +1,7 @@
 """Compare two sides of runs, case by case.
 
-The unit is a run.  Repetitions of one run share its placement, its neighbours and its minutes, so
-two runs of the same code differ by more than their repetitions do.  With fewer than three runs a
-side only medians are shown; from three on differences are tested.
+The unit is a run, whose repetitions share its placement, its neighbours and its minutes.  With
+fewer than three runs a side only medians are shown; from three on differences are tested.
 """
 
 from dataclasses import dataclass, replace

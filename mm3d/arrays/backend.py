@@ -45,7 +45,7 @@ class Backend:
     pool : object
         Lends the memory of the arrays, and counts it.
     block : int
-        Elements that elementwise work handles at a time: those that stay in cache, or all.
+        Elements that elementwise work handles at a time, as many as stay in cache, or all.
     host_buffers : bool
         Whether MPI may read and write the arrays in place.
     has_device : bool
@@ -87,9 +87,9 @@ class Backend:
         Parameters
         ----------
         number : int
-            Number of the rank on its node.
+            Number of the rank on its node, among the ranks of one communicator.
         counted : float
-            Number of ranks that were counted, infinite for all; fewer than before are ignored.
+            Its size, infinite for the world; a number among fewer ranks than before is ignored.
 
         Raises
         ------
@@ -123,7 +123,7 @@ class Backend:
 
     def from_host(self, shape: tuple[int, ...], dtype: Any,
                   make: Callable[[], np.ndarray]) -> Array:
-        """Convert the NumPy array of `shape` that `make` returns to `dtype` and this library."""
+        """Convert what `make` returns, of `shape`, to `dtype`; a dry run does not call it."""
         return self.asarray(make().astype(dtype, copy=False))
 
     def to_host(self, a: Array) -> np.ndarray:

@@ -4,26 +4,6 @@ import itertools
 from typing import Iterator, Sequence
 
 
-class Lengths(Sequence[int]):
-    """Compute each of many `block_lengths` when it is asked for."""
-
-    def __init__(self, extent: int, parts: int, unit: int) -> None:
-        self.total, self.parts, self.unit = extent, range(parts), unit
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, part: int | slice) -> int | list[int]:
-        if isinstance(part, slice):
-            return [self[one] for one in self.parts[part]]
-        return block_bounds(self.total, len(self.parts), self.parts[part], self.unit)[1]
-
-
-def total_length(lengths: Sequence[int]) -> int:
-    """Return the sum of the lengths of blocks."""
-    return lengths.total if isinstance(lengths, Lengths) else sum(lengths)
-
-
 def block_lengths(extent: int, parts: int, unit: int = 1) -> Sequence[int]:
     """Return the lengths of `parts` contiguous blocks of `extent` elements.
 
@@ -42,7 +22,7 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> Sequence[int]:
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:
-    """Return start and length of block `part` of `block_lengths`, or of an array of parts."""
+    """Return start and length of block number `part`, or of each block of an array of numbers."""
     share, more = divmod(extent if unit == 1 else _whole_units(extent, unit), parts)
     longer = part < more
     return (share * part + more + longer * (part - more)) * unit, (share + longer) * unit
@@ -55,6 +35,26 @@ def _whole_units(extent: int, unit: int) -> int:
         raise ValueError(f"a length of {extent} cannot be divided into units of {unit}: "
                          f"{unit * max(1, units)} or {unit * (units + 1)} would do")
     return units
+
+
+class Lengths(Sequence[int]):
+    """Stand in for a long list of `block_lengths`, and compute each when it is asked for."""
+
+    def __init__(self, extent: int, parts: int, unit: int) -> None:
+        self.total, self.parts, self.unit = extent, range(parts), unit
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, part: int | slice) -> int | list[int]:
+        if isinstance(part, slice):
+            return [self[one] for one in self.parts[part]]
+        return block_bounds(self.total, len(self.parts), self.parts[part], self.unit)[1]
+
+
+def total_length(lengths: Sequence[int]) -> int:
+    """Return the sum of the lengths of blocks."""
+    return lengths.total if isinstance(lengths, Lengths) else sum(lengths)
 
 
 def block_starts(lengths: list[int]) -> list[int]:

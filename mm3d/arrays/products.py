@@ -13,7 +13,7 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     Parameters
     ----------
     a, b : Array
-        (..., n) and (n, ...), of one dtype.
+        (..., k) and (k, ...), of one dtype.
     empty : callable, optional
         Allocates C from its shape and dtype; by default the backend does.
     progress : callable, optional
@@ -24,8 +24,8 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     Array
         The leading dimensions of A, then the trailing ones of B.
     """
-    n = b.shape[0]
-    return _gemm((math.prod(a.shape[:-1]), n), a, (n, math.prod(b.shape[1:])), b,
+    k = b.shape[0]
+    return _gemm((math.prod(a.shape[:-1]), k), a, (k, math.prod(b.shape[1:])), b,
                  a.shape[:-1] + b.shape[1:], empty, progress)
 
 
@@ -43,14 +43,14 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               accumulate_float32: bool = False, progress: Progress = None) -> Array:
-    """Compute C = A^T B of A, (m, n), and B, (m, ...), where m may be several dimensions.
+    """Compute C = A^T B of A, (k, n), and B, (k, ...), where k may be several dimensions.
 
-    m stands for all dimensions of A but the last.  With `accumulate_float32` C has the
+    k stands for all dimensions of A but the last.  With `accumulate_float32` C has the
     `accumulation_dtype` of A.  Other parameters as in `matmul`.
     """
-    n, m = a.shape[-1], math.prod(a.shape[:-1])
+    n, k = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
-    return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, progress, left=True,
+    return _gemm((k, n), a, (k, math.prod(outer)), b, (n,) + outer, empty, progress, left=True,
                  accumulate_float32=accumulate_float32)
 
 

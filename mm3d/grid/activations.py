@@ -2,7 +2,7 @@
 
 Activations have two *spaces*: the *outer* space of the residual stream, and the *inner* space
 between the two linear layers of a block.  A product *up* leads from the outer space into the inner
-one, a product *down* back.  Ranks that have a grid each may divide positions: a `Context`.
+one, a product *down* back.  Several grids may have parts of the same sequences: a `Context`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from mm3d.grid.split import Split
 
 
 def chunks_of(seq: int, ranks: int, rank: int) -> list[range]:
-    """Return the positions of a rank's two chunks, in the order in which it holds them."""
+    """Return the positions of a rank's two chunks, see `Context`, in the order of its array."""
     bounds = (block_bounds(seq, 2 * ranks, part) for part in (rank, 2 * ranks - 1 - rank))
     return [range(start, start + length) for start, length in bounds]
 
@@ -122,7 +122,7 @@ class Space:
     def runs(self, held: slice | None = None) -> list[range]:
         """Return the global positions of this rank's tokens, as runs of neighbours.
 
-        `held` are other ones of the grid's `seq` positions.
+        `held` is a slice of the grid's `seq` positions, by default that of this rank.
         """
         if held is None:
             held = Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1]

@@ -58,7 +58,7 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
 
 def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str, Any],
             refused: Facts = MappingProxyType({}), largest: float = 0.0) -> float:
-    """Compare facts over all ranks in one small exchange, which also finds a largest number.
+    """Compare facts over all ranks in one small exchange; it also finds a largest number.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     refused : dict
         Why this rank refuses the call, under the key `REFUSED`; empty if it does not.
     largest : float
-        This rank's number.
+        This rank's number; `mm3d.training.norms` needs the largest, and so saves an exchange.
 
     Returns
     -------

@@ -191,7 +191,7 @@ class Axis:
         return pending
 
     def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
-        """Start an `all_gather` that runs while this rank computes; return `a` if it cannot."""
+        """Start an `all_gather`, for `mm3d.grid.split.gather`; return `a` where none can go on."""
         if self.size == 1 or not self.transport.nonblocking:
             return a
         self._check(counts, a.shape[dim], counts[self.rank])

@@ -1,8 +1,8 @@
 """Describe the shape of a process grid: sizes of named directions, without ranks.
 
 Ranks are numbered with the first direction varying slowest: on an X x Y x Z grid, rank
-(i Y + j) Z + l has the coordinates (i, j, l).  Directions are single letters; any will do: x, y
-and z of a tensor parallelism, d of data parallelism, s of pipeline stages, e of experts.
+(i Y + j) Z + l has the coordinates (i, j, l).  Directions are single letters, and any will do:
+``mm3d/README.rst`` lists those that have a meaning.
 """
 
 import itertools

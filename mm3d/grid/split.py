@@ -99,8 +99,8 @@ class Split:
     def shift(self, a: Array, held: int, by: int) -> Array:
         """Pass blocks along the line, each to the rank `by` places before, cyclically.
 
-        `held` is the number of this rank's block `a`: one more on each next rank, modulo the
-        ranks.  Every rank calls this, and gets block `held + by`.
+        `held` is the number of the block `a`; each rank holds the block after that of the rank
+        before.  Every rank calls this, and gets block `held + by`.
         """
         axis, size = self.axis, self.axis.size
         by %= size
@@ -138,7 +138,7 @@ class Split:
 class FaceSplit(Split):
     """Give the first rank of an axis a whole dimension of a matrix, and the others none of it.
 
-    Parameters and interface are those of a `Split`, whose blocks are balanced.  A gather is here a
+    It is for `mm3d.schemes.faces`.  Parameters and interface are those of a `Split`; a gather is a
     broadcast from the first rank, and a reduce-scatter a reduction onto it.
     """
 
@@ -178,7 +178,7 @@ class FaceSplit(Split):
 
 
 class Gathered:
-    """Mark an operand that is already gathered, for `gather`."""
+    """Hold an operand that is already gathered: `gather` returns it as it is."""
 
     def __init__(self, array: Array) -> None:
         self.array = array

@@ -1,8 +1,7 @@
 """Define the data types of closed forms: product shapes, collectives, and local products.
 
-A scheme states in closed form how many words one product moves and saves and which matrices it
-multiplies (`mm3d.schemes.scheme.Scheme`), so that costs, plans and limits need no rank and no
-array.
+A scheme states in closed form how many words one product moves and which matrices it multiplies
+(`mm3d.schemes.scheme.Scheme`), so that costs and plans need no rank and no array.
 """
 
 import math

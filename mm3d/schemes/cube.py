@@ -78,7 +78,7 @@ class CubeProduct(Product):
     Parameters
     ----------
     a, b, c : Split
-        How A, B and C are divided along y, x, z; in a product down along z, x, y, with A_ij.
+        How A, B and C are divided along y, x, z; in a product down along z, x, y (A_ij for A_il).
     weight : Layout
         Layout of B.
     keep : {"none", "weight", "both"}
@@ -218,9 +218,9 @@ class Cube(Scheme):
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
-        # Up, A has the columns l and C the columns j.  Ranks along y make other columns of C from
-        # the same A_il: so y divides its rows once more, and gathers them.  Ranks along z have
-        # terms of the same C_ij, for other l: so z divides its rows, and their sum is scattered.
+        # Up, z divides the columns of A and y those of C.  Ranks along y make other columns of C
+        # from the same A_il: each stores some of its rows, and y gathers them.  Ranks along z have
+        # terms of the same C_ij, for other l: z reduce-scatters its rows.
         y, z = target.features, source.features    # down, they are exchanged
         middle = "," * (len(shape) - 1)
         # The paper's B_lji has its columns divided by x.  Rows travel without being copied first.

@@ -19,8 +19,8 @@ Vectors are so short that their collectives would mostly wait until those in fli
 link: forward gathers all of them before the first weight, and backward sums their gradients after
 the last dB.
 
-With one BLAS thread a rank the results are those without overlap to the bit.  It takes memory for
-the terms of two sums of dB and for two gathered weights.
+With MPICH and one BLAS thread a rank results are, to the bit, those without overlap.  It takes
+memory for the terms of two sums of dB and for two gathered weights.
 
 With several panels of rows (`mm3d.schemes.row_panels`), during the product of each the next panel
 of A is gathered and the previous panel of C summed; in backward, panels of dC and dA.  The ranks

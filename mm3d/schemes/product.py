@@ -24,7 +24,7 @@ class Product(ABC):
     gathered_along : Split or None
         How B is divided in the direction along which it is gathered; None if it is not gathered.
     operands : dict of str to str
-        The matrix that each communicating attribute moves, by the attribute's name, for observers.
+        For observers: the matrix that an attribute, such as the Split `a`, moves, by its name.
     """
 
     weight: Layout

@@ -1,8 +1,8 @@
 """Define the interface of a scheme (a tensor parallelism), which the layers use.
 
 A scheme divides the outer and the inner `Space` of activations, each in its own way, and creates a
-`Product` up into the inner space and one down into the outer.  Megatron-LM's column- and
-row-parallel pair and the paper's exchange of the directions y and z are the same idea.  A new
+`Product` up into the inner space and one down into the outer: in Megatron-LM the column- and the
+row-parallel layer, in the paper two products with the directions y and z exchanged.  A new
 parallelism is one new file in ``mm3d/schemes/``.
 """
 
@@ -121,7 +121,7 @@ class Scheme(GridAlgorithm):
         The options of the scheme beside the grid, by name.
     down_weight : str
         Layout of the weight of a product down, and of an embedding's table (vocabulary,
-        features).  Its features are divided first as the features of outer activations are.
+        features).  What divides its features first divides those of outer activations first.
     divides_work : bool
         Whether the work is divided over the ranks; False if each rank does all of it.
     grid : Grid
@@ -147,8 +147,8 @@ class Scheme(GridAlgorithm):
                  backend: str | Backend | None = None, **options: Any) -> None:
         with same_arguments(comm, "scheme") as given:
             given["name"] = self.name
-            given |= self.complete_options(options)
-            vars(self).update(self.complete_options(options))
+            vars(self).update(complete := self.complete_options(options))
+            given |= complete
             if grid is not None and not isinstance(grid, (tuple, list, GridShape)):
                 raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
                                  f"directions {', '.join(self.directions)}")
@@ -245,9 +245,9 @@ class Scheme(GridAlgorithm):
                        **options: Any) -> list[LocalProduct]:
         """List the local matrix products of one forward on rank 0, which has the largest blocks.
 
-        They follow from the layouts: the features of C divide its rows no further, as these are
-        gathered, and a loop goes over what divides the features of both A and C.  Backward has the
-        same number for each of its two gradients, with rows, inner and columns exchanged.
+        They follow from the layouts: a direction that divides the features of C has gathered the
+        rows of A; one that divides the features of both is looped over.  Backward has the same
+        number for each of its two gradients, with rows, inner and columns exchanged.
         """
         outer, inner = cls.layouts(sizes, 1, 1, **options)
         A, C = (outer, inner) if product.way == "up" else (inner, outer)

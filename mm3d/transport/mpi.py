@@ -36,11 +36,11 @@ class MpiTransport:
         A description of the words moved where they differ from those that
         `mm3d.grid.axis.Traffic` counts.
     in_place : frozenset of str
-        Collectives whose result, unless it is small, all ranks read in the same memory.  The words
-        counted do not travel, so their time gives no bandwidth.  A gather of blocks from
+        Collectives whose result all ranks read in the same memory, unless it is small: here none.
+        Their words do not travel, so their time gives no bandwidth.  A gather of blocks from
         `block` copies nothing; a broadcast is copied once, by its root.
     mpi_bytes : float
-        Bytes of the largest whole array that goes by MPI.
+        Whole arrays of at most so many bytes go by MPI's own collectives: here all.
     """
 
     name = "mpi"

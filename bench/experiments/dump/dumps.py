@@ -1,6 +1,6 @@
 """Read a dump: the weights, batch and results of one training step of any program.
 
-`FORMAT` says what its folder has.
+``results/judge/README.rst`` says what its folder has.
 """
 
 from dataclasses import dataclass, replace
@@ -20,27 +20,6 @@ from mm3d.hugging_face.config_file import model_fields, read_config, take_length
 from mm3d.hugging_face.names import GPT2_PREFIXES, LLAMA_PREFIXES, canonical, tensor_shapes
 from mm3d.pretrained.loading import model_pieces
 from mm3d.training.batches import check_batch
-
-FORMAT = """\
-A dump is a folder.  All but the first four files may be missing, and hold a part of the tensors:
-  config.json                       of Hugging Face: the model
-  dump.json                         dtype (of computation), ignored (target that does not count,
-                                    -100), ranks (an object such as {"data": 2}), optimizer (name
-                                    adamw or sgd, lr, betas, eps, weight_decay, momentum, clip,
-                                    decayed: all, matrices, or a list of weights), dropout, skipped
-                                    (weights without a gradient, which stay), unseen (a list of
-                                    texts); each may be missing
-  weights.safetensors               before the step, or model.safetensors
-  batch.safetensors                 tokens and targets, whole, (batch, seq)
-  masks.safetensors                 by module of dropout: whether an element stays
-  activations.safetensors           by module: its output; modules are the embedding with dropout,
-                                    each layer, the last norm, and the head
-  activation_gradients.safetensors  by module: the gradient of its output
-  gradients.safetensors             by weight, before clipping
-  scalars.safetensors               loss, and norm of the gradients before clipping
-  weights_after.safetensors         after one step of the optimizer, its first one
-Tensors are whole: a program gathers its shards, and adds nothing to them.  NAME@RANK is a copy on
-another rank that differs."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,7 @@ class Dump:
 
 
 def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
-    """Read a dump, see `FORMAT`.
+    """Read a dump.
 
     Parameters
     ----------
