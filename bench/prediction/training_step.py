@@ -235,13 +235,13 @@ def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
 
     One kernel reads gradients twice, for a norm that is clipped, reads and writes masters and
     moments, and writes values.  This library's kernel of a GPU reads gradients once, as nothing is
-    clipped; a second one sets them to zero, and in 16 bits a third one rounds masters.
+    clipped; another one sets them to zero.
     """
     size = itemsize(dtype)
     wide = max(size, 4)
     moved = GRADIENT_READS * size + 6 * wide + size * (size == 2)
     if machine.kernels == "own":
-        moved = 8 * wide + (wide + size) * (size == 2)
+        moved = 8 * wide + size * (size == 2)
     return achieved_seconds(machine, {"memory": moved * parameters / machine.memory_bandwidth})
 
 

@@ -28,6 +28,7 @@ COMPILER_OPTIONS = ("--std=c++17",)
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
 MAX_THREADS = 1024           # of a block that computes a row
+ADAMW_PACKS = 8              # of 16 bytes, that a thread changes
 
 
 class GpuKernels(GpuAttention):
@@ -49,6 +50,7 @@ class GpuKernels(GpuAttention):
         self.dtypes = tuple(np.dtype(name) for name in C_TYPES if name != "bfloat16")
         self.dtypes += library.more_dtypes
         self._functions: dict[tuple[str, Any], Callable] = {}    # by name and type
+        self._tables: dict[Any, tuple] = {}    # of parameters, by type, with all blocks
         self._module: Any = None
 
     def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any,
@@ -143,14 +145,63 @@ class GpuKernels(GpuAttention):
             "softmax_gradient", x, (rows,), x, *numbers, int(shift is not None), cols,
             threads=row_threads(x)), reads=True)
 
-    def adamw(self, arrays: tuple[Array, ...], numbers: tuple[float, ...]) -> bool:
-        """Change a parameter by AdamW, see `mm3d.arrays.compiled.CompiledKernels.adamw`."""
-        w = arrays[0]
-        whole = all(a.flags.c_contiguous and a.dtype == w.dtype for a in arrays)
-        if whole:
-            self._launch("adamw", w, (count_blocks(w),), *arrays, w.size,
-                         *map(self._sum_type(w), numbers))
-        return whole
+    def adamw_of_all(self, parameters: list[tuple[Array, ...]], decay: list[bool],
+                     numbers: tuple[float, ...]) -> tuple[set[int], set[int]]:
+        """Change parameters by AdamW, all that have values of one type in one launch.
+
+        Parameters
+        ----------
+        parameters : list of tuple of Array
+            Of each the master, its gradient, both moments, and the array of its shape into which
+            the master is rounded, or None.
+        decay : list of bool
+            Which of them decay.
+        numbers : tuple of float
+            See `mm3d.arrays.compiled.CompiledKernels.adamw`.
+
+        Returns
+        -------
+        tuple of set of int
+            The numbers of those that are changed, and of those that are rounded, too.  What has
+            gaps, or masters of 16 bits, is left as it was.
+        """
+        changed, rounded, point = set(), set(), self.library.pointer
+        tables: dict[Any, tuple[Array, list]] = {}    # by type, with an array of that type
+        for n, (*arrays, value) in enumerate(parameters):
+            w = arrays[0]
+            if w.itemsize < 4 or not all([a.dtype == w.dtype and a.flags.c_contiguous
+                                          for a in arrays]):
+                continue
+            changed.add(n)
+            like, there = w, 0
+            if value is not None and (value.flags.c_contiguous
+                                      and w.dtype == self._sum_type(value)):
+                rounded.add(n)
+                like, there = value, point(value)
+            if w.size:
+                rows = tables.setdefault(like.dtype, (like, []))[1]
+                rows.append((*map(point, arrays), there, w.size, 0, decay[n]))
+        for like, rows in tables.values():
+            table, blocks = self._adamw_table(like, rows)
+            self._launch("adamw", like, (blocks,), table, len(rows), ADAMW_PACKS,
+                         *map(self._sum_type(like), numbers))
+        return changed, rounded
+
+    def _adamw_table(self, like: Array, rows: list[tuple[int, ...]]) -> tuple[Array, int]:
+        """Return rows on the device, with first blocks in the last column but one, and all blocks.
+
+        It stays there until other addresses are given.
+        """
+        known, *found = self._tables.get(like.dtype, ((),))
+        if known != rows:
+            table = np.array(rows, np.uint64)
+            width = 16 // np.dtype(self._sum_type(like)).itemsize
+            each = THREADS_PER_BLOCK * ADAMW_PACKS * width
+            last = np.cumsum((table[:, 5] + each - 1) // each)
+            table[1:, 6] = last[:-1]
+            found = self.library.asarray(table), int(last[-1])
+            self._tables[like.dtype] = (rows, *found)
+        return tuple(found)
 
     def round_into(self, a: Array, out: Array) -> Array:
         if a.dtype != self._sum_type(out) or not (a.flags.c_contiguous

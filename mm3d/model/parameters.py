@@ -117,10 +117,15 @@ class Parameter(Shown):
         names = (*self.allocated, "master") if self.has_master else self.allocated
         return sum(getattr(self, name).nbytes for name in names)
 
+    @property
+    def rounded(self) -> Array | None:
+        """Return the array into which `refresh` rounds each element of the master; or None."""
+        return self.value if self.has_master else None
+
     def refresh(self) -> None:
         """Round the master to the type of `value`, into `value`; call it after changing it."""
-        if self.has_master:
-            round_into(self.master, self.value)
+        if (out := self.rounded) is not None:
+            round_into(self.master, out)
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero."""
@@ -211,10 +216,14 @@ class Trained(Shown):
         for p in self.trained:
             p.zero_gradient()
 
-    def refresh(self) -> None:
-        """Round all masters to the model's dtype, into the values; call it after changing them."""
+    def refresh(self, *rounded: Parameter) -> None:
+        """Round masters to the model's dtype, into the values; call it after changing them.
+
+        Those of the parameters `rounded` are rounded already.
+        """
         for p in self.trained:
-            p.refresh()
+            if p not in rounded:
+                p.refresh()
 
 
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -172,6 +172,8 @@ class ShardedParameter(SummedParameter):
             return part
         return backend.empty(tuple(part.shape), part.dtype)
 
+    rounded = None    # `value` has the shards of others, too
+
     def refresh(self) -> None:
         """Round the shards of the master to the type of `value`, and gather them in `value`."""
         if self.stored:
@@ -246,8 +248,8 @@ class ShardedValue(ShardedGradient):
         """Gather this rank's block from the shards; every rank along d must read it."""
         return self._split.all_gather(self._shard) if self.stored else self._shard
 
-    def refresh(self) -> None:
-        """Round the shard of the master to the type of values."""
-        if self.has_master:
-            xp = namespace(self.master)
-            self._shard[...] = xp.astype(self.master, self._shard.dtype)
+    @property
+    def rounded(self) -> Array | None:
+        return self._shard if self.has_master else None
+
+    refresh = Parameter.refresh
