@@ -18,8 +18,8 @@ SOURCE_FILES = [Path(__file__).with_name(name)
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
 KERNEL_NAMES = (
     "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "add_arrays",
-    "copy_rows", "sum_rows", "sum_products", "sum_parts", "norm_sums", "norm_squares",
-    "norm_scale", "norm_forward", "norm_backward_sums", "norm_backward", "norm_backward_whole",
+    "copy_rows", "sum_rows", "sum_products", "norm_sums", "norm_squares", "norm_scale",
+    "norm_forward", "norm_backward_sums", "norm_backward", "norm_backward_whole",
     "softmax_forward", "softmax_recompute", "softmax_backward", "softmax_statistics",
     "softmax_gradient", "adamw", "round_into")
 TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_TYPES.values()]
@@ -27,6 +27,7 @@ COMPILER_OPTIONS = ("--std=c++17",)
 
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
+MAX_ACROSS = 16384           # blocks beside each other that can sum columns
 MAX_THREADS = 1024           # of a block that computes a row
 ADAMW_PACKS = 8              # of 16 bytes, that a thread changes
 
@@ -107,10 +108,10 @@ class GpuKernels(GpuAttention):
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
         dy, x, b = map(self.library.contiguous, (dy, x, b))
-        parts, blocks, (rows, cols) = self._allocate_parts(dy)
+        sums, blocks, rest = self._allocate_sums(dy, keep_float32)
         self._compute_into(out, lambda dx: self._launch(
-            "bias_gelu_backward", dy, blocks, dy, x, b, dx, parts, rows, cols))
-        return out, self._sum_parts(parts, dy, keep_float32)
+            "bias_gelu_backward", dy, blocks, dy, x, b, dx, *rest))
+        return out, sums
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self._launch_with_rows("add_rows", a, b, out)
@@ -240,28 +241,25 @@ class GpuKernels(GpuAttention):
         return self._sum_columns("sum_products", keep_float32, a, b)
 
     def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array) -> Array:
-        """Sum columns by a kernel over blocks of rows, then over the blocks."""
-        a = arrays[0]
-        parts, blocks, (rows, cols) = self._allocate_parts(a)
-        self._launch(name, a, blocks, *map(self.library.contiguous, arrays), parts, rows, cols)
-        return self._sum_parts(parts, a, keep_float32)
+        """Sum columns by a kernel over blocks of rows, the last of which sums over the blocks."""
+        sums, blocks, rest = self._allocate_sums(arrays[0], keep_float32)
+        self._launch(name, arrays[0], blocks, *map(self.library.contiguous, arrays), *rest)
+        return sums
 
-    def _allocate_parts(self, a: Array) -> tuple[Array, tuple[int, int], tuple[int, int]]:
-        """Allocate (blocks of rows, columns) for the sums of columns over blocks of rows.
+    def _allocate_sums(self, a: Array,
+                       keep_float32: bool) -> tuple[Array, tuple[int, int], tuple[Any, ...]]:
+        """Allocate the sums of the columns of `a`, in its type unless `keep_float32`.
 
-        Return it with the numbers of blocks of threads, and the rows and columns of `a`.
+        Return them with the numbers of blocks of threads and, for the kernel, room for the sums
+        of several blocks of rows, the sums in one of two places, and the rows and columns of `a`.
         """
-        rows, cols = _matrix_shape(a)
-        down = max(1, min(-(-rows // 64), 256))
+        (rows, cols), kind = _matrix_shape(a), self._sum_type(a)
         across = -(-cols // (32 * (16 // a.itemsize)))
-        return self.library.empty((down, cols), self._sum_type(a)), (across, down), (rows, cols)
-
-    def _sum_parts(self, parts: Array, like: Array, keep_float32: bool) -> Array:
-        """Sum the parts over the blocks of rows, in the type of `like` unless `keep_float32`."""
-        count, cols = parts.shape
-        out = self.library.empty((cols,), parts.dtype if keep_float32 else like.dtype)
-        self._launch("sum_parts", out, (-(-cols // THREADS_PER_BLOCK),), parts, out, count, cols)
-        return out
+        down = max(1, min(-(-rows // 64), 256)) if across <= MAX_ACROSS else 1
+        parts = self.library.empty((down, cols), kind) if down > 1 else 0
+        sums = self.library.empty((cols,), kind if keep_float32 else a.dtype)
+        places = (0, sums) if keep_float32 else (sums, 0)
+        return sums, (across, down), (parts, *places, rows, cols)
 
     def normalize_forward(self, x: Array, features: int, eps: float,
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:

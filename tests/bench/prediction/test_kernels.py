@@ -42,7 +42,7 @@ def test_own_kernels_move_what_their_launches_are_given():
     activation, a vector, the scores in 16 bits, and a number of 32 bits for each score's row."""
     e, h, s, lse, rows = 2 * ELEMENTS, 2 * 32, 2 * SCORES, 4 * 2 * 4 * 8, 4 * 2 * 8
     add = 2 * e + h                                   # a vector to every row, in place
-    total = 2 * 2 * h + h                             # parts of sums, in 32 bits, and their sum
+    total = h                                         # the sums of one block of rows
     norm = {"forward": 2 * e + rows + 2 * add,
             "backward": e + total + 2 * e + total + add + 3 * e + rows}
     copies = 2 * e                                    # of heads

@@ -66,6 +66,17 @@ def test_elementwise(cupy, name):
                     close(found, expected, sums, 64 + shape[0])
 
 
+@pytest.mark.parametrize("across", [cupy_kernels.MAX_ACROSS, 2])
+def test_sums_over_blocks_of_rows(cupy, monkeypatch, across):
+    """The last block of each three adds them up, twice; more beside each other do not meet."""
+    monkeypatch.setattr(cupy_kernels, "MAX_ACROSS", across)
+    a = numbers((150, 300), "float32", 1)
+    for _ in range(2):
+        for wide in (False, True):
+            found = cupy.to_host(cupy.kernels.sum_rows(cupy.asarray(a), wide))
+            close(found, a.sum(axis=0, dtype=float), "float32", 64)
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_sums_of_arrays_and_copies_of_rows(cupy, name):
     """Whole packs, others, and none; rows with gaps, in packs and not."""
