@@ -17,11 +17,11 @@ SOURCE_FILES = [Path(__file__).with_name(name)
                 for name in ("kernels.cu", "row_kernels.cu", "training_kernels.cu")]
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
 KERNEL_NAMES = (
-    "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "add_arrays",
-    "copy_rows", "sum_rows", "sum_products", "norm_sums", "norm_squares", "norm_scale",
-    "norm_forward", "norm_backward_sums", "norm_backward", "norm_backward_whole",
-    "softmax_forward", "softmax_recompute", "softmax_backward", "softmax_statistics",
-    "softmax_gradient", "adamw", "round_into")
+    "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "scale_add_rows",
+    "add_arrays", "copy_rows", "sum_rows", "sum_products", "sum_rows_and_products", "norm_sums",
+    "norm_squares", "norm_scale", "norm_forward", "norm_backward_sums", "norm_backward",
+    "norm_backward_whole", "softmax_forward", "softmax_recompute", "softmax_backward",
+    "softmax_statistics", "softmax_gradient", "adamw", "round_into")
 TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_TYPES.values()]
 COMPILER_OPTIONS = ("--std=c++17",)
 
@@ -119,14 +119,17 @@ class GpuKernels(GpuAttention):
     def scale_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self._launch_with_rows("scale_rows", a, b, out)
 
-    def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array) -> Array:
-        """Launch a kernel that combines every row of `a` with the vector `b`."""
+    def scale_add_rows(self, a: Array, b: Array, c: Array, out: Array) -> Array:
+        return self._launch_with_rows("scale_add_rows", a, b, out, c)
+
+    def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array, *more: Array) -> Array:
+        """Launch a kernel that combines every row of `a` with the vector `b`, and with more."""
         rows, cols = _matrix_shape(a)
         across = -(-cols // (THREADS_PER_BLOCK * (16 // out.itemsize)))
         down = min(rows, max(1, MAX_BLOCKS // max(1, across)))
-        a, b = self.library.contiguous(a), self.library.contiguous(b)
+        given = map(self.library.contiguous, (a, b, *more))
         return self._compute_into(out, lambda y: self._launch(
-            name, y, (across, down), a, b, y, rows, cols))
+            name, y, (across, down), *given, y, rows, cols))
 
     def softmax_statistics(self, logits: Array, sums: bool) -> Array:
         rows, cols = logits.shape
@@ -240,15 +243,20 @@ class GpuKernels(GpuAttention):
     def sum_products(self, a: Array, b: Array, keep_float32: bool = False) -> Array:
         return self._sum_columns("sum_products", keep_float32, a, b)
 
-    def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array) -> Array:
+    def sum_rows_and_products(self, a: Array, b: Array,
+                              keep_float32: bool = False) -> tuple[Array, Array]:
+        sums = self._sum_columns("sum_rows_and_products", keep_float32, a, b, count=2)
+        return sums[0, :], sums[1, :]
+
+    def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array, count: int = 1) -> Array:
         """Sum columns by a kernel over blocks of rows, the last of which sums over the blocks."""
-        sums, blocks, rest = self._allocate_sums(arrays[0], keep_float32)
+        sums, blocks, rest = self._allocate_sums(arrays[0], keep_float32, count)
         self._launch(name, arrays[0], blocks, *map(self.library.contiguous, arrays), *rest)
         return sums
 
-    def _allocate_sums(self, a: Array,
-                       keep_float32: bool) -> tuple[Array, tuple[int, int], tuple[Any, ...]]:
-        """Allocate the sums of the columns of `a`, in its type unless `keep_float32`.
+    def _allocate_sums(self, a: Array, keep_float32: bool, count: int = 1
+                       ) -> tuple[Array, tuple[int, int], tuple[Any, ...]]:
+        """Allocate `count` sums of columns like those of `a`, in its type unless `keep_float32`.
 
         Return them with the numbers of blocks of threads and, for the kernel, room for the sums
         of several blocks of rows, the sums in one of two places, and the rows and columns of `a`.
@@ -256,8 +264,9 @@ class GpuKernels(GpuAttention):
         (rows, cols), kind = _matrix_shape(a), self._sum_type(a)
         across = -(-cols // (32 * (16 // a.itemsize)))
         down = max(1, min(-(-rows // 64), 256)) if across <= MAX_ACROSS else 1
-        parts = self.library.empty((down, cols), kind) if down > 1 else 0
-        sums = self.library.empty((cols,), kind if keep_float32 else a.dtype)
+        shape = (cols,) if count == 1 else (count, cols)
+        parts = self.library.empty((down, *shape), kind) if down > 1 else 0
+        sums = self.library.empty(shape, kind if keep_float32 else a.dtype)
         places = (0, sums) if keep_float32 else (sums, 0)
         return sums, (across, down), (parts, *places, rows, cols)
 

@@ -43,8 +43,7 @@ def test_own_kernels_move_what_their_launches_are_given():
     e, h, s, lse, rows = 2 * ELEMENTS, 2 * 32, 2 * SCORES, 4 * 2 * 4 * 8, 4 * 2 * 8
     add = 2 * e + h                                   # a vector to every row, in place
     total = h                                         # the sums of one block of rows
-    norm = {"forward": 2 * e + rows + 2 * add,
-            "backward": e + total + 2 * e + total + add + 3 * e + rows}
+    norm = {"forward": 2 * e + rows + add + h, "backward": 2 * e + 2 * total + add + 3 * e + rows}
     copies = 2 * e                                    # of heads
     expected = {
         ("forward", "attention.qkv"): 3 * add, ("forward", "attention.proj"): add,

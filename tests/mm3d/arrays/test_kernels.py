@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend, cupy_attention, cupy_kernels
-from mm3d.model import functional, token_functions
+from mm3d.model import functional, token_functions, vectors
 from rounded import DTYPES, close, dtype_of, numbers
 
 # Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
@@ -27,7 +27,8 @@ def both(cupy, name: str, function: str, arrays, out_like: int | None, *rest, **
     """What the kernel and the readable pair, in float64, make of the same numbers."""
     wide = [a.astype(np.float64) for a in arrays]
     there = [cupy.asarray(a) for a in arrays]
-    readable = getattr(functional, function).__wrapped__
+    readable = getattr(functional if hasattr(functional, function) else vectors,
+                       function).__wrapped__
     if out_like is not None:
         host_out = np.empty(wide[out_like].shape)
         out = cupy.empty(arrays[out_like].shape, arrays[out_like].dtype)
@@ -46,8 +47,9 @@ def test_elementwise(cupy, name):
     for shape in SHAPES:
         x, dy = numbers(shape, name, 1), numbers(shape, name, 2)
         b = numbers(shape[-1:], name, 3)
-        for function in ("add_rows", "scale_rows", "bias_gelu_forward"):
-            for found, expected in both(cupy, name, function, [x, b], 0):
+        for function in ("add_rows", "scale_rows", "bias_gelu_forward", "scale_add_rows"):
+            vectors = [b, numbers(shape[-1:], name, 4)][:1 + (function == "scale_add_rows")]
+            for found, expected in both(cupy, name, function, [x, *vectors], 0):
                 close(found, expected, name)
         for wide in (False, True):
             (dx, expected), db = both(cupy, name, "bias_gelu_backward", [dy, x, b], 0,
@@ -56,7 +58,8 @@ def test_elementwise(cupy, name):
             sums = "float64" if name == "float64" else "float32" if wide else name
             assert str(db[0].dtype) == sums
             close(*db, sums, 64 + shape[0])
-        for function, arrays in (("sum_rows", [x]), ("sum_products", [x, dy])):
+        for function, arrays in (("sum_rows", [x]), ("sum_products", [x, dy]),
+                                 ("sum_rows_and_products", [x, dy])):
             if 0 not in shape:
                 for found, expected in both(cupy, name, function, arrays, None):
                     close(found, expected, name, 16 + shape[0])
@@ -73,8 +76,10 @@ def test_sums_over_blocks_of_rows(cupy, monkeypatch, across):
     a = numbers((150, 300), "float32", 1)
     for _ in range(2):
         for wide in (False, True):
-            found = cupy.to_host(cupy.kernels.sum_rows(cupy.asarray(a), wide))
-            close(found, a.sum(axis=0, dtype=float), "float32", 64)
+            there = cupy.asarray(a)
+            one, two = cupy.kernels.sum_rows_and_products(there, there, wide)
+            for found, terms in ((cupy.kernels.sum_rows(there, wide), a), (one, a), (two, a * a)):
+                close(cupy.to_host(found), terms.sum(axis=0, dtype=float), "float32", 64)
 
 
 @pytest.mark.parametrize("name", DTYPES)
