@@ -4,6 +4,8 @@ The kernels are in the files ``*.cu``; attention is in `cupy_attention`.
 """
 
 import math
+import weakref
+from operator import is_not
 from pathlib import Path
 from typing import Any, Callable
 
@@ -51,7 +53,7 @@ class GpuKernels(GpuAttention):
         self.dtypes = tuple(np.dtype(name) for name in C_TYPES if name != "bfloat16")
         self.dtypes += library.more_dtypes
         self._functions: dict[tuple[str, Any], Callable] = {}    # by name and type
-        self._tables: dict[Any, tuple] = {}    # of parameters, by type, with all blocks
+        self._adamw_plan: tuple = (None, [])    # the last one, as `adamw_of_all` keeps it
         self._module: Any = None
 
     def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any,
@@ -169,43 +171,47 @@ class GpuKernels(GpuAttention):
             The numbers of those that are changed, and of those that are rounded, too.  What has
             gaps, or masters of 16 bits, is left as it was.
         """
-        changed, rounded, point = set(), set(), self.library.pointer
-        tables: dict[Any, tuple[Array, list]] = {}    # by type, with an array of that type
-        for n, (*arrays, value) in enumerate(parameters):
-            w = arrays[0]
-            if w.itemsize < 4 or not all([a.dtype == w.dtype and a.flags.c_contiguous
-                                          for a in arrays]):
-                continue
-            changed.add(n)
-            like, there = w, 0
-            if value is not None and (value.flags.c_contiguous
-                                      and w.dtype == self._sum_type(value)):
-                rounded.add(n)
-                like, there = value, point(value)
-            if w.size:
-                rows = tables.setdefault(like.dtype, (like, []))[1]
-                rows.append((*map(point, arrays), there, w.size, 0, decay[n]))
-        for like, rows in tables.values():
-            table, blocks = self._adamw_table(like, rows)
-            self._launch("adamw", like, (blocks,), table, len(rows), ADAMW_PACKS,
+        given = [a for one in parameters for a in one]
+        before, *found = self._adamw_plan
+        # Looking at each array takes longer than the launch, and the device waits meanwhile.
+        if before != decay or any(map(is_not, given, [ref() for ref in found[0]])):
+            refs = [(lambda: None) if a is None else weakref.ref(a) for a in given]
+            found = refs, *self._plan_adamw(parameters, decay)
+            self._adamw_plan = (list(decay), *found)
+        _, launches, changed, rounded = found
+        for like, blocks, table in launches:
+            self._launch("adamw", like, (blocks,), table, len(table), ADAMW_PACKS,
                          *map(self._sum_type(like), numbers))
         return changed, rounded
 
-    def _adamw_table(self, like: Array, rows: list[tuple[int, ...]]) -> tuple[Array, int]:
-        """Return rows on the device, with first blocks in the last column but one, and all blocks.
-
-        It stays there until other addresses are given.
-        """
-        known, *found = self._tables.get(like.dtype, ((),))
-        if known != rows:
-            table = np.array(rows, np.uint64)
+    def _plan_adamw(self, parameters: list[tuple[Array, ...]],
+                    decay: list[bool]) -> tuple[list[tuple], set[int], set[int]]:
+        """Return launches, each an array of its type, blocks and a table; and both results."""
+        changed, rounded, point = set(), set(), self.library.pointer
+        tables: dict[Any, list[tuple[int, ...]]] = {}
+        for n, (*arrays, value) in enumerate(parameters):
+            w = arrays[0]
+            if w.itemsize < 4 or not all(a.dtype == w.dtype and a.flags.c_contiguous
+                                         for a in arrays):
+                continue
+            changed.add(n)
+            dtype, there = w.dtype, 0
+            if value is not None and (value.flags.c_contiguous
+                                      and w.dtype == self._sum_type(value)):
+                rounded.add(n)
+                dtype, there = value.dtype, point(value)
+            if w.size:
+                tables.setdefault(dtype, []).append(
+                    (*map(point, arrays), there, w.size, 0, decay[n]))
+        launches = []
+        for dtype, rows in tables.items():
+            like, table = np.empty(0, dtype), np.array(rows, np.uint64)
             width = 16 // np.dtype(self._sum_type(like)).itemsize
             each = THREADS_PER_BLOCK * ADAMW_PACKS * width
             last = np.cumsum((table[:, 5] + each - 1) // each)
-            table[1:, 6] = last[:-1]
-            found = self.library.asarray(table), int(last[-1])
-            self._tables[like.dtype] = (rows, *found)
-        return tuple(found)
+            table[1:, 6] = last[:-1]    # the first block of each
+            launches.append((like, int(last[-1]), self.library.asarray(table)))
+        return launches, changed, rounded
 
     def round_into(self, a: Array, out: Array) -> Array:
         if a.dtype != self._sum_type(out) or not (a.flags.c_contiguous

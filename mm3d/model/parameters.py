@@ -221,8 +221,9 @@ class Trained(Shown):
 
         Those of the parameters `rounded` are rounded already.
         """
+        done = set(rounded)
         for p in self.trained:
-            if p not in rounded:
+            if p not in done:
                 p.refresh()
 
 

@@ -99,6 +99,8 @@ def seen_by_kernels(table: np.ndarray) -> np.ndarray:
     for place, pointer in np.ndenumerate(table):
         for memory in list(Memory.alive.values()):
             if 0 <= (offset := int(pointer) - memory.address) < memory.device.nbytes:
+                if not memory.dirty:
+                    memory.see()
                 found[place] = memory.computing.ctypes.data + offset
                 memory.write()
     return found

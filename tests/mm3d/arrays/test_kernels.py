@@ -258,8 +258,7 @@ def test_adamw_of_all_parameters(cupy, monkeypatch, name):
             if value is not None:
                 now = cupy.to_host(arrays[0]) if n in rounded else np.full(sizes[n][0], 7)
                 assert np.array_equal(cupy.to_host(value), now.astype(value.dtype))
-    for kind, (first, second, third) in tables.items():
-        assert first is second and (second is third) == (kind != (values[2] or name))
+    assert all(first is second is not third for first, second, third in tables.values())
     assert set(tables) == {name, *(values if name == "float32" else ())} - {None}
 
 
