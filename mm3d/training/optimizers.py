@@ -14,7 +14,7 @@ from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.agreement import same_arguments, text_of
-from mm3d.training.loss_scaling import LossScaling
+from mm3d.training.loss_scaling import LossScaling, check_masters
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
@@ -333,14 +333,6 @@ def check_range(name: str, value: Any, good: bool, wanted: str) -> None:
     """Raise ValueError with one line for a number that is out of range."""
     if not good:
         raise ValueError(f"{name}={value!r}: {wanted} would do")
-
-
-def check_masters(model: Any, what: str, vanishing: str) -> None:
-    """Raise ValueError where a model is trained in a type of 16 bits, in which numbers vanish."""
-    narrow = [str(t.master.dtype) for t in model.trained if t.master.dtype.itemsize < 4]
-    if narrow:
-        raise ValueError(f"{what} cannot train in {narrow[0]}: {vanishing} vanish; create the "
-                         f"model with master='float32'")
 
 
 def _zeros_like(a: Array) -> Array:
