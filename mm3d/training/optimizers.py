@@ -100,7 +100,8 @@ class Optimizer(PlainNumbers, ABC):
         check_range("lr", self.lr, 0 <= self.lr < math.inf, "at least 0")
         check_range("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf,
                     "at least 0")
-        check_range("clip", self.clip, self.clip is None or self.clip >= 0, "at least 0, or None")
+        check_range("clip", self.clip, self.clip is None or self.clip >= 0,
+                    "at least 0, or None")
         if self.loss_scaling is not None:
             check_masters(self.model, "loss_scaling", "gradients divided by the factor")
 
