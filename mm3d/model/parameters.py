@@ -2,9 +2,10 @@
 
 import math
 import re
+from contextlib import contextmanager
 from copy import copy
 from types import MappingProxyType
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -89,8 +90,8 @@ class Parameter(Shown):
         self.master = backend.empty(local, master) if self.has_master else self.value
 
     def _allocate_gradient(self) -> None:
-        """Allocate the gradient, like the master."""
-        self.grad = self.grid.backend.empty(self.master.shape, self.master.dtype)
+        """Allocate the gradient, like the master: what is accumulated is added to `_sum`."""
+        self.grad = self._sum = self.grid.backend.empty(self.master.shape, self.master.dtype)
 
     def twin(self) -> "Parameter":
         """Return a second use of the parameter: the same value, with a gradient of its own."""
@@ -125,11 +126,51 @@ class Parameter(Shown):
     def zero_gradient(self) -> None:
         """Set the gradient to zero."""
         self.grad[...] = 0
+        self._has_terms, self._is_lent = True, False
+
+    def begin_gradient(self) -> None:
+        """Forget the gradient: what is accumulated first is written, not added to zeros.
+
+        Before `finish_gradient` nothing may read `grad`; see `Trained.new_gradients`.
+        """
+        self._has_terms = self._is_lent = False
+
+    def finish_gradient(self) -> None:
+        """Set the gradient to zero if nothing was accumulated since `begin_gradient`."""
+        if not self._has_terms:
+            self.zero_gradient()
+
+    def empty_gradient(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate a term, which is to be accumulated, or what is made of it, before any other.
+
+        The first one after `begin_gradient` has the memory of the gradient itself, where shape and
+        type allow: once it is written it is in its place.
+        """
+        wanted = tuple(self._sum.shape), self._sum.dtype
+        if self._has_terms or self._is_lent or (tuple(shape), dtype) != wanted:
+            return self.grid.backend.empty(shape, dtype)
+        self._is_lent = True
+        return self._sum
 
     def accumulate(self, gradient: Array | None) -> None:
-        """Add `gradient`, this rank's block or None if it stores none, to `grad`."""
-        if gradient is not None:
-            self.grad = self.grid.backend.add_to(self.grad, gradient)
+        """Add `gradient`, this rank's block or None if it stores none, to `grad`.
+
+        Raises
+        ------
+        ValueError
+            When it has memory of `empty_gradient` that another term was written to meanwhile.
+        """
+        if gradient is None:
+            return
+        if not self._has_terms:
+            if gradient is not self._sum:
+                self._sum[...] = gradient
+        elif gradient is not self._sum:
+            self.grid.backend.add_to(self._sum, gradient)
+        else:
+            raise ValueError(f"{self.name}: a term in the memory of the gradient is overwritten: "
+                             f"accumulate what empty_gradient gave before any other")
+        self._has_terms = True
 
     def load(self, value: np.ndarray) -> None:
         """Set the master and `value` to this rank's block of the global array `value`."""
@@ -147,9 +188,13 @@ class Parameter(Shown):
 
 
 class Trained(Shown):
-    """Change, gather and load all parameters in a model's list `trained` together."""
+    """Change, gather and load all parameters in a model's list `trained` together.
+
+    `twins` are second uses of some of them, with gradients of their own.
+    """
 
     trained: list[Parameter]
+    twins: tuple[Parameter, ...] = ()
     grids: list[Any]
 
     def state(self) -> dict[str, np.ndarray]:
@@ -208,8 +253,23 @@ class Trained(Shown):
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
-        for p in self.trained:
+        for p in (*self.trained, *self.twins):
             p.zero_gradient()
+
+    @contextmanager
+    def new_gradients(self) -> Iterator[None]:
+        """Compute gradients in this context as after `zero_gradients`, with fewer passes.
+
+        The first term of each gradient is written, not added to zeros.  Nothing may read gradients
+        before the context is left; those without any term are zero then.
+        """
+        for p in (*self.trained, *self.twins):
+            p.begin_gradient()
+        try:
+            yield
+        finally:
+            for p in (*self.trained, *self.twins):
+                p.finish_gradient()
 
     def refresh(self) -> None:
         """Round all masters to the model's dtype, into the values; call it after changing them."""
