@@ -90,8 +90,13 @@ class Parameter(Shown):
         self.master = backend.empty(local, master) if self.has_master else self.value
 
     def _allocate_gradient(self) -> None:
-        """Allocate the gradient, like the master: what is accumulated is added to `_sum`."""
-        self.grad = self._sum = self.grid.backend.empty(self.master.shape, self.master.dtype)
+        """Allocate the gradient, like the master."""
+        self.grad = self.grid.backend.empty(self.master.shape, self.master.dtype)
+
+    @property
+    def _sum(self) -> Array:
+        """Return the array that terms of the gradient are added to."""
+        return self.grad
 
     def twin(self) -> "Parameter":
         """Return a second use of the parameter: the same value, with a gradient of its own."""
@@ -129,10 +134,7 @@ class Parameter(Shown):
         self._has_terms, self._is_lent = True, False
 
     def begin_gradient(self) -> None:
-        """Forget the gradient: what is accumulated first is written, not added to zeros.
-
-        Before `finish_gradient` nothing may read `grad`; see `Trained.new_gradients`.
-        """
+        """Forget the gradient, as `Trained.new_gradients` says; the next term is written."""
         self._has_terms = self._is_lent = False
 
     def finish_gradient(self) -> None:
@@ -155,21 +157,16 @@ class Parameter(Shown):
     def accumulate(self, gradient: Array | None) -> None:
         """Add `gradient`, this rank's block or None if it stores none, to `grad`.
 
-        Raises
-        ------
-        ValueError
-            When it has memory of `empty_gradient` that another term was written to meanwhile.
+        ValueError when it is the memory that `empty_gradient` gave, and another term came before.
         """
         if gradient is None:
             return
-        if not self._has_terms:
-            if gradient is not self._sum:
-                self._sum[...] = gradient
-        elif gradient is not self._sum:
+        if self._has_terms and gradient is self._sum:
+            raise ValueError(f"{self.name}: another term came before that of empty_gradient")
+        if self._has_terms:
             self.grid.backend.add_to(self._sum, gradient)
-        else:
-            raise ValueError(f"{self.name}: a term in the memory of the gradient is overwritten: "
-                             f"accumulate what empty_gradient gave before any other")
+        elif gradient is not self._sum:
+            self._sum[...] = gradient
         self._has_terms = True
 
     def load(self, value: np.ndarray) -> None:
@@ -188,13 +185,10 @@ class Parameter(Shown):
 
 
 class Trained(Shown):
-    """Change, gather and load all parameters in a model's list `trained` together.
-
-    `twins` are second uses of some of them, with gradients of their own.
-    """
+    """Change, gather and load all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]
-    twins: tuple[Parameter, ...] = ()
+    twins: tuple[Parameter, ...] = ()    # second uses of some, with gradients of their own
     grids: list[Any]
 
     def state(self) -> dict[str, np.ndarray]:

@@ -83,8 +83,8 @@ class SummedParameter(Parameter):
 class SummedOnce(SummedParameter, ABC):
     """Hold a parameter whose gradient is summed once a step: over micro-batches, then replicas.
 
-    `_sum` has the sum over the micro-batches of this rank; `_terms` is the same memory, which
-    `_split` divides among the replicas.
+    `_terms` has the memory of the sum over the micro-batches of this rank, which `_split` divides
+    among the replicas.
     """
 
     _terms: Array
@@ -180,15 +180,19 @@ class ShardedMaster(SummedOnce, ShardedParameter):
     The gradient of a rank is a part of the whole one where it can be.
     """
 
-    allocated = ("value", "_sum")
+    allocated = ("value", "_terms")
 
     def _allocate_gradient(self) -> None:
         """Allocate the sum over the micro-batches of this rank, and `grad`, a part of it."""
-        self._sum = self._terms = self.data.backend.empty(self.value.shape, self.master.dtype)
-        self.grad = self._part_of(self._sum)
+        self._terms = self.data.backend.empty(self.value.shape, self.master.dtype)
+        self.grad = self._part_of(self._terms)
+
+    @property
+    def _sum(self) -> Array:
+        return self._terms
 
     def zero_gradient(self) -> None:
-        self._sum[...] = 0
+        self._terms[...] = 0
         super().zero_gradient()
 
     def begin_step(self, microbatches: int) -> None:
@@ -196,8 +200,8 @@ class ShardedMaster(SummedOnce, ShardedParameter):
         if self._has_terms:
             *before, own, _ = self._own
             for others in (slice(own.start), slice(own.stop, None)):
-                self._sum[(*before, others, Ellipsis)] = 0
-            self._sum[self._own] = self.grad
+                self._terms[(*before, others, Ellipsis)] = 0
+            self._terms[self._own] = self.grad
 
     def _finish_sum(self, pending: Pending) -> None:
         self.grad[...] = pending.take()

@@ -93,7 +93,7 @@ def test_terms_may_have_the_memory_of_the_gradient(model):
             expected = change(term.copy())
             p.accumulate(change(term))
         assert np.array_equal(p.grad, expected)
-    with model.new_gradients(), pytest.raises(ValueError, match=f"{p.name}: a term in the mem"):
+    with model.new_gradients(), pytest.raises(ValueError, match=f"{p.name}: another term"):
         first = p.empty_gradient(*given)
         p.accumulate(second)
         p.accumulate(first)
