@@ -29,7 +29,7 @@ from mm3d.training.data_grid import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step
-ADDED = 3    # numbers that a kernel moves which adds one to a gradient
+ADDED = 3    # numbers that are moved to add one to a gradient
 
 
 @dataclass(frozen=True)
