@@ -77,7 +77,7 @@ class Linear:
                                              self.product.gathered_along)
         if has_bias:
             self.bias = build.create_parameter(f"{name}.bias", self.vector.layout, shape[1:])
-        self.product.accumulate_float32 = self.weight.has_master
+        self.product.use_weight(self.weight)
         self.parameters = [self.weight, self.bias] if has_bias else [self.weight]
         self.vectors = [(self.bias, self.vector)] if has_bias else []
 

@@ -2,9 +2,10 @@
 
 import math
 import re
+from contextlib import contextmanager
 from copy import copy
 from types import MappingProxyType
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -92,6 +93,11 @@ class Parameter(Shown):
         """Allocate the gradient, like the master."""
         self.grad = self.grid.backend.empty(self.master.shape, self.master.dtype)
 
+    @property
+    def _sum(self) -> Array:
+        """Return the array that terms of the gradient are added to."""
+        return self.grad
+
     def twin(self) -> "Parameter":
         """Return a second use of the parameter: the same value, with a gradient of its own."""
         other = copy(self)
@@ -130,11 +136,43 @@ class Parameter(Shown):
     def zero_gradient(self) -> None:
         """Set the gradient to zero."""
         self.grad[...] = 0
+        self._has_terms, self._is_lent = True, False
+
+    def begin_gradient(self) -> None:
+        """Forget the gradient, as `Trained.new_gradients` says; the next term is written."""
+        self._has_terms = self._is_lent = False
+
+    def finish_gradient(self) -> None:
+        """Set the gradient to zero if nothing was accumulated since `begin_gradient`."""
+        if not self._has_terms:
+            self.zero_gradient()
+
+    def empty_gradient(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate a term, which is to be accumulated, or what is made of it, before any other.
+
+        The first one after `begin_gradient` has the memory of the gradient itself, where shape and
+        type allow: once it is written it is in its place.
+        """
+        wanted = tuple(self._sum.shape), self._sum.dtype
+        if self._has_terms or self._is_lent or (tuple(shape), dtype) != wanted:
+            return self.grid.backend.empty(shape, dtype)
+        self._is_lent = True
+        return self._sum
 
     def accumulate(self, gradient: Array | None) -> None:
-        """Add `gradient`, this rank's block or None if it stores none, to `grad`."""
-        if gradient is not None:
-            self.grad = self.grid.backend.add_to(self.grad, gradient)
+        """Add `gradient`, this rank's block or None if it stores none, to `grad`.
+
+        ValueError when it is the memory that `empty_gradient` gave, and another term came before.
+        """
+        if gradient is None:
+            return
+        if self._has_terms and gradient is self._sum:
+            raise ValueError(f"{self.name}: another term came before that of empty_gradient")
+        if self._has_terms:
+            self.grid.backend.add_to(self._sum, gradient)
+        elif gradient is not self._sum:
+            self._sum[...] = gradient
+        self._has_terms = True
 
     def load(self, value: np.ndarray) -> None:
         """Set the master and `value` to this rank's block of the global array `value`."""
@@ -155,6 +193,7 @@ class Trained(Shown):
     """Change, gather and load all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]
+    twins: tuple[Parameter, ...] = ()    # second uses of some, with gradients of their own
     grids: list[Any]
 
     def state(self) -> dict[str, np.ndarray]:
@@ -213,8 +252,23 @@ class Trained(Shown):
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
-        for p in self.trained:
+        for p in (*self.trained, *self.twins):
             p.zero_gradient()
+
+    @contextmanager
+    def new_gradients(self) -> Iterator[None]:
+        """Compute gradients in this context as after `zero_gradients`, with fewer passes.
+
+        The first term of each gradient is written, not added to zeros.  Nothing may read gradients
+        before the context is left; those without any term are zero then.
+        """
+        for p in (*self.trained, *self.twins):
+            p.begin_gradient()
+        try:
+            yield
+        finally:
+            for p in (*self.trained, *self.twins):
+                p.finish_gradient()
 
     def refresh(self, *rounded: Parameter) -> None:
         """Round masters to the model's dtype, into the values; call it after changing them.

@@ -90,9 +90,10 @@ def test_own_attention_is_one_kernel_in_16_bits(dtype, flash):
             "copy_rows", "softmax_recompute", "softmax_backward"}
 
 
-@pytest.mark.parametrize("dtype, moved", [("float32", 8 * 4), ("bfloat16", 8 * 4 + 2)])
+@pytest.mark.parametrize("dtype, moved", [("float32", 4 * 4), ("bfloat16", 4 * 4 + 2)])
 def test_adamw_on_a_gpu_is_one_kernel(dtype, moved):
-    """It reads four numbers, writes three, and rounds one in 16 bits; another writes zeros."""
+    """It reads four numbers, writes three, and in 16 bits values; the first micro-batch moves
+    three less than a trace says, which adds to gradients."""
     machine = machine_model.load_machine("dgx-h200")
     own = msgspec.structs.replace(machine, kernels="own")
     expected = 1e6 * moved / machine.memory_bandwidth / machine.achieved.memory
