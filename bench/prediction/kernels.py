@@ -14,7 +14,8 @@ given and returns; biases are added, and gradients of weights accumulated, withi
   in Megatron-LM before 2022: `SOFTMAX` arrays of scores in forward and in backward; backward has
   four products.  This library's own kernels make scores of 32 bits, and five products.
 
-This library's own attention is "softmax" in types of more than 16 bits.
+This library's own attention is "softmax" in types of more than 16 bits, and leaves out what a mask
+hides from whole blocks of queries.
 """
 
 import sys
@@ -85,7 +86,7 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
     with_weights = {part for (_, part, event) in trace.events
                     if isinstance(event, Gemm) and _plain(part) != ATTENTION}
     called = {(phase, part) for (phase, part, event) in trace.events
-              if isinstance(event, Call) and event.function.startswith("attention_")}
+              if isinstance(event, Call) and "attention_" in event.function}
     scores: Counter = Counter()    # operations by phase and part
     for (*where, event), times in trace.events.items():
         here = tuple(where) in called if own else _plain(where[1]) == ATTENTION

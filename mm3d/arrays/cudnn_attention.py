@@ -15,6 +15,22 @@ ALIGNMENT = 16          # bytes, of the first element of an array
 KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
 
 
+class Saved:
+    """Hold what `FlashAttention.forward` saves for backward.
+
+    Attributes
+    ----------
+    array : Array
+        The logarithms of the sums, float32 (batch, heads, queries).
+    out : Array
+        The output.  It is not counted among what is saved: the product after attention saves it
+        as its input.
+    """
+
+    def __init__(self, lse: Array, out: Array) -> None:
+        self.array, self.out = lse, out
+
+
 class FlashAttention:
     """Attention of one GPU by cuDNN; a shape is planned once.
 
@@ -41,47 +57,49 @@ class FlashAttention:
         number = self.cudnn.backend_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
-    def forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,
-                out: Array) -> Array | None:
+    def forward(self, q: Array, k: Array, v: Array, first: int, reach: int,
+                out: Array) -> Saved | None:
         """Compute attention, see `mm3d.model.functional.attention_forward`.
+
+        `reach` is how many positions a query sees, up to its own; 0 without a mask.
 
         Returns
         -------
-        Array or None
-            The logarithms of the sums, float32 (batch, heads, queries); None if cuDNN does not
-            take these arrays, and then nothing is computed.
+        Saved or None
+            None if cuDNN does not take these arrays, and then nothing is computed.
         """
         batch, queries, heads, _ = q.shape
-        seen = count_seen(q, k, first, causal)
-        if seen > k.shape[1]:
+        seen = seen_keys(q, k, first, reach)
+        if seen.stop > k.shape[1]:
             return None
         lse = self.library.empty((batch, heads, queries), "float32")
-        arrays = [q, k[:, :seen, ...], v[:, :seen, ...], out, lse]
-        return lse if self._run(causal, arrays) else None
+        arrays = [q, k[:, seen, ...], v[:, seen, ...], out, lse]
+        return Saved(lse, out) if self._run(reach, arrays) else None
 
-    def backward(self, do: Array, qkv: tuple[Array, Array, Array], saved: tuple[Array, Array],
-                 first: int, causal: bool, gradients: tuple[Array, Array, Array]) -> bool:
-        """Compute the gradients of `forward` from `saved`, its logarithms and its output.
+    def backward(self, do: Array, qkv: tuple[Array, Array, Array], saved: Saved, first: int,
+                 reach: int, gradients: tuple[Array, Array, Array]) -> bool:
+        """Compute the gradients of `forward` from what it saved.
 
         Returns
         -------
         bool
             False if cuDNN does not take these arrays, and then nothing is computed.
         """
-        (q, k, v), (lse, out), (dq, dk, dv) = qkv, saved, gradients
-        seen = count_seen(q, k, first, causal)
-        arrays = [q, *(a[:, :seen, ...] for a in (k, v)), out, lse, do, dq,
-                  *(a[:, :seen, ...] for a in (dk, dv))]
-        done = self._run(causal, arrays)
-        if done and seen < k.shape[1]:
-            dk[:, seen:, ...], dv[:, seen:, ...] = 0, 0
+        (q, k, v), (dq, dk, dv) = qkv, gradients
+        seen = seen_keys(q, k, first, reach)
+        arrays = [q, *(a[:, seen, ...] for a in (k, v)), saved.out, saved.array, do, dq,
+                  *(a[:, seen, ...] for a in (dk, dv))]
+        done = self._run(reach, arrays)
+        for rest in (slice(0, seen.start), slice(seen.stop, k.shape[1])):
+            if done and rest.start < rest.stop:
+                dk[:, rest, ...], dv[:, rest, ...] = 0, 0
         return done
 
-    def _run(self, causal: bool, arrays: list[Array]) -> bool:
+    def _run(self, reach: int, arrays: list[Array]) -> bool:
         """Run the plan for arrays in the order of `forward`, or of `backward`, if there is one."""
-        key = causal, arrays[0].dtype, *((a.shape, a.strides) for a in arrays)
+        key = reach, arrays[0].dtype, *((a.shape, a.strides) for a in arrays)
         if key not in self._plans:
-            self._plans[key] = self._plan(causal, arrays)
+            self._plans[key] = self._plan(reach, arrays)
         if self._plans[key] is None:
             return False
         graph, size = self._plans[key]
@@ -93,7 +111,7 @@ class FlashAttention:
         graph.execute(pointers, self.library.pointer(workspace), handle=self._handle)
         return True
 
-    def _plan(self, causal: bool, arrays: list[Array]) -> tuple[Any, int] | None:
+    def _plan(self, reach: int, arrays: list[Array]) -> tuple[Any, int] | None:
         """Plan for arrays like these; return cuDNN's graph and the bytes that it works in.
 
         None if cuDNN does not take them.
@@ -102,10 +120,12 @@ class FlashAttention:
         if not all(a.size for a in arrays):
             return None
         options = {"attn_scale": 1 / math.sqrt(q.shape[-1])}
-        if causal:    # the last query sees all keys
+        if reach:    # the last query sees the last key
             corner = "TOP_LEFT" if q.shape[1] == k.shape[1] else "BOTTOM_RIGHT"
             options |= {"diagonal_alignment": getattr(cudnn.diagonal_alignment, corner),
                         "diagonal_band_right_bound": 0}
+            if reach < k.shape[1]:
+                options["diagonal_band_left_bound"] = reach    # with the query's own position
         graph = cudnn.pygraph(io_data_type=self._kind(q),
                               intermediate_data_type=cudnn.data_type.FLOAT,
                               compute_data_type=cudnn.data_type.FLOAT, handle=self._handle)
@@ -153,9 +173,11 @@ def open_flash(library: Any, capability: int) -> FlashAttention | None:
                          "MM3D_CUDNN=0") from error
 
 
-def count_seen(q: Array, k: Array, first: int, causal: bool) -> int:
-    """Return to how many of the first keys the last query attends."""
-    return first + q.shape[1] if causal else k.shape[1]
+def seen_keys(q: Array, k: Array, first: int, reach: int) -> slice:
+    """Return which keys are seen by one query at least; they may end after the last key."""
+    if not reach:
+        return slice(0, k.shape[1])
+    return slice(max(0, first - reach + 1), first + q.shape[1])
 
 
 def layout(a: Array) -> tuple[list[int], list[int]]:

@@ -181,9 +181,9 @@ __global__ void norm_backward(const T *dy, const T *xhat, const W *rstd, const W
         put(dx[row + c], (wide(dy[row + c]) - first - wide(xhat[row + c]) * second) * by);
 }
 
-// --- Softmax of scores (heads, queries, positions), one warp a row ---------------------------
-// Scores are scaled here; in a causal row q positions beyond first + q have no weight.  Of rows that
-// can be read by fours, a lane holds up to 4 `FOURS` elements; others are read again.
+// --- Softmax of scaled scores (heads, queries, positions), one warp a row --------------------
+// Row q has weights of `reach` positions at most, up to first + q; heads' logarithms are `apart`.  Of
+// rows that can be read by fours, a lane holds up to 4 `FOURS` elements; others are read again.
 
 const int FOURS = 8;
 template <typename T> struct alignas(4 * sizeof(T)) Quad { T of[4]; };
@@ -212,7 +212,7 @@ template <int N, typename F> __device__ inline void each_four(int length, F f)
     }
 }
 template <typename T, int N>
-__device__ W softmax_held(const W *s, T *p, int length, int seen, W scale)
+__device__ W softmax_held(const W *s, T *p, int length, int from, int seen, W scale)
 {
     const W none = -__uint_as_float(0x7F800000u);
     Quad<W> held[N];
@@ -220,7 +220,7 @@ __device__ W softmax_held(const W *s, T *p, int length, int seen, W scale)
     each_four<N>(length, [&](int k, int c) {
         held[k] = *(const Quad<W> *)(s + c);
         for (int i = 0; i < 4; i++) {
-            held[k].of[i] = c + i < seen ? held[k].of[i] * scale : none;
+            held[k].of[i] = c + i >= from && c + i < seen ? held[k].of[i] * scale : none;
             top = held[k].of[i] > top ? held[k].of[i] : top;
         }
     });
@@ -242,66 +242,65 @@ __device__ W softmax_held(const W *s, T *p, int length, int seen, W scale)
     return top + log2(sum);
 }
 template <typename T>
-__device__ W softmax_read_again(const W *s, T *p, int length, int seen, W scale)
+__device__ W softmax_read_again(const W *s, T *p, int length, int from, int seen, W scale)
 {
     W top = -__uint_as_float(0x7F800000u), sum = 0;
-    for (int c = threadIdx.x % 32; c < seen; c += 32)
+    for (int c = from + threadIdx.x % 32; c < seen; c += 32)
         top = s[c] * scale > top ? s[c] * scale : top;
     top = warp_top(top);
-    for (int c = threadIdx.x % 32; c < seen; c += 32)
+    for (int c = from + threadIdx.x % 32; c < seen; c += 32)
         sum += power_of_2(s[c] * scale - top);
     sum = warp_sum(sum);
     for (int c = threadIdx.x % 32; c < length; c += 32)
-        put(p[c], c < seen ? power_of_2(s[c] * scale - top) / sum : (W)0);
+        put(p[c], c >= from && c < seen ? power_of_2(s[c] * scale - top) / sum : (W)0);
     return top + log2(sum);
 }
 template <typename T>
 __global__ void softmax_forward(const W *scores, T *P, W *lse, long long rows, int queries,
-                                int positions, int first, int causal, W scale)
+                                int positions, int apart, int first, int reach, W scale)
 {
     const long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= rows)
         return;
     const W *s = scores + row * positions;
     T *p = P + row * positions;
-    const int last = first + (int)(row % queries) + 1;
-    const int seen = causal && last < positions ? last : positions;
+    const int query = (int)(row % queries), last = first + query + 1;
+    const int from = max(last - reach, 0), seen = min(last, positions);
     const bool whole = fours(p, positions) && fours(s, positions);
-    W total;
     scale *= Log<W>::of_e;
-    if (whole && positions <= 64 * FOURS)
-        total = softmax_held<T, FOURS / 2>(s, p, positions, seen, scale);
-    else if (whole && positions <= 128 * FOURS)
-        total = softmax_held<T, FOURS>(s, p, positions, seen, scale);
-    else
-        total = softmax_read_again(s, p, positions, seen, scale);
+    const W total = whole && positions <= 64 * FOURS
+                        ? softmax_held<T, FOURS / 2>(s, p, positions, from, seen, scale)
+                    : whole && positions <= 128 * FOURS
+                        ? softmax_held<T, FOURS>(s, p, positions, from, seen, scale)
+                        : softmax_read_again(s, p, positions, from, seen, scale);
     if (threadIdx.x % 32 == 0)
-        lse[row] = total * Log<W>::of_2;
+        lse[row / queries * apart + query] = total * Log<W>::of_2;
 }
 template <typename T>
 __global__ void softmax_recompute(const W *scores, T *P, const W *lse, long long rows, int queries,
-                                  int positions, int first, int causal, W scale)
+                                  int positions, int apart, int first, int reach, W scale)
 {
     const long long row = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= rows)
         return;
-    const int last = first + (int)(row % queries) + 1;
-    const int seen = causal && last < positions ? last : positions;
+    const int query = (int)(row % queries), last = first + query + 1;
+    const int from = max(last - reach, 0), seen = min(last, positions);
     const W *s = scores + row * positions;
     T *p = P + row * positions;
-    const W total = lse[row] * Log<W>::of_e;
+    const W total = lse[row / queries * apart + query] * Log<W>::of_e;
     scale *= Log<W>::of_e;
     if (fours(p, positions) && fours(s, positions))
         for (int c = 4 * (threadIdx.x % 32); c < positions; c += 128) {
             const Quad<W> u = *(const Quad<W> *)(s + c);
             Quad<T> q;
             for (int i = 0; i < 4; i++)
-                put(q.of[i], c + i < seen ? power_of_2(u.of[i] * scale - total) : (W)0);
+                put(q.of[i], c + i >= from && c + i < seen
+                                 ? power_of_2(u.of[i] * scale - total) : (W)0);
             *(Quad<T> *)(p + c) = q;
         }
     else
         for (int c = threadIdx.x % 32; c < positions; c += 32)
-            put(p[c], c < seen ? power_of_2(s[c] * scale - total) : (W)0);
+            put(p[c], c >= from && c < seen ? power_of_2(s[c] * scale - total) : (W)0);
 }
 template <typename T, int N>
 __device__ void softmax_slopes(const T *p, const W *g, T *d, int length, W scale)

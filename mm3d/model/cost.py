@@ -45,8 +45,8 @@ def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, 
 
     A multiplication and an addition count as two; backward takes twice as many as forward.
     Recomputation is not included (see `flops_again`), nor are the scores of attention that
-    backward always recomputes.  A causal mask or a window saves nothing here; NumPy's kernels
-    leave out what they can of the products that a causal mask hides.
+    backward always recomputes.  A causal mask or a window saves nothing here; kernels leave out
+    what they can of the products that it hides.
 
     Parameters
     ----------

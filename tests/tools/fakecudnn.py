@@ -11,6 +11,7 @@ import numpy as np
 from fakecupy import Stream, at, kernel
 from fakelibs import KINDS
 from mm3d.model import functional
+from mm3d.model.attention import windows
 
 FLOAT, HALF, BFLOAT16 = 0, 2, 14
 
@@ -72,8 +73,17 @@ class Graph:
         corner = self.mask.get("diagonal_alignment")
         right = self.mask.get("diagonal_band_right_bound")
         self.causal = corner is not None
-        assert right == (0 if self.causal else None) and queries <= keys
+        assert right == (0 if self.causal else None)
+        if queries > keys:
+            raise NotSupported("only supported with max_s_q <= max_s_kv")
         self.first = keys - queries if corner == "BOTTOM_RIGHT" else 0
+        self.pair, self.limit = (functional.attention_forward,
+                                 functional.attention_backward), self.causal
+        left = self.mask.get("diagonal_band_left_bound")
+        if left is not None:    # a query sees so many keys, its own position's among them
+            assert self.causal and left >= 1
+            self.pair, self.limit = (windows.window_attention_forward,
+                                     windows.window_attention_backward), left
         self.built = True
 
     def get_workspace_size(self) -> int:
@@ -86,19 +96,17 @@ class Graph:
 
         def work() -> None:
             wide = [a.astype(np.float64) for a in read]
+            forward, backward = (one.__wrapped__ for one in self.pair)
             qkv, found = wide[:3], [np.empty(a.shape) for a in made]
             if len(read) == 3:
-                _, lse = functional.attention_forward.__wrapped__(
-                    *qkv, self.first, self.causal, found[0])
+                _, lse = forward(*qkv, self.first, self.limit, found[0])
                 found[1] = lse.swapaxes(1, 2)[..., None]
             else:
                 out, do, lse = wide[3:]
                 expected, same = np.empty(out.shape), lse[..., 0].swapaxes(1, 2)
-                functional.attention_forward.__wrapped__(
-                    *qkv, self.first, self.causal, expected)
+                forward(*qkv, self.first, self.limit, expected)
                 assert np.allclose(out, expected, atol=.05), "not the output of these"
-                functional.attention_backward.__wrapped__(
-                    do, *qkv, same, self.first, self.causal, *found)
+                backward(do, *qkv, same, self.first, self.limit, *found)
             for a, b in zip(made, found):
                 a[...] = b
         kernel(work)

@@ -1,14 +1,17 @@
 """Compute attention to a window of positions, on one rank's arrays.
 
-The scores of all positions are computed, by the readable functions of any array library.
+On a processor the scores of all positions are computed, by the readable functions of any array
+library.
 """
 
 import math
 
 from mm3d.arrays.backend import Array, backend_of
-from mm3d.model.functional import attend, attend_backward, causal_mask
+from mm3d.model.functional import (attend, attend_backward, causal_mask,
+                                   prefer_backend_kernel)
 
 
+@prefer_backend_kernel
 def window_attention_forward(q: Array, k: Array, v: Array, first: int, window: int,
                              out: Array) -> tuple[Array, Array]:
     """Compute causal attention to the last `window` positions up to a query's own.
@@ -19,6 +22,7 @@ def window_attention_forward(q: Array, k: Array, v: Array, first: int, window: i
     return attend(q, k, v, window_mask(q, k, first, window), out)
 
 
+@prefer_backend_kernel
 def window_attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                               window: int, dq: Array, dk: Array, dv: Array) -> None:
     """Compute dq, dk and dv of `window_attention_forward` in the arrays of these names."""

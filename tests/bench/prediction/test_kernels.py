@@ -7,12 +7,13 @@ import pytest
 
 from bench.errors import UsageError
 from bench.prediction import machine_model
-from bench.prediction.kernels import attention_of, with_kernels
+from bench.prediction.kernels import attention_of, events_of_call, with_kernels
 from bench.prediction.seconds import Flash, trace_terms
 from bench.prediction.training_step import adamw_seconds
 from mm3d.arrays.cupy_kernels import KERNEL_NAMES
+from mm3d.model.architecture import Architecture
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Gemm, Pass
+from mm3d.tracing.events import Boundary, Call, Gemm, Pass
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 4, "batch": 2, "seq": 8}
 ELEMENTS, SCORES, HEAD = 2 * 8 * 32, 2 * 4 * 8 * 8, 8    # of an activation, of all scores
@@ -61,9 +62,10 @@ def test_own_kernels_move_what_their_launches_are_given():
     assert found == expected
 
 
-def test_own_kernels_leave_the_passes_of_numpy_out():
+@pytest.mark.parametrize("window", [None, 3])
+def test_own_kernels_leave_the_passes_of_numpy_out(window):
     """But those of CuPy: sums of a residual, and of gradients, one kernel each."""
-    trace, found = traced("own", "softmax")
+    trace, found = traced("own", "softmax", causal=True, architecture=Architecture(window=window))
     left = {event.operation for event in found.count(Pass)}
     assert left - set(KERNEL_NAMES) == {"add"}
     assert {event.operation for event in trace.count(Pass)} > {"add", "exp", "tanh"}
@@ -73,6 +75,18 @@ def test_own_kernels_leave_the_passes_of_numpy_out():
             scores[phase, event.result] += times
     assert scores == {("forward", "float32"): 1, ("forward", "float16"): 1,
                       ("backward", "float32"): 2, ("backward", "float16"): 3}
+
+
+def test_own_attention_leaves_out_what_a_mask_hides_from_a_block():
+    array, causal = ((64, 512, 1, HEAD), "float32"), True
+    found = events_of_call(Call("attention_forward", (array,) * 3 + (0, causal),
+                                (("out", array),)))
+    products = Counter({(one.m, one.n, one.k): times for one, times in found.items()
+                        if isinstance(one, Gemm)})
+    assert products == {(256, HEAD, 512): 1, (256, 512, HEAD): 1, (256, HEAD, 256): 1,
+                        (256, 256, HEAD): 1}
+    assert sum(one.bytes * times for one, times in found.items() if isinstance(one, Pass)) == (
+        64 * 256 * (2 * (512 + 256) + 2) * 4)    # scores are read and overwritten; with logarithms
 
 
 @pytest.mark.parametrize("dtype, flash", [("float16", True), ("float32", False)])

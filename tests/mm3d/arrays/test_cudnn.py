@@ -6,7 +6,9 @@ import pytest
 
 import mm3d
 from mm3d.arrays import backend, cudnn_attention
+from mm3d.arrays.cudnn_attention import Saved
 from mm3d.model import functional
+from mm3d.model.attention import windows
 from rounded import DTYPES, close, numbers
 
 HALVES = [one for one in DTYPES if "16" in str(one)]    # also of what is slow
@@ -25,11 +27,16 @@ def cupy(request, monkeypatch):
     return backend.get("cupy")
 
 
-def attend(cupy, name: str, shape, positions: int, first: int, causal: bool, gaps: bool = True):
+def attend(cupy, name: str, shape, positions: int, first: int, limit: int, gaps: bool = True):
     """What is computed there and in float64: output, logarithms of sums, dQ, dK, dV.
 
-    With `gaps` arrays are parts of larger ones, as a layer's are.
+    `limit` is whether a mask is causal, or a window.  With `gaps` arrays are parts of larger ones,
+    as a layer's are.
     """
+    prefix, module = ("", functional) if isinstance(limit, bool) else ("window_", windows)
+    names = [f"{prefix}attention_{way}" for way in ("forward", "backward")]
+    readable = [getattr(module, one).__wrapped__ for one in names]
+    kernels = [getattr(cupy.kernels, one) for one in names]
     batch, queries, heads, d = shape
     kv, both = (numbers((batch, rows, 2, heads, d), name, n)
                 for n, rows in ((1, positions), (2, queries)))
@@ -38,28 +45,30 @@ def attend(cupy, name: str, shape, positions: int, first: int, causal: bool, gap
     K, V, Q, dO = parts if gaps else map(cupy.contiguous, parts)
     wide = [a.astype(np.float64) for a in (both[:, :, 1], both[:, :, 0], kv[:, :, 0], kv[:, :, 1])]
     out, expected = cupy.empty(shape, kv.dtype), [np.empty(shape)]
-    _, lse = functional.attention_forward.__wrapped__(*wide[1:], first, causal, expected[0])
-    _, saved = cupy.kernels.attention_forward(Q, K, V, first, causal, out)
+    _, lse = readable[0](*wide[1:], first, limit, expected[0])
+    _, saved = kernels[0](Q, K, V, first, limit, out)
     gradients = [np.empty(a.shape) for a in wide[1:]]
-    functional.attention_backward.__wrapped__(*wide, lse, first, causal, *gradients)
+    readable[1](*wide, lse, first, limit, *gradients)
     dq, dkv = cupy.empty(shape, kv.dtype), cupy.empty(kv.shape, kv.dtype)
     dq[...], dkv[...] = 7, 7    # what is not written shows
     found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
-    cupy.kernels.attention_backward(dO, Q, K, V, saved, first, causal, *found)
-    found = [out, saved[0] if isinstance(saved, tuple) else saved, *found]
+    kernels[1](dO, Q, K, V, saved, first, limit, *found)
+    found = [out, saved.array if isinstance(saved, Saved) else saved, *found]
     return saved, [cupy.to_host(a) for a in found], [*expected, lse, *gradients]
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("shape, positions, first, causal", [
+@pytest.mark.parametrize("shape, positions, first, limit", [
     ((2, 5, 3, 8), 5, 0, False), ((2, 70, 2, 48), 70, 0, True), ((1, 6, 2, 16), 11, 3, True),
-    ((2, 4, 3, 8), 9, 5, True), ((1, 3, 1, 128), 40, 0, False), ((1, 1, 2, 8), 4, 0, True)])
-def test_attention_by_cudnn(cupy, name, shape, positions, first, causal):
-    """Also of queries that begin anywhere; gradients of keys that none of them sees are zero.
-    The gradients of one query of one key are left to products."""
+    ((2, 4, 3, 8), 9, 5, True), ((1, 3, 1, 128), 40, 0, False), ((1, 1, 2, 8), 4, 0, True),
+    ((2, 70, 2, 48), 70, 0, 33), ((2, 4, 3, 8), 9, 5, 3), ((1, 6, 2, 16), 11, 3, 5),
+    ((1, 5, 2, 8), 5, 0, 2)])
+def test_attention_by_cudnn(cupy, name, shape, positions, first, limit):
+    """Also of queries that begin anywhere, and to windows; gradients of keys that no query sees
+    are zero.  The gradients of one query of one key are left to products."""
     for gaps in (True, False):
-        saved, found, expected = attend(cupy, name, shape, positions, first, causal, gaps)
-        assert isinstance(saved, tuple)
+        saved, found, expected = attend(cupy, name, shape, positions, first, limit, gaps)
+        assert isinstance(saved, Saved)
         for a, e in zip(found, expected):
             close(a, e, name, 64)
 
@@ -70,7 +79,7 @@ def test_attention_by_cudnn(cupy, name, shape, positions, first, causal):
     ("float16", (2, 0, 3, 8), 5, 0), ("float32", (2, 5, 3, 8), 5, 0)])
 def test_other_attention_is_computed_by_products(cupy, name, shape, positions, first):
     saved, found, expected = attend(cupy, name, shape, positions, first, True)
-    assert not isinstance(saved, tuple)
+    assert not isinstance(saved, Saved)
     for a, e in zip(found, expected):
         close(a, e, name, 64)
 
@@ -93,14 +102,16 @@ def test_arrays_that_cudnn_cannot_read(cupy):
         close(cupy.to_host(a), e, "float16", 64)
 
 
-def test_a_layer_is_planned_once(cupy, monkeypatch):
-    """A model on the device keeps cuDNN's plans, and gives the same bits each time."""
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_layer_is_planned_once(cupy, monkeypatch, window):
+    """A model on the device keeps cuDNN's plans, and gives the same bits each time.  It saves as
+    many bytes as with products: the output that cuDNN needs again is saved in any case."""
     planned, plan = [], cudnn_attention.FlashAttention._plan
     monkeypatch.setattr(cudnn_attention.FlashAttention, "_plan",
                         lambda self, *what: planned.append(1) or plan(self, *what))
     scheme = mm3d.scheme("serial", None, None, "cupy")
     model = mm3d.Transformer(scheme, layers=2, hidden=32, heads=4, batch=2, seq=6, causal=True,
-                             dtype="float16")
+                             dtype="float16", architecture=mm3d.Architecture(window=window))
     x = cupy.asarray(numbers((2, 6, 32), "float16", 5))
     results = []
     for _ in range(2):
@@ -110,6 +121,9 @@ def test_a_layer_is_planned_once(cupy, monkeypatch):
         results.append([cupy.to_host(a).copy() for a in (
             y, dx, *(p.grad for p in model.parameters))])
     assert len(planned) == 2    # forward and backward
+    kept = model.saved_bytes(saved)
+    monkeypatch.setattr(cupy.kernels, "flash", None)
+    assert kept == model.saved_bytes(model.forward(x)[1])
     assert all(np.array_equal(a, b) for a, b in zip(*results))
 
 

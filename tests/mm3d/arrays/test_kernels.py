@@ -8,6 +8,7 @@ import pytest
 
 from mm3d.arrays import backend, cupy_attention, cupy_kernels
 from mm3d.model import functional, token_functions, vectors
+from mm3d.model.attention import windows
 from rounded import DTYPES, close, dtype_of, numbers
 
 # Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
@@ -287,49 +288,58 @@ def test_rounding_of_masters(cupy, name):
 
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("batch, heads, causal, first, queries, positions", [
+@pytest.mark.parametrize("batch, heads, limit, first, queries, positions", [
     (2, 3, False, 0, 5, 5), (2, 3, True, 0, 6, 6), (2, 3, True, 2, 3, 7), (2, 3, True, 3, 0, 3),
     (1, 1, True, 130, 2, 136), (1, 1, False, 0, 1, 1030), (2, 3, False, 0, 0, 3),
-    (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3)])
-def test_attention(cupy, monkeypatch, name, batch, heads, causal, first, queries, positions):
-    """Forward and backward, also a part of the heads at a time; queries of a part of rows; rows
-    of four neighbours a lane, others, and ones too long for the registers.  A rank without
-    queries fills dK and dV all the same: they are added to those of others."""
+    (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3),
+    (2, 3, 3, 0, 6, 6), (1, 2, 1, 1, 5, 7), (1, 1, 20, 130, 2, 136), (1, 1, 7, 10, 3, 15)])
+def test_attention(cupy, monkeypatch, name, batch, heads, limit, first, queries, positions):
+    """Forward and backward, without a mask, causal, and to a window; also a part of the heads at a
+    time; queries of a part of rows; rows of four neighbours a lane, others, and ones too long for
+    the registers.  A rank without queries fills dK and dV all the same: they are added to those of
+    others.  Under a mask a block has two queries."""
     d = 4
     monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
+    monkeypatch.setattr(cupy_attention, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(cupy_attention, "ALL_QUERIES", 1)
+    monkeypatch.setattr(cupy_attention, "KEY_STEP", 4)
+    prefix, module = ("", functional) if isinstance(limit, bool) else ("window_", windows)
+    names = [f"{prefix}attention_{way}" for way in ("forward", "backward")]
+    readable = [getattr(module, one).__wrapped__ for one in names]
+    kernels = [getattr(cupy.kernels, one) for one in names]
     q, do = (numbers((batch, queries, heads, d), name, n) for n in (1, 2))
     kv = numbers((batch, positions, 2, heads, d), name, 3)
     k, v = kv[:, :, 0], kv[:, :, 1]
     wide = [a.astype(np.float64) for a in (do, q, k, v)]
     out_host = np.empty(q.shape)
-    _, lse_host = functional.attention_forward.__wrapped__(*wide[1:], first, causal, out_host)
+    _, lse_host = readable[0](*wide[1:], first, limit, out_host)
     there, KV = [cupy.asarray(a) for a in (do, q)], cupy.asarray(kv)
     Q, K, V = there[1], KV[:, :, 0, ...], KV[:, :, 1, ...]
     out = cupy.empty(q.shape, q.dtype)
-    _, lse = cupy.kernels.attention_forward(Q, K, V, first, causal, out)
+    _, lse = kernels[0](Q, K, V, first, limit, out)
     close(cupy.to_host(out), out_host, name, 16)
     close(cupy.to_host(lse), lse_host, name, 16)
     expected = [np.empty(a.shape) for a in wide[1:]]
-    functional.attention_backward.__wrapped__(*wide, lse_host, first, causal, *expected)
+    readable[1](*wide, lse_host, first, limit, *expected)
     dq, dkv = cupy.empty(q.shape, q.dtype), cupy.empty(kv.shape, kv.dtype)
     dq[...], dkv[...] = 7, 7    # what is not written shows
     found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
-    cupy.kernels.attention_backward(there[0], Q, K, V, lse, first, causal, *found)
+    kernels[1](there[0], Q, K, V, lse, first, limit, *found)
     for a, e in zip(found, expected):    # 36 on an H200: each P is a few off, dK 8 times that
         close(cupy.to_host(a), e, name, 64)
 
 
-def attend(cupy, shape, positions: int, name: str, causal: bool = True) -> list[np.ndarray]:
-    """Output, logarithms of sums, dQ, dK and dV of queries that begin at position 1."""
+def attend(cupy, shape, positions: int, name: str) -> list[np.ndarray]:
+    """Output, logarithms of sums, dQ, dK and dV of causal queries that begin at position 1."""
     batch, queries, heads, d = shape
     qkv = cupy.asarray(numbers((batch, positions, 3, heads, d), name, 1))
     q, k, v = qkv[:, 1:queries + 1, 0, ...], qkv[:, :, 1, ...], qkv[:, :, 2, ...]
     out, do = cupy.empty(shape, q.dtype), cupy.asarray(numbers(shape, name, 2))
-    _, lse = cupy.kernels.attention_forward(q, k, v, 1, causal, out)
+    _, lse = cupy.kernels.attention_forward(q, k, v, 1, True, out)
     made = cupy.empty((batch, positions, 3, heads, d), q.dtype)
     made[...] = 0
     dq, dk, dv = made[:, 1:queries + 1, 0, ...], made[:, :, 1, ...], made[:, :, 2, ...]
-    cupy.kernels.attention_backward(do, q, k, v, lse, 1, causal, dq, dk, dv)
+    cupy.kernels.attention_backward(do, q, k, v, lse, 1, True, dq, dk, dv)
     return [cupy.to_host(a).copy() for a in (out, lse, made)]
 
 
@@ -344,8 +354,7 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     held: list[int] = []
 
     def counted(shape, dtype):
-        held.append(np.dtype(dtype).itemsize * int(np.prod(shape)) * (
-            len(shape) == 3 and shape[2] == positions))
+        held.append(np.dtype(dtype).itemsize * int(np.prod(shape)) * (len(shape) == 1))
         return empty(shape, dtype)
     monkeypatch.setattr(cupy, "empty", counted)
     expected = attend(cupy, (batch, queries, heads, d), positions, name)
@@ -353,7 +362,11 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (2 * queries, 3 * 2),
                         (queries, 3 * 3), (2, 3 * 3 * 2), (1, 3 * 3 * 3)):
         monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", some * one)
-        assert len(cupy_attention.divide_scores(batch, heads, queries, one)) == parts
+        blocks = cupy_attention.query_blocks((batch, queries, heads, d), positions, 1,
+                                             queries + 1, one // positions)
+        rows = max(block[0].stop - block[0].start for block in blocks)
+        groups = cupy_attention.divide_heads(batch, heads, rows * one)
+        assert len(groups) * len(blocks) == parts
         held.clear()
         found = attend(cupy, (batch, queries, heads, d), positions, name)
         scores = [size for size in held if size]
@@ -363,6 +376,48 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
             if some >= queries and hasattr(cupy.xp, "pinned"):    # cuBLAS has other ways
                 assert np.array_equal(a, b), some
             close(a, b.astype(np.float64), name, 16)
+
+
+@pytest.mark.parametrize("pairs, positions, size, rows", [
+    ((8, 16), 1024, 8, 256), ((1, 16), 1024, 8, 1024), ((2, 16), 1024, 8, 512),
+    ((1, 16), 8192, 8, 256), ((1, 2), 8192, 8, 2048), ((1, 1), 2 ** 18, 8, 128)])
+def test_blocks_are_large_enough_for_a_gpu(pairs, positions, size, rows):
+    """Of many heads 256 queries; of fewer so many that all heads have 2^14, as far as their scores
+    fit into memory."""
+    batch, heads = pairs
+    blocks = cupy_attention.query_blocks((batch, positions, heads, 64), positions, 0, positions,
+                                         size)
+    assert blocks == [(slice(at, at + rows), slice(0, at + rows))
+                      for at in reversed(range(0, positions, rows))]
+
+
+@pytest.mark.parametrize("window, seen", [(None, (520, 512, 256)), (100, (120, 368, 256))])
+def test_blocks_leave_out_what_a_mask_hides(cupy, monkeypatch, window, seen):
+    """Products and kernels have the keys alone that a query of their block sees, rounded to whole
+    packs; sums over blocks go straight to the gradients."""
+    monkeypatch.setattr(cupy_attention, "ALL_QUERIES", 1)
+    products: list[tuple[int, ...]] = []
+    rows: list[tuple[int, ...]] = []
+    gemms, launch, n, d = cupy.gemms, cupy.kernels._launch, 520, 4
+
+    def noted(a, b, out, add=False):
+        products.append((*a.shape[1:], b.shape[2], add))
+        gemms(a, b, out, add)
+    monkeypatch.setattr(cupy, "gemms", noted)
+    monkeypatch.setattr(cupy.kernels, "_launch", lambda name, like, blocks, *given: (
+        rows.append(given[0].shape), launch(name, like, blocks, *given)))
+    q, k, v = (cupy.asarray(numbers((1, n, 1, d), "float32", c)) for c in range(3))
+    made = [cupy.empty(q.shape, q.dtype) for _ in range(4)]
+    names = [f"{'window_' if window else ''}attention_{way}" for way in ("forward", "backward")]
+    _, lse = getattr(cupy.kernels, names[0])(q, k, v, 0, window or True, made[0])
+    getattr(cupy.kernels, names[1])(made[0], q, k, v, lse, 0, window or True, *made[1:])
+    blocks = list(zip((8, 256, 256), seen, (False, True, True)))
+    assert products == [one for r, c, _ in blocks for one in ((r, d, c, False), (r, c, d, False))
+                        ] + [one for r, c, add in blocks for one in (
+                            (r, d, c, False), (c, r, d, add), (r, d, c, False), (r, c, d, False),
+                            (c, r, d, add))]
+    assert rows == [(1, r, c) for r, c, _ in blocks] + [
+        (1, r, c) for r, c, _ in blocks for _ in range(2)]
 
 
 @pytest.mark.parametrize("gaps", [1, 2])

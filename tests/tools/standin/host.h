@@ -2,6 +2,7 @@
 // meets a barrier or a shuffle; as all threads of a block meet the same ones, one round of turns is
 // what a barrier is.
 #define MM3D_ON_HOST
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <tuple>
@@ -32,7 +33,7 @@ static void turn()
 #define __device__
 #define __shared__ static
 #define __syncthreads turn
-using std::exp2; using std::log2; using std::sqrt;
+using std::exp2; using std::log2; using std::max; using std::min; using std::sqrt;
 static float __fdividef(float x, float y) { return x / y; }
 
 template <typename V> V __shfl_xor_sync(unsigned, V x, int d)
