@@ -4,6 +4,8 @@ The kernels are in the files ``*.cu``; attention is in `cupy_attention`.
 """
 
 import math
+import weakref
+from operator import is_not
 from pathlib import Path
 from typing import Any, Callable
 
@@ -17,17 +19,19 @@ SOURCE_FILES = [Path(__file__).with_name(name)
                 for name in ("kernels.cu", "row_kernels.cu", "training_kernels.cu")]
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
 KERNEL_NAMES = (
-    "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "add_arrays",
-    "copy_rows", "sum_rows", "sum_products", "sum_parts", "norm_sums", "norm_squares",
-    "norm_scale", "norm_forward", "norm_backward_sums", "norm_backward", "norm_backward_whole",
-    "softmax_forward", "softmax_recompute", "softmax_backward", "softmax_statistics",
-    "softmax_gradient", "adamw", "round_into")
+    "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "scale_add_rows",
+    "add_arrays", "copy_rows", "sum_rows", "sum_products", "sum_rows_and_products", "norm_sums",
+    "norm_squares", "norm_scale", "norm_forward", "norm_backward_sums", "norm_backward",
+    "norm_backward_whole", "softmax_forward", "softmax_recompute", "softmax_backward",
+    "softmax_statistics", "softmax_gradient", "adamw", "round_into")
 TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_TYPES.values()]
 COMPILER_OPTIONS = ("--std=c++17",)
 
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
+MAX_ACROSS = 16384           # blocks beside each other that can sum columns
 MAX_THREADS = 1024           # of a block that computes a row
+ADAMW_PACKS = 8              # of 16 bytes, that a thread changes
 
 
 class GpuKernels(GpuAttention):
@@ -49,6 +53,7 @@ class GpuKernels(GpuAttention):
         self.dtypes = tuple(np.dtype(name) for name in C_TYPES if name != "bfloat16")
         self.dtypes += library.more_dtypes
         self._functions: dict[tuple[str, Any], Callable] = {}    # by name and type
+        self._adamw_plan: tuple = (None, [])    # the last one, as `adamw_of_all` keeps it
         self._module: Any = None
 
     def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any,
@@ -105,10 +110,10 @@ class GpuKernels(GpuAttention):
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
         dy, x, b = map(self.library.contiguous, (dy, x, b))
-        parts, blocks, (rows, cols) = self._allocate_parts(dy)
+        sums, blocks, rest = self._allocate_sums(dy, keep_float32)
         self._compute_into(out, lambda dx: self._launch(
-            "bias_gelu_backward", dy, blocks, dy, x, b, dx, parts, rows, cols))
-        return out, self._sum_parts(parts, dy, keep_float32)
+            "bias_gelu_backward", dy, blocks, dy, x, b, dx, *rest))
+        return out, sums
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self._launch_with_rows("add_rows", a, b, out)
@@ -116,14 +121,17 @@ class GpuKernels(GpuAttention):
     def scale_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self._launch_with_rows("scale_rows", a, b, out)
 
-    def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array) -> Array:
-        """Launch a kernel that combines every row of `a` with the vector `b`."""
+    def scale_add_rows(self, a: Array, b: Array, c: Array, out: Array) -> Array:
+        return self._launch_with_rows("scale_add_rows", a, b, out, c)
+
+    def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array, *more: Array) -> Array:
+        """Launch a kernel that combines every row of `a` with the vector `b`, and with more."""
         rows, cols = _matrix_shape(a)
         across = -(-cols // (THREADS_PER_BLOCK * (16 // out.itemsize)))
         down = min(rows, max(1, MAX_BLOCKS // max(1, across)))
-        a, b = self.library.contiguous(a), self.library.contiguous(b)
+        given = map(self.library.contiguous, (a, b, *more))
         return self._compute_into(out, lambda y: self._launch(
-            name, y, (across, down), a, b, y, rows, cols))
+            name, y, (across, down), *given, y, rows, cols))
 
     def softmax_statistics(self, logits: Array, sums: bool) -> Array:
         rows, cols = logits.shape
@@ -143,14 +151,67 @@ class GpuKernels(GpuAttention):
             "softmax_gradient", x, (rows,), x, *numbers, int(shift is not None), cols,
             threads=row_threads(x)), reads=True)
 
-    def adamw(self, arrays: tuple[Array, ...], numbers: tuple[float, ...]) -> bool:
-        """Change a parameter by AdamW, see `mm3d.arrays.compiled.CompiledKernels.adamw`."""
-        w = arrays[0]
-        whole = all(a.flags.c_contiguous and a.dtype == w.dtype for a in arrays)
-        if whole:
-            self._launch("adamw", w, (count_blocks(w),), *arrays, w.size,
-                         *map(self._sum_type(w), numbers))
-        return whole
+    def adamw_of_all(self, parameters: list[tuple[Array, ...]], decay: list[bool],
+                     numbers: tuple[float, ...]) -> tuple[set[int], set[int]]:
+        """Change parameters by AdamW, all that have values of one type in one launch.
+
+        Parameters
+        ----------
+        parameters : list of tuple of Array
+            Of each the master, its gradient, both moments, and the array of its shape into which
+            the master is rounded, or None.
+        decay : list of bool
+            Which of them decay.
+        numbers : tuple of float
+            See `mm3d.arrays.compiled.CompiledKernels.adamw`.
+
+        Returns
+        -------
+        tuple of set of int
+            The numbers of those that are changed, and of those that are rounded, too.  What has
+            gaps, or masters of 16 bits, is left as it was.
+        """
+        given = [a for one in parameters for a in one]
+        before, *found = self._adamw_plan
+        # Looking at each array takes longer than the launch, and the device waits meanwhile.
+        if before != decay or any(map(is_not, given, [ref() for ref in found[0]])):
+            refs = [(lambda: None) if a is None else weakref.ref(a) for a in given]
+            found = refs, *self._plan_adamw(parameters, decay)
+            self._adamw_plan = (list(decay), *found)
+        _, launches, changed, rounded = found
+        for like, blocks, table in launches:
+            self._launch("adamw", like, (blocks,), table, len(table), ADAMW_PACKS,
+                         *map(self._sum_type(like), numbers))
+        return changed, rounded
+
+    def _plan_adamw(self, parameters: list[tuple[Array, ...]],
+                    decay: list[bool]) -> tuple[list[tuple], set[int], set[int]]:
+        """Return launches, each an array of its type, blocks and a table; and both results."""
+        changed, rounded, point = set(), set(), self.library.pointer
+        tables: dict[Any, list[tuple[int, ...]]] = {}
+        for n, (*arrays, value) in enumerate(parameters):
+            w = arrays[0]
+            if w.itemsize < 4 or not all(a.dtype == w.dtype and a.flags.c_contiguous
+                                         for a in arrays):
+                continue
+            changed.add(n)
+            dtype, there = w.dtype, 0
+            if value is not None and (value.flags.c_contiguous
+                                      and w.dtype == self._sum_type(value)):
+                rounded.add(n)
+                dtype, there = value.dtype, point(value)
+            if w.size:
+                tables.setdefault(dtype, []).append(
+                    (*map(point, arrays), there, w.size, 0, decay[n]))
+        launches = []
+        for dtype, rows in tables.items():
+            like, table = np.empty(0, dtype), np.array(rows, np.uint64)
+            width = 16 // np.dtype(self._sum_type(like)).itemsize
+            each = THREADS_PER_BLOCK * ADAMW_PACKS * width
+            last = np.cumsum((table[:, 5] + each - 1) // each)
+            table[1:, 6] = last[:-1]    # the first block of each
+            launches.append((like, int(last[-1]), self.library.asarray(table)))
+        return launches, changed, rounded
 
     def round_into(self, a: Array, out: Array) -> Array:
         if a.dtype != self._sum_type(out) or not (a.flags.c_contiguous
@@ -188,29 +249,32 @@ class GpuKernels(GpuAttention):
     def sum_products(self, a: Array, b: Array, keep_float32: bool = False) -> Array:
         return self._sum_columns("sum_products", keep_float32, a, b)
 
-    def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array) -> Array:
-        """Sum columns by a kernel over blocks of rows, then over the blocks."""
-        a = arrays[0]
-        parts, blocks, (rows, cols) = self._allocate_parts(a)
-        self._launch(name, a, blocks, *map(self.library.contiguous, arrays), parts, rows, cols)
-        return self._sum_parts(parts, a, keep_float32)
+    def sum_rows_and_products(self, a: Array, b: Array,
+                              keep_float32: bool = False) -> tuple[Array, Array]:
+        sums = self._sum_columns("sum_rows_and_products", keep_float32, a, b, count=2)
+        return sums[0, :], sums[1, :]
 
-    def _allocate_parts(self, a: Array) -> tuple[Array, tuple[int, int], tuple[int, int]]:
-        """Allocate (blocks of rows, columns) for the sums of columns over blocks of rows.
+    def _sum_columns(self, name: str, keep_float32: bool, *arrays: Array, count: int = 1) -> Array:
+        """Sum columns by a kernel over blocks of rows, the last of which sums over the blocks."""
+        sums, blocks, rest = self._allocate_sums(arrays[0], keep_float32, count)
+        self._launch(name, arrays[0], blocks, *map(self.library.contiguous, arrays), *rest)
+        return sums
 
-        Return it with the numbers of blocks of threads, and the rows and columns of `a`.
+    def _allocate_sums(self, a: Array, keep_float32: bool, count: int = 1
+                       ) -> tuple[Array, tuple[int, int], tuple[Any, ...]]:
+        """Allocate `count` sums of columns like those of `a`, in its type unless `keep_float32`.
+
+        Return them with the numbers of blocks of threads and, for the kernel, room for the sums
+        of several blocks of rows, the sums in one of two places, and the rows and columns of `a`.
         """
-        rows, cols = _matrix_shape(a)
-        down = max(1, min(-(-rows // 64), 256))
+        (rows, cols), kind = _matrix_shape(a), self._sum_type(a)
         across = -(-cols // (32 * (16 // a.itemsize)))
-        return self.library.empty((down, cols), self._sum_type(a)), (across, down), (rows, cols)
-
-    def _sum_parts(self, parts: Array, like: Array, keep_float32: bool) -> Array:
-        """Sum the parts over the blocks of rows, in the type of `like` unless `keep_float32`."""
-        count, cols = parts.shape
-        out = self.library.empty((cols,), parts.dtype if keep_float32 else like.dtype)
-        self._launch("sum_parts", out, (-(-cols // THREADS_PER_BLOCK),), parts, out, count, cols)
-        return out
+        down = max(1, min(-(-rows // 64), 256)) if across <= MAX_ACROSS else 1
+        shape = (cols,) if count == 1 else (count, cols)
+        parts = self.library.empty((down, *shape), kind) if down > 1 else 0
+        sums = self.library.empty(shape, kind if keep_float32 else a.dtype)
+        places = (0, sums) if keep_float32 else (sums, 0)
+        return sums, (across, down), (parts, *places, rows, cols)
 
     def normalize_forward(self, x: Array, features: int, eps: float,
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:

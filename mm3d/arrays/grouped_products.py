@@ -5,7 +5,7 @@ without rows takes part in none.
 """
 
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from mm3d.arrays.backend import accumulation_dtype, backend_of
 
@@ -81,10 +81,11 @@ def grouped_matmul_nt(a: Array, b: Array, segments: Sequence[Segment]) -> Array:
 
 
 def grouped_matmul_tn(a: Array, b: Array, segments: Sequence[Segment], groups: int,
+                      empty: Callable[..., Array] | None = None,
                       accumulate_float32: bool = False) -> Array:
     """Compute A_e^T B_e of (rows, n) and (rows, k) for all groups e.
 
-    With `accumulate_float32` the result has the `accumulation_dtype` of A.
+    `empty` and `accumulate_float32` are as in `mm3d.arrays.products.matmul_tn`.
 
     Returns
     -------
@@ -93,7 +94,7 @@ def grouped_matmul_tn(a: Array, b: Array, segments: Sequence[Segment], groups: i
     """
     library = backend_of(a)
     dtype = accumulation_dtype(a) if accumulate_float32 else a.dtype
-    out = library.empty((groups, a.shape[1], b.shape[1]), dtype)
+    out = (empty or library.empty)((groups, a.shape[1], b.shape[1]), dtype)
     written: set[int] = set()
     for one in segments:
         rows, place = slice(one.start, one.stop), out[one.group, :, :]

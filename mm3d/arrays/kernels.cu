@@ -56,27 +56,28 @@ __device__ inline bool aligned(const void *a, const void *b, const void *c)
     return ((((size_t)a) | ((size_t)b) | ((size_t)c)) & 15) == 0;
 }
 
-// Combine every row with the vector b, which a thread reads once for all its rows.
+// Combine every row with vectors p and q, which a thread reads once for all its rows.
 template <typename T, typename F>
-__device__ void with_rows(long long rows, long long cols, const T *a, const T *b, T *y, F f)
+__device__ void with_rows(long long rows, long long cols, const T *a, const T *p, const T *q,
+                          T *y, F f)
 {
     const int width = 16 / sizeof(T);
     const long long c = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (aligned(a, b, y) && cols % width == 0) {
+    if (aligned(a, p, y) && aligned(q, q, q) && cols % width == 0) {
         if (c * width >= cols)
             return;
-        const Pack<T> v = ((const Pack<T> *)b)[c];
+        const Pack<T> v = ((const Pack<T> *)p)[c], w = ((const Pack<T> *)q)[c];
         for (long long r = blockIdx.y; r < rows; r += gridDim.y) {
             Pack<T> u = ((const Pack<T> *)(a + r * cols))[c], out;
             for (int i = 0; i < width; i++)
-                put(out.of[i], f(wide(u.of[i]), wide(v.of[i])));
+                put(out.of[i], f(wide(u.of[i]), wide(v.of[i]), wide(w.of[i])));
             ((Pack<T> *)(y + r * cols))[c] = out;
         }
         return;
     }
     for (long long j = c * width; j < cols && j < (c + 1) * width; j++)
         for (long long r = blockIdx.y; r < rows; r += gridDim.y)
-            put(y[r * cols + j], f(wide(a[r * cols + j]), wide(b[j])));
+            put(y[r * cols + j], f(wide(a[r * cols + j]), wide(p[j]), wide(q[j])));
 }
 
 // --- GELU, bias, scale ---------------------------------------------------------------------
@@ -104,17 +105,23 @@ template <typename V> __device__ inline V gelu_slope(V u)
 template <typename T>
 __global__ void bias_gelu_forward(const T *x, const T *b, T *y, long long rows, long long cols)
 {
-    with_rows(rows, cols, x, b, y, [](W u, W v) { return gelu(u + v); });
+    with_rows(rows, cols, x, b, b, y, [](W u, W v, W) { return gelu(u + v); });
 }
 template <typename T>
 __global__ void add_rows(const T *a, const T *b, T *y, long long rows, long long cols)
 {
-    with_rows(rows, cols, a, b, y, [](W u, W v) { return u + v; });
+    with_rows(rows, cols, a, b, b, y, [](W u, W v, W) { return u + v; });
 }
 template <typename T>
 __global__ void scale_rows(const T *a, const T *b, T *y, long long rows, long long cols)
 {
-    with_rows(rows, cols, a, b, y, [](W u, W v) { return u * v; });
+    with_rows(rows, cols, a, b, b, y, [](W u, W v, W) { return u * v; });
+}
+template <typename T>
+__global__ void scale_add_rows(const T *a, const T *b, const T *c, T *y, long long rows,
+                               long long cols)
+{
+    with_rows(rows, cols, a, b, c, y, [](W u, W v, W w) { return u * v + w; });
 }
 
 // --- Sums and copies of arrays ---------------------------------------------------------------
@@ -158,32 +165,68 @@ __global__ void copy_rows(const T *x, T *y, int length, int n1, int n2, int d, l
 
 // --- Sums over rows: blocks of 32 packs of columns x 8 rows, a part for each block of rows ----
 
-// `f` adds to the sums of at most `width` columns from its first argument on, of which its second
-// says how many there are.
-template <typename T, typename F>
-__device__ void column_parts(long long rows, long long cols, W *parts, F f)
+// The blocks that have stored their parts, by columns; all zero between two kernels.  As many as
+// `mm3d.arrays.cupy_kernels.MAX_ACROSS`.
+__device__ unsigned stored[16384];
+
+// `f` adds to N sums, one after another, of at most `width` columns each from its first argument on,
+// of which its second says how many there are.  Of all blocks with the same columns the last one to
+// store its part adds the parts, in an order that does not depend on it, and puts them into the N
+// rows of `sum`, or of `wide_sum` where that is not null.
+template <int N, typename T, typename F>
+__device__ void column_sums(long long rows, long long cols, W *parts, T *sum, W *wide_sum, F f)
 {
     const int width = 16 / sizeof(T);
-    __shared__ W some[8][32 * width + 1];
+    __shared__ W some[8][N * 32 * width + 1];
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     const long long c = ((long long)blockIdx.x * 32 + lane) * width;
     const int mine = c >= cols ? 0 : cols - c < width ? (int)(cols - c) : width;
-    W sum[width];
-    for (int i = 0; i < width; i++)
-        sum[i] = 0;
+    W own[N * width];
+    const auto add_groups = [&](bool complete) {
+        for (int i = 0; i < N * width; i++)
+            some[group][i / width * 32 * width + lane * width + i % width] = own[i];
+        __syncthreads();
+        for (int i = threadIdx.x; i < N * 32 * width; i += blockDim.x) {
+            const long long column = (long long)blockIdx.x * 32 * width + i % (32 * width);
+            const long long at = i / (32 * width) * cols + column;
+            W total = some[0][i];
+            for (int g = 1; g < 8; g++)
+                total += some[g][i];
+            if (column >= cols)
+                continue;
+            if (!complete)
+                parts[blockIdx.y * N * cols + at] = total;
+            else if (wide_sum)
+                wide_sum[at] = total;
+            else
+                put(sum[at], total);
+        }
+    };
+    for (int i = 0; i < N * width; i++)
+        own[i] = 0;
     for (long long r = (long long)blockIdx.y * 8 + group; mine && r < rows; r += 8 * gridDim.y)
-        f(r * cols + c, mine, sum);
-    for (int i = 0; i < width; i++)
-        some[group][lane * width + i] = sum[i];
+        f(r * cols + c, mine, own);
+    add_groups(gridDim.y == 1);
+    if (gridDim.y == 1)
+        return;
+    __shared__ bool last;
+    __threadfence();    // the part is stored before it is counted
     __syncthreads();
-    for (int i = threadIdx.x; i < 32 * width; i += blockDim.x) {
-        const long long column = (long long)blockIdx.x * 32 * width + i;
-        W total = some[0][i];
-        for (int g = 1; g < 8; g++)
-            total += some[g][i];
-        if (column < cols)
-            parts[blockIdx.y * cols + column] = total;
+    if (threadIdx.x == 0) {
+        last = atomicAdd(stored + blockIdx.x, 1u) == gridDim.y - 1;
+        if (last)
+            stored[blockIdx.x] = 0;
     }
+    __syncthreads();
+    if (!last)
+        return;
+    __threadfence();    // parts are read after they are counted
+    for (int i = 0; i < N * width; i++)
+        own[i] = 0;
+    for (long long p = group; p < gridDim.y; p += 8)
+        for (int i = 0; i < N * width; i++)
+            own[i] += i % width < mine ? parts[(p * N + i / width) * cols + c + i % width] : 0;
+    add_groups(true);
 }
 template <typename T>
 __device__ inline Pack<T> read_pack(const T *a, long long at, int mine, bool packed)
@@ -197,31 +240,47 @@ __device__ inline Pack<T> read_pack(const T *a, long long at, int mine, bool pac
     return u;
 }
 template <typename T>
-__global__ void sum_rows(const T *a, W *parts, long long rows, long long cols)
+__global__ void sum_rows(const T *a, W *parts, T *sum, W *wide_sum, long long rows,
+                         long long cols)
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, a, a) && cols % width == 0;
-    column_parts<T>(rows, cols, parts, [=](long long at, int mine, W *sum) {
+    column_sums<1, T>(rows, cols, parts, sum, wide_sum, [=](long long at, int mine, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed);
         for (int i = 0; i < width; i++)
-            sum[i] += i < mine ? wide(u.of[i]) : 0;
+            own[i] += i < mine ? wide(u.of[i]) : 0;
     });
 }
 template <typename T>
-__global__ void sum_products(const T *a, const T *b, W *parts, long long rows, long long cols)
+__global__ void sum_products(const T *a, const T *b, W *parts, T *sum, W *wide_sum,
+                             long long rows, long long cols)
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, b, b) && cols % width == 0;
-    column_parts<T>(rows, cols, parts, [=](long long at, int mine, W *sum) {
+    column_sums<1, T>(rows, cols, parts, sum, wide_sum, [=](long long at, int mine, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
         for (int i = 0; i < width; i++)
-            sum[i] += i < mine ? wide(u.of[i]) * wide(v.of[i]) : 0;
+            own[i] += i < mine ? wide(u.of[i]) * wide(v.of[i]) : 0;
+    });
+}
+template <typename T>
+__global__ void sum_rows_and_products(const T *a, const T *b, W *parts, T *sum, W *wide_sum,
+                                      long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    const bool packed = aligned(a, b, b) && cols % width == 0;
+    column_sums<2, T>(rows, cols, parts, sum, wide_sum, [=](long long at, int mine, W *own) {
+        const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
+        for (int i = 0; i < width; i++) {
+            own[i] += i < mine ? wide(u.of[i]) : 0;
+            own[width + i] += i < mine ? wide(u.of[i]) * wide(v.of[i]) : 0;
+        }
     });
 }
 // dx of GELU(x + b) and, while its elements are in registers, the sums of its columns: db.
 template <typename T>
-__global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W *parts,
-                                   long long rows, long long cols)
+__global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W *parts, T *sum,
+                                   W *wide_sum, long long rows, long long cols)
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(dy, x, dx) && cols % width == 0;
@@ -229,14 +288,14 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
     W bias[width];
     for (int i = 0; i < width; i++)
         bias[i] = c + i < cols ? wide(b[c + i]) : 0;
-    column_parts<T>(rows, cols, parts, [&](long long at, int mine, W *sum) {
+    column_sums<1, T>(rows, cols, parts, sum, wide_sum, [&](long long at, int mine, W *own) {
         Pack<T> g = read_pack(dy, at, mine, packed);
         const Pack<T> u = read_pack(x, at, mine, packed);
         for (int i = 0; i < width; i++)
             if (i < mine) {
                 const W d = wide(g.of[i]) * gelu_slope(wide(u.of[i]) + bias[i]);
                 put(g.of[i], d);
-                sum[i] += d;
+                own[i] += d;
             }
         if (packed)
             *(Pack<T> *)(dx + at) = g;
@@ -245,15 +304,4 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
                 if (i < mine)
                     dx[at + i] = g.of[i];
     });
-}
-template <typename T>
-__global__ void sum_parts(const W *parts, T *sum, long long count, long long cols)
-{
-    const long long c = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (c >= cols)
-        return;
-    W total = 0;
-    for (int p = 0; p < count; p++)
-        total += parts[p * cols + c];
-    put(sum[c], total);
 }

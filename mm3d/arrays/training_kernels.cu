@@ -62,35 +62,64 @@ __global__ void softmax_gradient(T *x, const W *scale, const W *shift, long long
                  [&](T &u) { put(u, wide(u) * by - less); });
 }
 
-// --- Masters: a thread has as many elements as the narrower type has in 16 bytes -------------
+// --- Masters -------------------------------------------------------------------------------
 
-// AdamW, with numbers joined as `mm3d.training.optimizers.AdamW` joins them.
+// A parameter, as `GpuKernels.adamw_of_all` lays it down: its master, gradient, moments and value,
+// or no value, elements, the first block of threads that changes it, and whether it decays.
+template <typename T> struct Trained {
+    W *w;
+    const W *g;
+    W *m, *v;
+    T *y;
+    long long length, first, decays;
+};
+template <typename T> struct alignas(16 * sizeof(T) / sizeof(W)) Rounded { T of[16 / sizeof(W)]; };
+
+// AdamW, with numbers joined as `mm3d.training.optimizers.AdamW` joins them.  A thread changes
+// `packs` packs of 16 bytes of a parameter, and rounds them into its value.
 template <typename T>
-__global__ void adamw(T *w, const T *g, T *m, T *v, long long length, W by, W keep_m, W square,
-                      W keep_v, W eps, W rate, W keep_w)
+__global__ void adamw(const Trained<T> *all, long long count, long long packs, W by, W keep_m,
+                      W square, W keep_v, W eps, W rate, W keep_w)
 {
-    const int width = 16 / sizeof(T);
-    const long long c = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * width;
-    const auto change = [&](T &w, const T &g, T &m, T &v) {
-        const W s = wide(g) * by, a = wide(m) * keep_m + s;
-        const W q = wide(v) * keep_v + s * s * square;
-        put(m, a);
-        put(v, q);
-        put(w, wide(w) * keep_w - a / (sqrt(q) + eps) * rate);
+    long long n = 0;
+    for (long long end = count; end - n > 1;) {    // n: the last one that begins by this block
+        const long long middle = (n + end) / 2;
+        (all[middle].first <= blockIdx.x ? n : end) = middle;
+    }
+    const Trained<T> t = all[n];
+    const W keep = t.decays ? keep_w : 1;
+    const int width = 16 / sizeof(W);
+    const auto change = [&](W &w, const W &g, W &m, W &v) {
+        const W s = g * by;
+        m = m * keep_m + s;
+        v = v * keep_v + s * s * square;
+        w = w * keep - m / (sqrt(v) + eps) * rate;
     };
-    if (aligned(w, g, m) && aligned(v, v, v) && c + width <= length) {
-        Pack<T> p = *(Pack<T> *)(w + c), r = *(Pack<T> *)(m + c), t = *(Pack<T> *)(v + c);
-        const Pack<T> h = *(const Pack<T> *)(g + c);
-        for (int i = 0; i < width; i++)
-            change(p.of[i], h.of[i], r.of[i], t.of[i]);
-        *(Pack<T> *)(w + c) = p;
-        *(Pack<T> *)(m + c) = r;
-        *(Pack<T> *)(v + c) = t;
-    } else
-        for (long long j = c; j < length && j < c + width; j++)
-            change(w[j], g[j], m[j], v[j]);
+    const bool whole = aligned(t.w, t.g, t.m) && aligned(t.v, t.y, t.y);
+    long long c = ((blockIdx.x - t.first) * packs * blockDim.x + threadIdx.x) * width;
+    for (int k = 0; k < packs; k++, c += blockDim.x * width)
+        if (whole && c + width <= t.length) {
+            Pack<W> w = *(Pack<W> *)(t.w + c), m = *(Pack<W> *)(t.m + c);
+            Pack<W> v = *(Pack<W> *)(t.v + c);
+            const Pack<W> g = *(const Pack<W> *)(t.g + c);
+            Rounded<T> y;
+            for (int i = 0; i < width; i++) {
+                change(w.of[i], g.of[i], m.of[i], v.of[i]);
+                put(y.of[i], w.of[i]);
+            }
+            *(Pack<W> *)(t.w + c) = w;
+            *(Pack<W> *)(t.m + c) = m;
+            *(Pack<W> *)(t.v + c) = v;
+            if (t.y)
+                *(Rounded<T> *)(t.y + c) = y;
+        } else
+            for (long long j = c; j < t.length && j < c + width; j++) {
+                change(t.w[j], t.g[j], t.m[j], t.v[j]);
+                if (t.y)
+                    put(t.y[j], t.w[j]);
+            }
 }
-// Copy x, float or double for double, rounded to the type of y.
+// Copy x, float or double for double, rounded to the type of y, a pack of it in each thread.
 template <typename T> __global__ void round_into(const W *x, T *y, long long length)
 {
     const int width = 16 / sizeof(T), half = 16 / sizeof(W);

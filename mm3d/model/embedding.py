@@ -123,7 +123,7 @@ class _Table:
         rows, columns = gathered.slices(grid, shape)
         self.first, self.count = rows.start, rows.stop - rows.start
         self._width = columns.stop - columns.start
-        self._empty = self._split.term if self._split else grid.backend.empty
+        self._empty = self._split.term if self._split else parameter.empty_gradient
 
     def gather(self) -> Array:
         """Gather the block."""

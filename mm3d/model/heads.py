@@ -25,7 +25,7 @@ class Head:
         self.product = build.scheme.product(build.outer, build.inner, (hidden, vocab), (1, 1))
         self.weight = build.create_parameter("head.weight", self.product.weight, (hidden, vocab),
                                              self.product.gathered_along)
-        self.product.accumulate_float32 = self.weight.has_master
+        self.product.use_weight(self.weight)
         self.parameters = [self.weight]
 
     def forward(self, x: Array, within: None = None) -> tuple[Array, Any]:
@@ -67,7 +67,7 @@ class TiedHead:
             copy = self.weight = build.create_parameter(
                 "embedding.weight", self.product.weight, shape, self.product.gathered_along)
             copy.first_copy, self.parameters = False, [copy]
-        self.product.accumulate_float32 = self.weight.has_master
+        self.product.use_weight(self.weight)
 
     def forward(self, x: Array, within: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with x."""

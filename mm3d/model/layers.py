@@ -25,7 +25,7 @@ from mm3d.model.architecture import PLAIN
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
-                                scale_backward, scale_forward)
+                                scale_add_backward, scale_backward, scale_forward)
 from mm3d.schemes.passes import ALONE, Pass
 
 
@@ -77,7 +77,7 @@ class Linear:
                                              self.product.gathered_along)
         if has_bias:
             self.bias = build.create_parameter(f"{name}.bias", self.vector.layout, shape[1:])
-        self.product.accumulate_float32 = self.weight.has_master
+        self.product.use_weight(self.weight)
         self.parameters = [self.weight, self.bias] if has_bias else [self.weight]
         self.vectors = [(self.bias, self.vector)] if has_bias else []
 
@@ -142,19 +142,17 @@ class LayerNorm:
         xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
         gamma, *beta = ((within or ALONE).vector_of(one) for one in self.parameters)
-        y, gamma_l = scale_forward(xhat, gamma, self.vector, out=y)
-        for b in beta:
-            y = add_forward(y, b, self.vector, out=y)
+        y, gamma_l = scale_forward(xhat, gamma, self.vector, y, *beta)
         return y, (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        if self.bias is not None:
-            dbeta = add_backward(dy, self.bias.has_master)
-            (within or ALONE).accumulate_terms(self.bias, self.vector, dbeta)
-        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
-                                       self.weight.has_master)
+        backward = scale_backward if self.bias is None else scale_add_backward
+        dxhat, dgamma, *dbeta = backward(dy, xhat, gamma_l, self.empty(dy.dtype),
+                                         self.weight.has_master)
+        for term in dbeta:
+            (within or ALONE).accumulate_terms(self.bias, self.vector, term)
         (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
         return self.normalize[1](dxhat, xhat, rstd, self.hidden, self.space.sum_features,
                                  out=dxhat)

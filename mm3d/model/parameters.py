@@ -2,9 +2,10 @@
 
 import math
 import re
+from contextlib import contextmanager
 from copy import copy
 from types import MappingProxyType
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -92,6 +93,11 @@ class Parameter(Shown):
         """Allocate the gradient, like the master."""
         self.grad = self.grid.backend.empty(self.master.shape, self.master.dtype)
 
+    @property
+    def _sum(self) -> Array:
+        """Return the array that terms of the gradient are added to."""
+        return self.grad
+
     def twin(self) -> "Parameter":
         """Return a second use of the parameter: the same value, with a gradient of its own."""
         other = copy(self)
@@ -117,19 +123,56 @@ class Parameter(Shown):
         names = (*self.allocated, "master") if self.has_master else self.allocated
         return sum(getattr(self, name).nbytes for name in names)
 
+    @property
+    def rounded(self) -> Array | None:
+        """Return the array into which `refresh` rounds each element of the master; or None."""
+        return self.value if self.has_master else None
+
     def refresh(self) -> None:
         """Round the master to the type of `value`, into `value`; call it after changing it."""
-        if self.has_master:
-            round_into(self.master, self.value)
+        if (out := self.rounded) is not None:
+            round_into(self.master, out)
 
     def zero_gradient(self) -> None:
         """Set the gradient to zero."""
         self.grad[...] = 0
+        self._has_terms, self._is_lent = True, False
+
+    def begin_gradient(self) -> None:
+        """Forget the gradient, as `Trained.new_gradients` says; the next term is written."""
+        self._has_terms = self._is_lent = False
+
+    def finish_gradient(self) -> None:
+        """Set the gradient to zero if nothing was accumulated since `begin_gradient`."""
+        if not self._has_terms:
+            self.zero_gradient()
+
+    def empty_gradient(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate a term, which is to be accumulated, or what is made of it, before any other.
+
+        The first one after `begin_gradient` has the memory of the gradient itself, where shape and
+        type allow: once it is written it is in its place.
+        """
+        wanted = tuple(self._sum.shape), self._sum.dtype
+        if self._has_terms or self._is_lent or (tuple(shape), dtype) != wanted:
+            return self.grid.backend.empty(shape, dtype)
+        self._is_lent = True
+        return self._sum
 
     def accumulate(self, gradient: Array | None) -> None:
-        """Add `gradient`, this rank's block or None if it stores none, to `grad`."""
-        if gradient is not None:
-            self.grad = self.grid.backend.add_to(self.grad, gradient)
+        """Add `gradient`, this rank's block or None if it stores none, to `grad`.
+
+        ValueError when it is the memory that `empty_gradient` gave, and another term came before.
+        """
+        if gradient is None:
+            return
+        if self._has_terms and gradient is self._sum:
+            raise ValueError(f"{self.name}: another term came before that of empty_gradient")
+        if self._has_terms:
+            self.grid.backend.add_to(self._sum, gradient)
+        elif gradient is not self._sum:
+            self._sum[...] = gradient
+        self._has_terms = True
 
     def load(self, value: np.ndarray) -> None:
         """Set the master and `value` to this rank's block of the global array `value`."""
@@ -150,6 +193,7 @@ class Trained(Shown):
     """Change, gather and load all parameters in a model's list `trained` together."""
 
     trained: list[Parameter]
+    twins: tuple[Parameter, ...] = ()    # second uses of some, with gradients of their own
     grids: list[Any]
 
     def state(self) -> dict[str, np.ndarray]:
@@ -208,13 +252,33 @@ class Trained(Shown):
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
-        for p in self.trained:
+        for p in (*self.trained, *self.twins):
             p.zero_gradient()
 
-    def refresh(self) -> None:
-        """Round all masters to the model's dtype, into the values; call it after changing them."""
+    @contextmanager
+    def new_gradients(self) -> Iterator[None]:
+        """Compute gradients in this context as after `zero_gradients`, with fewer passes.
+
+        The first term of each gradient is written, not added to zeros.  Nothing may read gradients
+        before the context is left; those without any term are zero then.
+        """
+        for p in (*self.trained, *self.twins):
+            p.begin_gradient()
+        try:
+            yield
+        finally:
+            for p in (*self.trained, *self.twins):
+                p.finish_gradient()
+
+    def refresh(self, *rounded: Parameter) -> None:
+        """Round masters to the model's dtype, into the values; call it after changing them.
+
+        Those of the parameters `rounded` are rounded already.
+        """
+        done = set(rounded)
         for p in self.trained:
-            p.refresh()
+            if p not in done:
+                p.refresh()
 
 
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -13,8 +13,8 @@ from mm3d.arrays.elementwise import reshape
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.split import Gathered
-from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
-                                   sum_products, sum_rows)
+from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward,
+                                   prefer_backend_kernel, scale_rows, sum_products, sum_rows)
 
 
 class Vector:
@@ -156,14 +156,17 @@ def add_backward(dC: Array, accumulate_float32: bool = False) -> Array:
     return reshape(db, dC.shape[2:])
 
 
-def scale_forward(A: Array, b: Array | Gathered, vector: Vector,
-                  out: Array) -> tuple[Array, Array]:
+def scale_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array,
+                  added: Array | Gathered | None = None) -> tuple[Array, Array]:
     """Compute C = A * b, every row multiplied by the vector b; return C and the gathered b_l.
 
-    Parameters as in `add_forward`.
+    Parameters as in `add_forward`; the vector `added` is added to every row of C.
     """
     b_l = vector.gather_features(b)
-    scale_rows(_rows(A), _flat(b_l), out=_rows(out))
+    if added is None:
+        scale_rows(_rows(A), _flat(b_l), out=_rows(out))
+    else:
+        scale_add_rows(_rows(A), _flat(b_l), _flat(vector.gather_features(added)), out=_rows(out))
     return out, b_l
 
 
@@ -176,6 +179,29 @@ def scale_backward(dC: Array, A: Array, b_l: Array, out: Array,
     db = sum_products(_rows(dC), _rows(A), accumulate_float32)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
     return out, reshape(db, dC.shape[2:])
+
+
+def scale_add_backward(dC: Array, A: Array, b_l: Array, out: Array,
+                       accumulate_float32: bool = False) -> tuple[Array, Array, Array]:
+    """Compute dA and the term of db as `scale_backward`, and the term of what was added to C."""
+    added, db = sum_rows_and_products(_rows(dC), _rows(A), accumulate_float32)
+    scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
+    return out, reshape(db, dC.shape[2:]), reshape(added, dC.shape[2:])
+
+
+@prefer_backend_kernel
+def scale_add_rows(a: Array, b: Array, c: Array, out: Array) -> Array:
+    """Compute a * b + c, with both vectors for every row of `a`.
+
+    Parameters as in `mm3d.model.functional.add_rows`.
+    """
+    return add_rows(scale_rows(a, b, out), c, out)
+
+
+@prefer_backend_kernel
+def sum_rows_and_products(a: Array, b: Array, keep_float32: bool = False) -> tuple[Array, Array]:
+    """Sum a, and a * b, over all rows; as `mm3d.model.functional.sum_rows`."""
+    return sum_rows(a, keep_float32), sum_products(a, b, keep_float32)
 
 
 def gelu_forward(A: Array, b: Array | Gathered, vector: Vector,

@@ -56,8 +56,8 @@ class ColumnParallel(Product):
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return matmul_tn(self.rows.all_gather(A), dC,
-                         accumulate_float32=self.accumulate_float32)
+        return matmul_tn(self.rows.all_gather(A), dC, self.empty_gradient,
+                         self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -80,7 +80,7 @@ class RowParallel(Product):
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return matmul_tn(A, dC.array, accumulate_float32=self.accumulate_float32)
+        return matmul_tn(A, dC.array, self.empty_gradient, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -90,8 +90,8 @@ class RowParallel(Product):
 
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
         dC = self.rows.reduce_scatter(matmul(dA, B))
-        return dC, matmul_tn(dA, self.rows.all_gather(C),
-                             accumulate_float32=self.accumulate_float32)
+        return dC, matmul_tn(dA, self.rows.all_gather(C), self.empty_gradient,
+                             self.accumulate_float32)
 
 
 class MegatronMatrixProduct(MatrixProduct):

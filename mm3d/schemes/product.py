@@ -1,7 +1,7 @@
 """Define the interface of the distributed product of a linear layer."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.layout import Layout
@@ -18,6 +18,9 @@ class Product(ABC):
     accumulate_float32 : bool
         Whether dB is computed, summed over the ranks and returned in float32 if the operands
         have 16 bits.
+    empty_gradient : callable or None
+        Allocates dB from its shape and dtype, where the product that makes it is the last step,
+        see `mm3d.model.parameters.Parameter.empty_gradient`; None allocates it as any array.
     overlap : bool
         Whether `mm3d.schemes.overlap.Overlap` computes forward and backward instead, while
         communication goes on.  Only a `mm3d.schemes.cube.CubeProduct` can have it.
@@ -29,9 +32,15 @@ class Product(ABC):
 
     weight: Layout
     accumulate_float32 = False
+    empty_gradient: Callable[..., Array] | None = None
     overlap = False
     gathered_along: Split | None = None
     operands = {"a": "A", "b": "B", "c": "C"}
+
+    def use_weight(self, weight: Any) -> None:
+        """Compute dB for a parameter: in the type of its gradient, and in its memory."""
+        self.accumulate_float32 = weight.has_master
+        self.empty_gradient = weight.empty_gradient
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:

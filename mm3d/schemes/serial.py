@@ -25,7 +25,7 @@ class SerialProduct(Product):
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
+        return matmul_tn(A, dC, self.empty_gradient, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -35,7 +35,7 @@ class SerialProduct(Product):
 
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
         return (matmul(dA, B),
-                matmul_tn(dA, C, accumulate_float32=self.accumulate_float32))
+                matmul_tn(dA, C, self.empty_gradient, self.accumulate_float32))
 
 
 class Serial(Scheme):

@@ -93,8 +93,12 @@ class DataParallel:
         """
         for p in self.parameters:
             p.begin_step(microbatches)
-        yield
-        self.finish()
+        try:
+            yield
+            self.finish()
+        finally:    # also of a step that failed
+            for p in self.parameters:
+                p.finish_gradient()
 
     def finish(self) -> None:
         """Sum the gradients that are not summed yet over all replicas."""

@@ -121,6 +121,7 @@ class GPT(PlainNumbers, Staged):
         for p in before + after:
             draw_parameter(p, model.seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
+        self.twins = self._ends.twins
         self.definition = self.pipeline.definition.extended(
             {"vocab": model.vocab, "tied": bool(model.tied)},
             {"label_smoothing": model.label_smoothing, "z_loss": model.z_loss,
@@ -154,7 +155,6 @@ class GPT(PlainNumbers, Staged):
             given |= {"loss_scale": self.loss_scale, "dropout_step": self.dropout_step} | (
                 {} if optimizer is None else optimizer.numbers() | optimizer.options())
             tokens, targets, count = self._checked(tokens, targets, given)
-        self.zero_gradients()
         losses: list[Array] = []
         dropout = self._ends.dropout
         for chunk in self.chunks if self.experts else ():
@@ -174,7 +174,8 @@ class GPT(PlainNumbers, Staged):
             if dropout is not None:
                 dx = dropout.apply(dx, dx)
             self._embedding.backward(dx, self._part(tokens, micro))
-        self.pipeline.step(inputs, output_gradient, input_gradient)
+        with self.new_gradients():
+            self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
         return self._mean(losses, count) + self._finish_routing()
 
@@ -254,12 +255,6 @@ class GPT(PlainNumbers, Staged):
     @dropout_step.setter
     def dropout_step(self, step: int | None) -> None:
         self.pipeline.dropout_step = step
-
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
-        super().zero_gradients()
-        if self._output is not None:
-            self._output.zero_gradients()
 
     def update_biases(self) -> None:
         """Change the biases of the gate "sigmoid-bias" by the routings of the last step.

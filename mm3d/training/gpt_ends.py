@@ -59,11 +59,6 @@ class Output:
         return self.norm.backward(
             self.head.backward(self.loss.backward(targets, loss), head), norm)
 
-    def zero_gradients(self) -> None:
-        """Set the gradient of a tied head to zero, which no parameter has."""
-        if self.head.table is not None:
-            self.head.weight.zero_gradient()
-
     def add_tied_gradient(self) -> None:
         """Add the gradient of a tied head to the embedding's, on the same rank."""
         if self.head.table is not None:
@@ -97,6 +92,12 @@ class StageEnds:
         """Return the parameters before and after the layers."""
         before, after = (end.parameters if end else [] for end in (self.embedding, self.output))
         return before, after
+
+    @property
+    def twins(self) -> tuple[Parameter, ...]:
+        """Return the weight of a head that is tied to the table of the embedding here."""
+        head = self.output and self.output.head
+        return (head.weight,) if head and head.table is not None else ()
 
 
 def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab: int, tied: bool,

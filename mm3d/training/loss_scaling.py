@@ -1,6 +1,7 @@
 """Scale the loss, so that small gradients do not vanish in float16."""
 
 import math
+from typing import Any
 
 from mm3d.arrays.plain_numbers import PlainNumbers
 
@@ -72,3 +73,11 @@ class LossScaling(PlainNumbers):
         scale = self.scale * factor
         self.scale = max(self.smallest, scale) if scale < math.inf else self.scale
         self.good_steps = self.overflows = 0
+
+
+def check_masters(model: Any, what: str, vanishing: str) -> None:
+    """Raise ValueError where a model is trained in a type of 16 bits, in which numbers vanish."""
+    narrow = [str(t.master.dtype) for t in model.trained if t.master.dtype.itemsize < 4]
+    if narrow:
+        raise ValueError(f"{what} cannot train in {narrow[0]}: {vanishing} vanish; create the "
+                         f"model with master='float32'")

@@ -8,13 +8,13 @@ gradients give equal parameters, to the bit, however arrays are divided.
 import math
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, Callable
+from typing import Any, Callable, Collection
 
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.agreement import same_arguments, text_of
-from mm3d.training.loss_scaling import LossScaling
+from mm3d.training.loss_scaling import LossScaling, check_masters
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
 PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
@@ -37,8 +37,8 @@ class Optimizer(PlainNumbers, ABC):
     ----------
     model : Transformer, Pipeline, GPT or any other
         Has `trained`, a list of `Parameter` or objects with the same attributes; `comm`, all
-        ranks; and `refresh`, called after a change.  `update_biases`, if it has that, is called
-        before, to change what no gradient changes.
+        ranks; and `refresh`, called after a change with the parameters that are rounded already.
+        `update_biases`, if it has that, is called before, to change what no gradient changes.
     lr : float
         The learning rate; ``optimizer.lr`` may be set before each step, to the same on all ranks.
     weight_decay : float
@@ -124,7 +124,10 @@ class Optimizer(PlainNumbers, ABC):
         if factor is None:
             return False
         self.steps += 1
+        changed, rounded = self._update_together(factor)
         for index, t in enumerate(self.model.trained):
+            if index in changed:
+                continue
             library = backend_of(t.master)
             block = min(BLOCKS * library.block, PIECE)
             moments = (self.state[name][index] for name in self.moments)
@@ -135,7 +138,7 @@ class Optimizer(PlainNumbers, ABC):
                 self._update(library.xp, (factor, 1 - rate), free, w, *others)
         if hasattr(self.model, "update_biases"):
             self.model.update_biases()
-        self.model.refresh()
+        self.model.refresh(*(self.model.trained[index] for index in rounded))
         return True
 
     def numbers(self) -> dict[str, float | int]:
@@ -190,6 +193,10 @@ class Optimizer(PlainNumbers, ABC):
         if self.loss_scaling is not None:
             self.model.loss_scale = self.loss_scaling.scale
 
+    def _update_together(self, factor: float) -> tuple[Collection[int], Collection[int]]:
+        """Change parameters by one kernel; return which, by number, and whose values it rounds."""
+        return (), ()
+
     @staticmethod
     def _decay(xp: Any, factors: tuple[float, float], w: Array) -> float:
         """Multiply `w` by its factor; return that of the gradient."""
@@ -231,7 +238,6 @@ class SGD(Optimizer):
 
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
-        """Change a piece of a parameter."""
         factor = self._decay(xp, factors, w)
         if not moments:
             xp.multiply(g, self.lr * factor, out=scratch)
@@ -255,14 +261,12 @@ class AdamW(Optimizer):
 
     Parameters
     ----------
-    model, lr, **options
+    model, lr, weight_decay, **options
         See `Optimizer`.
     betas : tuple of float
         beta1 and beta2.
     eps : float
         Keeps the divisor from zero.
-    weight_decay : float
-        See `Optimizer`.
 
     Raises
     ------
@@ -290,23 +294,34 @@ class AdamW(Optimizer):
         beta1, beta2 = map(float, self.betas)
         return super().options() | {"beta1": beta1, "beta2": beta2, "eps": self.eps}
 
+    def _numbers(self, factors: tuple[float, float]) -> tuple[float, ...]:
+        """Return the numbers of a step; few, since factors are joined."""
+        beta1, beta2 = map(float, self.betas)    # also of a list or an array
+        root = math.sqrt(1 - beta2 ** self.steps)
+        return ((1 - beta1) * factors[0], beta1, (1 - beta2) / (1 - beta1) ** 2, beta2,
+                self.eps * root, self.lr * root / (1 - beta1 ** self.steps), factors[1])
+
+    def _update_together(self, factor: float) -> tuple[Collection[int], Collection[int]]:
+        trained, factors = self.model.trained, (factor, 1 - self.lr * self.weight_decay)
+        change = trained and getattr(backend_of(trained[0].master).kernels, "adamw_of_all", None)
+        parameters = [(t.master, t.grad, m, v, getattr(t, "rounded", None))
+                      for t, m, v in zip(trained, *map(self.state.get, self.moments)) if change]
+        decay = list(map(self.decays, trained))
+        return change(parameters, decay, self._numbers(factors)) if change else ((), ())
+
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
-        """Change a piece of a parameter; few passes, since factors are joined."""
-        (m, v), (beta1, beta2) = moments, map(float, self.betas)    # also of a list or an array
-        root = math.sqrt(1 - beta2 ** self.steps)
-        numbers = ((1 - beta1) * factors[0], beta1, (1 - beta2) / (1 - beta1) ** 2, beta2,
-                   self.eps * root, self.lr * root / (1 - beta1 ** self.steps), factors[1])
+        (m, v), numbers = moments, self._numbers(factors)
         fused = getattr(backend_of(w).kernels, "adamw", None)
         if fused and fused((w, g, m, v), numbers):
             return
         self._decay(xp, factors, w)
         xp.multiply(g, numbers[0], out=scratch)
-        xp.multiply(m, beta1, out=m)
+        xp.multiply(m, numbers[1], out=m)
         xp.add(m, scratch, out=m)
         xp.multiply(scratch, scratch, out=scratch)
         xp.multiply(scratch, numbers[2], out=scratch)
-        xp.multiply(v, beta2, out=v)
+        xp.multiply(v, numbers[3], out=v)
         xp.add(v, scratch, out=v)
         xp.sqrt(v, out=scratch)
         xp.add(scratch, numbers[4], out=scratch)
@@ -319,14 +334,6 @@ def check_range(name: str, value: Any, good: bool, wanted: str) -> None:
     """Raise ValueError with one line for a number that is out of range."""
     if not good:
         raise ValueError(f"{name}={value!r}: {wanted} would do")
-
-
-def check_masters(model: Any, what: str, vanishing: str) -> None:
-    """Raise ValueError where a model is trained in a type of 16 bits, in which numbers vanish."""
-    narrow = [str(t.master.dtype) for t in model.trained if t.master.dtype.itemsize < 4]
-    if narrow:
-        raise ValueError(f"{what} cannot train in {narrow[0]}: {vanishing} vanish; create the "
-                         f"model with master='float32'")
 
 
 def _zeros_like(a: Array) -> Array:

@@ -43,7 +43,7 @@ class SummedParameter(Parameter):
                  sums: Any) -> None:
         self.sums, self.data = sums, sums.grid
         self.stored = layout.owns_block(grid)
-        self._left, self._is_zero = 0, False
+        self._left = 0
         super().__init__(name, *self._place(grid, layout), shape, dtype, gathered_along, master)
         self.first_copy = self._has_first_copy()
 
@@ -65,15 +65,11 @@ class SummedParameter(Parameter):
         self.sums.parameters.append(other)
         return other
 
-    def zero_gradient(self) -> None:
-        self.grad[...] = 0
-        self._is_zero = True
-
     def begin_step(self, microbatches: int) -> None:
         """Prepare the gradient: its earlier value must be counted once."""
-        if not self._is_zero and not self.first:
-            self.grad[...] = 0
-        self._left, self._is_zero = microbatches, False
+        if not self.first:
+            self.begin_gradient()
+        self._left = microbatches
 
     def finish_step(self) -> None:
         """Complete the gradient at the end of a step."""
@@ -87,17 +83,15 @@ class SummedParameter(Parameter):
 class SummedOnce(SummedParameter, ABC):
     """Hold a parameter whose gradient is summed once a step: over micro-batches, then replicas.
 
-    `_sum` has the sum over the micro-batches of this rank; `_terms` is the same memory, which
-    `_split` divides among the replicas.
+    `_terms` has the memory of the sum over the micro-batches of this rank, which `_split` divides
+    among the replicas.
     """
 
-    _sum: Array
     _terms: Array
     _split: Split
 
     def accumulate(self, gradient: Array | None) -> None:
-        if gradient is not None:
-            self._sum += gradient
+        super().accumulate(gradient)
         self._left -= 1
         if not self._left and self.sums.in_flight:
             self._begin_sum()
@@ -109,6 +103,7 @@ class SummedOnce(SummedParameter, ABC):
 
     def _begin_sum(self) -> None:
         """Begin to sum the gradient over the replicas, by a reduce-scatter along d."""
+        self.finish_gradient()
         if self.stored:
             pending = self._split.begin_reduce_scatter(self._terms)
             self.sums.start(partial(self._finish_sum, pending))
@@ -123,7 +118,6 @@ class ReplicatedParameter(SummedOnce):
 
     def _allocate_gradient(self) -> None:
         super()._allocate_gradient()
-        self._sum = self.grad
         self._terms = namespace(self.grad).reshape(self.grad, (self.grad.size,))
         self._split = Split(self.data["d"], 0, self.grad.size)
 
@@ -172,6 +166,8 @@ class ShardedParameter(SummedParameter):
             return part
         return backend.empty(tuple(part.shape), part.dtype)
 
+    rounded = None    # `value` has the shards of others, too
+
     def refresh(self) -> None:
         """Round the shards of the master to the type of `value`, and gather them in `value`."""
         if self.stored:
@@ -186,24 +182,28 @@ class ShardedMaster(SummedOnce, ShardedParameter):
     The gradient of a rank is a part of the whole one where it can be.
     """
 
-    allocated = ("value", "_sum")
+    allocated = ("value", "_terms")
 
     def _allocate_gradient(self) -> None:
         """Allocate the sum over the micro-batches of this rank, and `grad`, a part of it."""
-        self._sum = self._terms = self.data.backend.empty(self.value.shape, self.master.dtype)
-        self.grad = self._part_of(self._sum)
+        self._terms = self.data.backend.empty(self.value.shape, self.master.dtype)
+        self.grad = self._part_of(self._terms)
+
+    @property
+    def _sum(self) -> Array:
+        return self._terms
 
     def zero_gradient(self) -> None:
-        self._sum[...] = 0
+        self._terms[...] = 0
         super().zero_gradient()
 
     def begin_step(self, microbatches: int) -> None:
-        if not self._is_zero:
+        super().begin_step(microbatches)
+        if self._has_terms:
             *before, own, _ = self._own
             for others in (slice(own.start), slice(own.stop, None)):
-                self._sum[(*before, others, Ellipsis)] = 0
-            self._sum[self._own] = self.grad if self.first else 0
-        self._left, self._is_zero = microbatches, False
+                self._terms[(*before, others, Ellipsis)] = 0
+            self._terms[self._own] = self.grad
 
     def _finish_sum(self, pending: Pending) -> None:
         self.grad[...] = pending.take()
@@ -213,6 +213,10 @@ class ShardedMaster(SummedOnce, ShardedParameter):
 class ShardedGradient(ShardedParameter):
     """Hold a parameter whose master and gradient are sharded along d (ZeRO-2)."""
 
+    def empty_gradient(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate a term of the whole gradient, of which this rank keeps its shard of the sum."""
+        return self.data.backend.empty(shape, dtype)
+
     def accumulate(self, gradient: Array | None) -> None:
         """Add the sum of all replicas' gradients of a micro-batch to this rank's shard."""
         if gradient is not None and self.stored:
@@ -220,9 +224,10 @@ class ShardedGradient(ShardedParameter):
             self.sums.start(partial(self._finish_sum, pending))
 
     def _finish_sum(self, pending: Pending) -> None:
-        self.grad += pending.take()
+        super().accumulate(pending.take())
 
     def finish_step(self) -> None:
+        self.finish_gradient()
         self._sum_copies()
 
 
@@ -246,8 +251,8 @@ class ShardedValue(ShardedGradient):
         """Gather this rank's block from the shards; every rank along d must read it."""
         return self._split.all_gather(self._shard) if self.stored else self._shard
 
-    def refresh(self) -> None:
-        """Round the shard of the master to the type of values."""
-        if self.has_master:
-            xp = namespace(self.master)
-            self._shard[...] = xp.astype(self.master, self._shard.dtype)
+    @property
+    def rounded(self) -> Array | None:
+        return self._shard if self.has_master else None
+
+    refresh = Parameter.refresh

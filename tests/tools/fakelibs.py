@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import fakecupy
-from fakecupy import FakeCupy, Graph, Stream, at, kernel, ml_dtypes, ndarray
+from fakecupy import (FakeCupy, Graph, Stream, at, kernel, ml_dtypes, ndarray,
+                      seen_by_kernels)
 
 HERE = Path(__file__).parent / "standin"
 
@@ -144,14 +145,19 @@ class RawModule:
         function = getattr(self.library, f"launch{self.index[name]}")
 
         def launch(grid, block, arguments) -> None:
-            values = [np.array(a.data.ptr and a.shell.ctypes.data, np.uint64)
-                      if isinstance(a, ndarray) else np.asarray(a) for a in arguments]
+            # A kernel that is given a table of addresses follows them, too.
+            tables = [seen_by_kernels(a.shell) if getattr(a, "dtype", 0) == np.uint64 else None
+                      for a in arguments]
+            values = [np.array(a.data.ptr and (a.shell if table is None else table).ctypes.data,
+                               np.uint64)
+                      if isinstance(a, ndarray) else np.asarray(a)
+                      for a, table in zip(arguments, tables)]
             for a in arguments:    # only these kernels are told strides
                 assert (a.flags.c_contiguous or name.partition("<")[0] in TOLD_STRIDES
                         if isinstance(a, ndarray) else hasattr(a, "dtype") or type(a) is int)
             pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
 
-            def work(values=values) -> None:    # which the pointers point to
+            def work(values=values, tables=tables) -> None:    # which the pointers point to
                 function(_Dim(*(*grid, 1, 1)[:3]), _Dim(*(*block, 1, 1)[:3]), pointers)
                 for a in arguments:
                     if isinstance(a, ndarray):

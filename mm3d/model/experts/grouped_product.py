@@ -18,6 +18,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.split import FaceSplit, Split
+from mm3d.schemes.product import Product
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,11 @@ class GroupedProduct:
     ----------
     stack : Layout
         Layout of the weights of all experts, (experts, N, ..., K).
-    accumulate_float32 : bool
+    accumulate_float32, empty_gradient
         As in `mm3d.schemes.product.Product`.
     """
 
-    accumulate_float32 = False
+    accumulate_float32, empty_gradient, use_weight = False, None, Product.use_weight
 
     def __init__(self, source: Space, target: Space, way: str, weight: Layout,
                  shape: tuple[int, ...]) -> None:
@@ -150,9 +151,10 @@ class GroupedProduct:
             dC = self._rows_of_C.all_gather(dC, getattr(rows, self._names[1]))
         dA = self._sum_terms(grouped_matmul_nt(dC, self._gather_B(B), rows.segments), rows)
         dB = grouped_matmul_tn(self._gather_A(A, rows), dC, rows.segments, B.shape[0],
-                               self.accumulate_float32)
-        middle = B.shape[2:-1]
-        dB = namespace(dB).reshape(dB, (*dB.shape[:2], *middle, dB.shape[2] // math.prod(middle)))
+                               self.empty_gradient, self.accumulate_float32)
+        if middle := B.shape[2:-1]:
+            last = dB.shape[2] // math.prod(middle)
+            dB = namespace(dB).reshape(dB, (*dB.shape[:2], *middle, last))
         for axis in self._copies:
             dB = axis.all_reduce(dB)
         for split in self._weight:

@@ -98,7 +98,7 @@ class ExpertLinear:
             self.bias = _create(build, f"{name}.bias", self.vector.layout,
                                 (shape[0], *shape[2:]))
             self.parameters.append(self.bias)
-        self.product.accumulate_float32 = self.weight.has_master
+        self.product.use_weight(self.weight)
 
     def gather_bias(self) -> Array | None:
         """Gather this rank's features of the biases, (experts of this rank, features)."""

@@ -43,9 +43,8 @@ def test_own_kernels_move_what_their_launches_are_given():
     activation, a vector, the scores in 16 bits, and a number of 32 bits for each score's row."""
     e, h, s, lse, rows = 2 * ELEMENTS, 2 * 32, 2 * SCORES, 4 * 2 * 4 * 8, 4 * 2 * 8
     add = 2 * e + h                                   # a vector to every row, in place
-    total = 2 * 2 * h + h                             # parts of sums, in 32 bits, and their sum
-    norm = {"forward": 2 * e + rows + 2 * add,
-            "backward": e + total + 2 * e + total + add + 3 * e + rows}
+    total = h                                         # the sums of one block of rows
+    norm = {"forward": 2 * e + rows + add + h, "backward": 2 * e + 2 * total + add + 3 * e + rows}
     copies = 2 * e                                    # of heads
     expected = {
         ("forward", "attention.qkv"): 3 * add, ("forward", "attention.proj"): add,
@@ -105,9 +104,10 @@ def test_own_attention_is_one_kernel_in_16_bits(dtype, flash):
             "copy_rows", "softmax_recompute", "softmax_backward"}
 
 
-@pytest.mark.parametrize("dtype, moved", [("float32", 8 * 4), ("bfloat16", 8 * 4 + 4 + 2)])
+@pytest.mark.parametrize("dtype, moved", [("float32", 4 * 4), ("bfloat16", 4 * 4 + 2)])
 def test_adamw_on_a_gpu_is_one_kernel(dtype, moved):
-    """It reads four numbers and writes three; one writes zeros, and one rounds masters."""
+    """It reads four numbers, writes three, and in 16 bits values; the first micro-batch moves
+    three less than a trace says, which adds to gradients."""
     machine = machine_model.load_machine("dgx-h200")
     own = msgspec.structs.replace(machine, kernels="own")
     expected = 1e6 * moved / machine.memory_bandwidth / machine.achieved.memory

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend, cupy_attention, cupy_kernels
-from mm3d.model import functional, token_functions
+from mm3d.model import functional, token_functions, vectors
 from mm3d.model.attention import windows
 from rounded import DTYPES, close, dtype_of, numbers
 
@@ -28,7 +28,8 @@ def both(cupy, name: str, function: str, arrays, out_like: int | None, *rest, **
     """What the kernel and the readable pair, in float64, make of the same numbers."""
     wide = [a.astype(np.float64) for a in arrays]
     there = [cupy.asarray(a) for a in arrays]
-    readable = getattr(functional, function).__wrapped__
+    readable = getattr(functional if hasattr(functional, function) else vectors,
+                       function).__wrapped__
     if out_like is not None:
         host_out = np.empty(wide[out_like].shape)
         out = cupy.empty(arrays[out_like].shape, arrays[out_like].dtype)
@@ -47,8 +48,9 @@ def test_elementwise(cupy, name):
     for shape in SHAPES:
         x, dy = numbers(shape, name, 1), numbers(shape, name, 2)
         b = numbers(shape[-1:], name, 3)
-        for function in ("add_rows", "scale_rows", "bias_gelu_forward"):
-            for found, expected in both(cupy, name, function, [x, b], 0):
+        for function in ("add_rows", "scale_rows", "bias_gelu_forward", "scale_add_rows"):
+            vectors = [b, numbers(shape[-1:], name, 4)][:1 + (function == "scale_add_rows")]
+            for found, expected in both(cupy, name, function, [x, *vectors], 0):
                 close(found, expected, name)
         for wide in (False, True):
             (dx, expected), db = both(cupy, name, "bias_gelu_backward", [dy, x, b], 0,
@@ -57,7 +59,8 @@ def test_elementwise(cupy, name):
             sums = "float64" if name == "float64" else "float32" if wide else name
             assert str(db[0].dtype) == sums
             close(*db, sums, 64 + shape[0])
-        for function, arrays in (("sum_rows", [x]), ("sum_products", [x, dy])):
+        for function, arrays in (("sum_rows", [x]), ("sum_products", [x, dy]),
+                                 ("sum_rows_and_products", [x, dy])):
             if 0 not in shape:
                 for found, expected in both(cupy, name, function, arrays, None):
                     close(found, expected, name, 16 + shape[0])
@@ -65,6 +68,19 @@ def test_elementwise(cupy, name):
                 for found, expected in both(cupy, name, function, arrays, None, True):
                     assert str(found.dtype) == sums
                     close(found, expected, sums, 64 + shape[0])
+
+
+@pytest.mark.parametrize("across", [cupy_kernels.MAX_ACROSS, 2])
+def test_sums_over_blocks_of_rows(cupy, monkeypatch, across):
+    """The last block of each three adds them up, twice; more beside each other do not meet."""
+    monkeypatch.setattr(cupy_kernels, "MAX_ACROSS", across)
+    a = numbers((150, 300), "float32", 1)
+    for _ in range(2):
+        for wide in (False, True):
+            there = cupy.asarray(a)
+            one, two = cupy.kernels.sum_rows_and_products(there, there, wide)
+            for found, terms in ((cupy.kernels.sum_rows(there, wide), a), (one, a), (two, a * a)):
+                close(cupy.to_host(found), terms.sum(axis=0, dtype=float), "float32", 64)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -193,31 +209,81 @@ def test_softmax_in_the_place_of_rows_with_gaps(cupy):
         close(cupy.to_host(out), exponentials * scale, "float32", 16)
 
 
+ADAMW = (.2, .9, .7, .99, 1e-3, .05, .98)    # what decays is multiplied by the last one
+
+
+def adamw(w, g, m, v, decays: bool) -> tuple:
+    """The textbook's step, in float64."""
+    w, g, m, v = (np.asarray(a, np.float64) for a in (w, g, m, v))
+    s = g * .2
+    m, v = m * .9 + s, v * .99 + .7 * s * s
+    return w * (.98 if decays else 1) - .05 * m / (np.sqrt(v) + 1e-3), g, m, v
+
+
 @pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-def test_adamw_and_rounding_of_masters(cupy, name):
+def test_adamw_of_all_parameters(cupy, monkeypatch, name):
+    """Several blocks of a parameter, whole packs, and rest; arrays that begin at no pack; none.
+
+    Values of a type have one launch, with one table until an array is elsewhere.
+    """
+    narrow = "bfloat16" if cupy.more_dtypes else "float16"
+    values = ([None, "float16", narrow, None, "float16", narrow] if name == "float32" else
+              [None] * 5 + ["float32"])    # which `round_into` rounds
+    tables: dict[str, list] = {}
+    launch = cupy.kernels._launch
+
+    def keep(called, like, *rest, **options):
+        tables.setdefault(str(like.dtype), []).append(rest[1])
+        launch(called, like, *rest, **options)
+    monkeypatch.setattr(cupy.kernels, "_launch", keep)
+
+    def there(host, start):
+        return cupy.asarray(np.append(np.zeros(start, host.dtype), host))[start:]
+    hosts, parameters, decay = [], [], [True, False] * 3
+    sizes = (9001, 0), (1, 0), (2048, 1), (0, 0), (5, 0), (4096, 0)
+    for n, ((size, start), kind) in enumerate(zip(sizes, values)):
+        w, g, m, v = (numbers((size,), name, 4 * n + k) for k in range(4))
+        hosts.append((w, g, m, np.abs(v)))
+        value = kind and there(np.full(size, 7, dtype_of(kind)), start)
+        parameters.append((*(there(a, start) for a in hosts[-1]), value))
+    for step in range(3):
+        if step == 2:
+            w, _, *others = parameters[2]
+            parameters[2] = w, there(hosts[2][1].astype(name), 0), *others
+        rounded = {n for n, kind in enumerate(values) if kind and name == "float32"}
+        assert cupy.kernels.adamw_of_all(parameters, decay, ADAMW) == (set(range(6)), rounded)
+        for n, (*arrays, value) in enumerate(parameters):
+            hosts[n] = adamw(*hosts[n], decay[n])
+            for a, expected in zip(arrays, hosts[n]):
+                close(cupy.to_host(a), expected, name)
+            if value is not None:
+                now = cupy.to_host(arrays[0]) if n in rounded else np.full(sizes[n][0], 7)
+                assert np.array_equal(cupy.to_host(value), now.astype(value.dtype))
+    assert all(first is second is not third for first, second, third in tables.values())
+    assert set(tables) == {name, *(values if name == "float32" else ())} - {None}
+
+
+def test_adamw_leaves_what_its_kernel_does_not_take(cupy):
+    """Masters with gaps, and of 16 bits, as they are; values with gaps to `round_into`."""
+    w, g, m, v = (cupy.asarray(np.ones(6, "float32")) for _ in range(4))
+    gaps, narrow = (cupy.asarray(np.ones(12, kind))[::2] for kind in ("float32", "float16"))
+    half = cupy.asarray(np.ones(6, "float16"))
+    parameters = [(gaps, g, m, v, None), (half, half, half, half, None), (w, g, m, v, narrow)]
+    assert cupy.kernels.adamw_of_all(parameters, [True] * 3, ADAMW) == ({2}, set())
+    assert all((cupy.to_host(a) == 1).all() for a in (gaps, half, narrow))
+    close(cupy.to_host(w), adamw(*[np.ones(6)] * 4, True)[0], "float32")
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_rounding_of_masters(cupy, name):
     """Whole packs and the rest; arrays that begin at no pack, and ones with gaps."""
-    factors = (.2, .9, .7, .99, 1e-3, .05, .98)
     for size, start in ((1, 0), (2051, 0), (2048, 1)):
-        w, g, m, v = (numbers((size + start,), name, n)[start:] for n in range(4))
-        v = np.abs(v)
-        there = [cupy.asarray(np.append(np.zeros(start, name), a))[start:] for a in (w, g, m, v)]
-        w, g, m, v = (a.astype(np.float64) for a in (w, g, m, v))
-        s = g * .2
-        m = m * .9 + s
-        v = v * .99 + .7 * s * s
-        w = w * .98 - .05 * m / (np.sqrt(v) + 1e-3)
-        assert cupy.kernels.adamw(tuple(there), factors)
-        for a, e in zip(there, (w, g, m, v)):
-            close(cupy.to_host(a), e, name)
+        host = numbers((size + start,), name, 1)[start:]
+        master = cupy.asarray(np.append(np.zeros(start, name), host))[start:]
         for kind in ("float16", name):
-            host = cupy.to_host(there[0])
-            out = cupy.kernels.round_into(there[0], cupy.empty((size,), kind))
-            assert np.array_equal(cupy.to_host(out), host.astype(kind))
-            if start:
-                part = cupy.empty((2 * size,), kind)[::2]
-                assert np.array_equal(cupy.to_host(cupy.kernels.round_into(there[0], part)),
-                                      host.astype(kind))
-    assert not cupy.kernels.adamw((part, *there[1:]), factors)
+            for out in (cupy.empty((size,), kind), cupy.empty((2 * size,), kind)[::2]):
+                cupy.kernels.round_into(master, out)
+                assert np.array_equal(cupy.to_host(out), host.astype(kind))
 
 
 @pytest.mark.limit(240)

@@ -9,7 +9,8 @@ import pytest
 import mm3d
 from mm3d.grid.activations import Space
 from mm3d.model.joined_vectors import join_vectors
-from mm3d.model.vectors import Vector, add_backward, add_forward, scale_backward, scale_forward
+from mm3d.model.vectors import (Vector, add_backward, add_forward, scale_add_backward,
+                                scale_backward, scale_forward)
 from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
                        total, words)
 
@@ -117,11 +118,17 @@ def check_scaling(side, shape, unit):
     grid, dC = side.space.grid, integers(A.shape, 3)
     C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
     assert np.array_equal(C, rows.shard(A * b, grid)), side.where
+    scale_forward(A_local, b_local, vector, C, added=b_local)
+    assert np.array_equal(C, rows.shard(A * b + b, grid)), side.where
     dC_local, expected = rows.shard(dC, grid), rows.shard(dC * b, grid)
     for out in (np.empty_like(A_local), dC_local):
+        same = scale_add_backward(dC_local, A_local, b_l, out=np.empty_like(out))
         dA, terms = scale_backward(dC_local, A_local, b_l, out=out)
         db = vector.reduce_gradient(terms)
-        assert np.array_equal(dA, expected), side.where
+        assert np.array_equal(dA, expected) and np.array_equal(same[0], dA), side.where
+        assert np.array_equal(same[1], terms), side.where
+        assert equal(vector.reduce_gradient(same[2]),
+                     vector.layout.shard(dC.sum((0, 1)), grid)), side.where
         assert equal(db, vector.layout.shard((dC * A).sum((0, 1)), grid)), side.where
         assert np.array_equal(A_local, rows.shard(A, grid)), side.where
 

@@ -1,5 +1,7 @@
 """The gradients of a whole GPT, beside central differences, PyTorch, and itself, to the bit."""
 import itertools
+import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -75,6 +77,68 @@ def test_schedules_stages_and_recomputation_are_equal_to_the_bit(comm, kind, nam
         found = train(mesh, **kind, schedule=schedule, recompute=again)
         for name, a in expected.items():
             assert np.array_equal(found[name], a), (number, name)
+    mesh.free()
+
+
+# By ranks: meshes, and GPTs on them, in which gradients come about in other ways.
+NARROW = dict(dtype="float16", master="float32")
+WAYS = {1: [({}, dict(tied=True)), ({}, dict(tied=False, microbatches=2, **NARROW)),
+            ({}, dict(experts=mm3d.Experts(6, top=1, every=2, capacity=None)))],
+        2: [(dict(data=2), dict(zero=zero, microbatches=2)) for zero in range(4)]
+        + [(dict(stages=2), dict(schedule="zb-h1", microbatches=2)),
+           (dict(scheme="1d", grid=(2,)), {}),
+           (dict(data=2), dict(experts=mm3d.Experts(4, top=1, every=2), expert_parallel=2))],
+        4: [(dict(data=2, stages=2), dict(zero=1, in_flight=1, microbatches=2)),
+            (dict(data=4, shards=2), dict(zero=1)), (dict(data=4, shards=2), dict(zero=2))]}
+
+
+@pytest.mark.ranks(1, 2, slow=(4,))
+def test_nothing_is_left_of_the_gradients_before_a_step(comm):
+    """The first term of each is written over them, with the bits of one that is added to zeros.
+
+    Guards against a gradient that keeps its last micro-batch alone, or an earlier step's.
+    """
+    for where, options in WAYS[comm.size]:
+        mesh = mm3d.Mesh(comm, **{"scheme": "serial"} | where)
+        model, found = mm3d.GPT(mesh, **SIZES, **{"dtype": "float64"} | options), []
+        for left in (math.nan, 0):
+            for p in (*model.trained, *model.twins):
+                p.grad[...] = p._sum[...] = left
+            if not left:
+                model.new_gradients = nullcontext
+            model.step(*tokens_and_targets())
+            found.append(model.gradients())
+        for name, a in found[1].items():
+            assert np.array_equal(found[0][name], a), (where, options, name)
+        assert all(a.any() for name, a in found[0].items() if ".experts." not in name)
+        model.free()
+        mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("zero, shards", [(0, 2), (1, 2), (2, 2), (3, 2), (1, 1), (2, 1)])
+def test_what_is_written_to_gradients_before_a_step_is_counted_once(comm, zero, shards):
+    """Also after they were set to zero, and by a step without terms, which leaves them."""
+    mesh = mm3d.Mesh(comm, data=2, shards=shards, scheme="serial")
+    pipeline = mm3d.Pipeline(mesh, "gpipe", layers=1, hidden=4, heads=1, batch=2, seq=2,
+                             microbatches=1, dtype="float64", zero=zero)
+    found = []
+    for before in (0, 8):
+        pipeline.zero_gradients()
+        for p in pipeline.trained:
+            p.grad[...] = before
+        pipeline.rehearse()
+        found.append(pipeline.gradients())
+    with pipeline.data.summed(1):
+        pass
+    for name, a in pipeline.gradients().items():
+        assert np.allclose(a, found[0][name] + 8, rtol=1e-12, atol=1e-12), name
+        assert np.array_equal(a, found[1][name]), name
+    with pipeline.new_gradients(), pipeline.data.summed(1):
+        lent = [p.empty_gradient(p.grad.shape, p.grad.dtype) is p.grad for p in pipeline.trained]
+    assert not any(p.grad.any() for p in pipeline.trained)
+    assert all(lent) if zero == 0 else zero == 1 or not any(lent)
+    pipeline.free()
     mesh.free()
 
 

@@ -151,6 +151,33 @@ def test_pieces_of_what_is_not_contiguous_are_as_large_as_others(dims, block, vi
     assert sum((piece.ravel().tolist() for piece in found), []) == a.ravel().tolist()
 
 
+@pytest.mark.parametrize("kind, launches", [
+    ("AdamW", ["adamw"]), pytest.param("momentum", ["round_into"] * 28, marks=pytest.mark.slow)])
+def test_a_step_on_a_gpu_is_one_launch(monkeypatch, compiled_cupy, kind, launches):
+    """With a tied head; values are the rounded masters, whoever rounds them."""
+    models, launched = [], []
+    for name in ("numpy", "cupy"):
+        model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial", backend=name), layers=2,
+                         hidden=8, heads=2, vocab=9, batch=1, seq=4, dtype="float16",
+                         master="float32", tied=True, seed=3)
+        models.append((model, optimizer_of(kind, model, None)))
+    library = backend.get("cupy")
+    launch = library.kernels._launch
+    monkeypatch.setattr(library.kernels, "_launch", lambda name, *rest, **how: (
+        launched.append(name), launch(name, *rest, **how)))
+    for seed in (1, 2):
+        for model, optimizer in models:
+            for t in model.trained:
+                t.grad[...] = backend.backend_of(t.grad).asarray(
+                    draw(t.name, t.grad.shape, seed).astype("float32"))
+            optimizer.step()
+        assert launched == launches * seed
+        for here, there in zip(*(model.trained for model, _ in models)):
+            master = library.to_host(there.master)
+            assert np.allclose(here.master, master, rtol=1e-5, atol=1e-7)
+            assert np.array_equal(library.to_host(there.value), master.astype("float16"))
+
+
 # --- The norm --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype, scale", [

@@ -44,6 +44,8 @@ template <typename V> V __shfl_xor_sync(unsigned, V x, int d)
     turn();
     return other;
 }
+static void __threadfence() {}    // blocks run one after another
+static unsigned atomicAdd(unsigned *x, unsigned y) { const unsigned was = *x; *x += y; return was; }
 static float __uint_as_float(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned u; memcpy(&u, &x, 4); return u; }
 static float host_half_to_float(unsigned short bits)
