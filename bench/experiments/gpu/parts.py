@@ -106,6 +106,14 @@ class GpuBenchmark:
         """Take samples of the seconds of a call of `step`."""
         return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
 
+    def release_memory(self) -> None:
+        """Give idle memory back to the device: pools of mm3d and PyTorch keep what is freed."""
+        gc.collect()
+        self.backend.release_idle_memory()
+        torch = gpu_cases.find_torch(self.backend)
+        if torch and torch[1] != "cpu":
+            torch[0].cuda.empty_cache()
+
     def draw_array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
         """Draw normally distributed numbers."""
         return gpu_cases.draw_array(self.backend, shape, dtype, self.seed, name)
@@ -178,7 +186,7 @@ class GpuBenchmark:
                     if not theirs:
                         taken.insert(1, [np.nan])
                     del step, theirs, sides
-                    gc.collect()
+                    self.release_memory()
                     found += taken
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
@@ -208,9 +216,7 @@ class GpuBenchmark:
                 taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
                 found += taken if torch else [*taken, [np.nan]]
                 del step, theirs, sides
-                gc.collect()
-                if torch and torch[1] != "cpu":
-                    torch[0].cuda.empty_cache()
+                self.release_memory()
         tokens = float(sizes["batch"] * sizes["seq"])
         scales = {"mode": [str(mode) for mode in modes], "library": ["mm3d", "PyTorch"]}
         return self.make_record("gpu-step", scales, found, checks,
@@ -230,7 +236,7 @@ class GpuBenchmark:
                 found.append(self.sample_seconds(
                     LayerStep(scheme, sizes, mode.dtype, self.seed)))
             names.append(f"{row.table} {row.scheme} {row.gpus}")
-            gc.collect()
+            self.release_memory()
         return self.make_record("gpu-rows", {"row": names}, found, checks)
 
     def make_record(self, kind: str, scales: dict, found: list[list[float]],
@@ -262,5 +268,5 @@ def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:
     WrongResult
         When a result is wrong.
     """
-    gc.collect()
+    benchmark.release_memory()
     return PARTS[part](benchmark)

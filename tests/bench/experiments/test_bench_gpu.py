@@ -1,6 +1,7 @@
 """The verb ``gpu``, rehearsed: on NumPy, and on a CuPy that needs no GPU."""
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -69,6 +70,24 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, reque
     assert [check_file(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
     assert "gpu-layer" in capsys.readouterr().out
     assert not getattr(backend.get(library), "tf32", False)
+
+
+def test_a_case_leaves_no_idle_memory(monkeypatch, no_backends):
+    """PyTorch's pool kept what an H100 had for the next layer."""
+    benchmark, released = GpuBenchmark("numpy", "tiny", limits=Limits(1, 1, 1.0)), []
+    monkeypatch.setattr(type(benchmark.backend), "release_idle_memory",
+                        lambda self: released.append("mm3d"))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for part in ("layer", "step"):
+        released.clear()
+        found = measure_part(benchmark, part)
+        cases = found.variables["samples"].values[..., 0, 0].size    # of mm3d alone
+        assert len(released) == 1 + cases, part
+    released.clear()
+    monkeypatch.setattr(gpu_cases, "find_torch", lambda library: (SimpleNamespace(
+        cuda=SimpleNamespace(empty_cache=lambda: released.append("PyTorch"))), "cuda"))
+    benchmark.release_memory()
+    assert released == ["mm3d", "PyTorch"]
 
 
 @pytest.mark.parametrize("part, owner, name", [
