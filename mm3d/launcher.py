@@ -58,6 +58,7 @@ STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 # srun, which, from within a step, waits for the cores that the step itself holds.
 SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_")
 FIRST_SPECIAL_STEP = 0xfffffff0    # step ids from here on are no srun: batch script, salloc
+PAUSE = 0.02    # seconds between two looks of a rank that waits: few, as others are measured
 
 BLAS_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
                          "OMP_NUM_THREADS")
@@ -260,7 +261,7 @@ def wait_patiently(comm: Any) -> None:
     """Wait at a barrier without keeping a core busy: a rank may be late by minutes."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(0.02)
+        time.sleep(PAUSE)
 
 
 def blas_threads(environ: Mapping[str, str] = os.environ) -> int:

@@ -44,6 +44,7 @@ from support import LIMIT, ROOT, gpu_problem, kill_running
 
 # Tests that mean another transport, or both, say so.
 os.environ.setdefault("MM3D_TRANSPORT", "mpi")
+launcher.PAUSE = 1e-3         # a barrier of 8 ranks takes three; no figure of a test is published
 WORLD = MPI.COMM_WORLD
 MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
 # The files whose slow tests wait longest, for jobs and links; with --slow they come first.
@@ -110,13 +111,24 @@ class Watch:
         return f"not finished within {self.seconds:g} s, at\n{''.join(stack.format())}"
 
 
-def meet(mine: object) -> list:
-    """Exchange one object with all ranks, asleep while waiting: ranks may share cores."""
-    request, pause = MEETING.Ibarrier(), 1e-4
-    while not request.Test():
+def receive(source: int) -> object:
+    """Receive an object, asleep while waiting: ranks may share cores."""
+    pause = 1e-4
+    while not MEETING.Iprobe(source):
         time.sleep(pause)
-        pause = min(1.2 * pause, 5e-3)
-    return MEETING.allgather(mine)
+        pause = min(1.2 * pause, 3e-3)
+    return MEETING.recv(source=source)
+
+
+def meet(mine: object) -> list:
+    """Exchange one object with all ranks: rank 0 hears all and tells all."""
+    if WORLD.rank:
+        MEETING.send(mine, 0)
+        return receive(0)
+    everyone = [mine, *map(receive, range(1, WORLD.size))]
+    for rank in range(1, WORLD.size):
+        MEETING.send(everyone, rank)
+    return everyone
 
 
 def parameters(item: pytest.Item) -> dict[str, object]:
@@ -222,6 +234,7 @@ def pytest_sessionstart(session):
     if not deals_out(session.config):
         # Where workers share few cores, far longer than a test: it only guards against hanging.
         session.watch = Watch("collecting the tests", max(5 * LIMIT, 60))
+        gc.disable()    # nearly all that is made until they are collected stays
 
 
 def pytest_generate_tests(metafunc):
@@ -256,7 +269,7 @@ def leave_out(config, items, unwanted) -> int:
 def pytest_ignore_collect(collection_path, config):
     """With --several-ranks, spare all ranks the import of files without a test for them."""
     if config.getoption("several_ranks") and collection_path.suffix == ".py":
-        return True if not re.search(r"\bcomm\b", collection_path.read_text()) else None
+        return True if not re.search(r"\bmark\.ranks\b", collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -320,8 +333,9 @@ def pytest_report_collectionfinish(config):
 
 
 def pytest_collection_finish(session):
-    gc.collect()
     gc.freeze()    # modules and tests stay: what tests collect is not searched for in them
+    gc.set_threshold(10_000)    # with Python's 700 it takes up to a tenth of the time
+    gc.enable()
     if deals_out(session.config):
         return
     mine = session.testsfailed, [item.nodeid for item in session.items]
@@ -335,19 +349,16 @@ def pytest_collection_finish(session):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    return True if WORLD.rank >= rank_count(pyfuncitem) else None    # True: has been called
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     n = rank_count(item)
-    if WORLD.rank >= n:
-        item.fixturenames = []
     marker = item.get_closest_marker("limit")
     watch = Watch(item.nodeid, *(marker.args if marker else ()))
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if WORLD.rank < n:
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    else:    # it only hears the verdict, and undoes what the next test does not need
+        item.session._setupstate.teardown_exact(nextitem)
+        reports = [pytest.TestReport(item.nodeid, item.location, {}, "passed", None, "call")]
     verdict = judge(reports)
     watch.finished(verdict[0], verdict[-1])
     share(reports, meet(verdict)[:n])
