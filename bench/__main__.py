@@ -3,6 +3,7 @@
 
 import argparse
 import gc
+import os
 import shutil
 import sys
 import textwrap
@@ -147,11 +148,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status_of(lambda: run_verb(run, arguments))
 
 
+def refuse_different_words() -> None:
+    """End all ranks with status 2 where they were given different words: some would wait.
+
+    So would some with different arrays or transports by the environment.
+    """
+    mpi.start()    # also so that no rank ends before rank 0 has said what is wrong
+    from mpi4py import MPI
+    from mm3d.grid.agreement import compare, variables
+    words = {f"word {place}": word for place, word in enumerate(sys.argv[1:], 1)}
+    try:
+        compare(MPI.COMM_WORLD, PROGRAM,
+                {"MM3D_BACKEND": os.environ.get("MM3D_BACKEND", "")} | variables() | words)
+    except ValueError as error:
+        if MPI.COMM_WORLD.rank == 0:
+            complain(f"error: {error}")
+        MPI.COMM_WORLD.Barrier()
+        sys.exit(2)
+
+
 def command() -> NoReturn:
     """Run the program."""
     protect()
     if launcher.has_launched():
-        mpi.start()    # so that no rank ends before rank 0 has said what is wrong
+        refuse_different_words()
     sys.exit(main())
 
 

@@ -1,5 +1,6 @@
 """Read the text files that users write."""
 
+import csv
 import difflib
 import re
 import tomllib
@@ -90,7 +91,7 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
     """
     text = read_supplied(what, name)
     try:
-        tree = {key: value for key, value in tomllib.loads(text).items() if key not in ignored}
+        tree = {key: value for key, value in read_toml(text).items() if key not in ignored}
         problem = _wrong_field(tree, kind) or check(tree)
         if not problem:
             return decode(tree)
@@ -103,9 +104,25 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
         and what in ("machine", "model") else ""))
 
 
+def read_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a text in TOML; ValueError when it is none."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("too many lists or tables in each other") from error
+
+
+def read_rows(text: str) -> list[list[str]]:
+    """Return the rows of a text in CSV, its lines ending as on any system; ValueError if none."""
+    try:
+        return list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
+
+
 def decode(text: str, kind: type) -> Any:
     """Decode TOML that describes a `kind`; ValueError names a wrong field, or line, in words."""
-    tree = tomllib.loads(text)
+    tree = read_toml(text)
     if problem := _wrong_field(tree, kind):
         raise ValueError(problem)
     try:

@@ -66,6 +66,9 @@ class Parser(argparse.ArgumentParser):
                            f"{suggestion(option, self._option_string_actions)}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and action.nargs not in (argparse.PARSER, argparse.REMAINDER):
+            raise argparse.ArgumentError(action, "its value is empty: give one" + (
+                ", or leave the option out" if action.option_strings else ""))
         value = super()._get_value(action, arg_string)
         if isinstance(value, str) and action.choices and action.nargs != argparse.PARSER:
             try:

@@ -7,6 +7,7 @@ model in silence.
 import dataclasses
 import hashlib
 import numbers
+import os
 import zlib
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -21,6 +22,7 @@ Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"
 SHOWN = 60                   # letters of a value in a message
 LISTED = 8                   # differences in a message
+VARIABLES = ("MM3D_TRANSPORT", "MM3D_NODE_SIZE")    # by which ranks choose how bytes travel
 
 
 @contextmanager
@@ -91,6 +93,11 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))
     return float(found[2])
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of the environment that all ranks should have alike, where set."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def checksum(a: np.ndarray) -> str:

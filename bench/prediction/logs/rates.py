@@ -1,10 +1,9 @@
 """Read tables of the rates of products, in CSV: dtype, m, n, k, and seconds or operations."""
 
-import csv
-import io
 import math
 
 from bench.prediction.calibration.fit import Shape
+from bench.text_files import read_rows
 
 # Columns that state a product's time: seconds of a unit, or operations a second of one.
 SECONDS = {"seconds": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -44,9 +43,12 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
         return {}, [f"{name}:1: {wanted} would do, not {', '.join(columns)}"]
     found: dict[str, dict[Shape, float]] = {}
     problems = []
-    reader = csv.reader(io.StringIO(text))
-    next(row for row in reader if any(cell.strip() for cell in row))    # the heading
-    for row in reader:
+    try:
+        rows = [*enumerate(read_rows(text), 1)]
+    except ValueError as error:
+        return {}, [f"{name}: {error}"]
+    heads = [number for number, row in rows if any(cell.strip() for cell in row)]
+    for number, row in rows[heads[0]:]:
         if not any(cell.strip() for cell in row) or row[0].startswith("#"):
             continue
         try:
@@ -54,7 +56,7 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
                 raise ValueError(f"{len(row)} columns, where the heading has {len(columns)}")
             dtype, shape, seconds = _product(dict(zip(columns, row)), told[0])
         except ValueError as error:
-            problems.append(f"{name}:{reader.line_num}: {error}")
+            problems.append(f"{name}:{number}: {error}")
             continue
         known = found.setdefault(dtype, {})
         known[shape] = min(seconds, known.get(shape, math.inf))
