@@ -169,8 +169,10 @@ def _items(value: Any, place: str) -> dict[str, Any]:
 
 def _in_words(error: str) -> str:
     """Return an error of msgspec in words, the field first."""
+    place = re.search(r" - at `\$\.?(.*)`$", error)
     found = re.fullmatch(r"Expected `(\w+)`, got `(\w+)`(?: - at `\$\.?(.*)`)?", error)
     if not found:
-        return error
+        said = (error[:place.start()] if place else error).replace("`", "")
+        return f"{place[1]}: {said}" if place else said
     wanted, given = (KINDS.get(found[number], found[number]) for number in (1, 2))
     return f"{found[3]}: {wanted} would do, not {given}"

@@ -152,7 +152,5 @@ def check_trace_file(file: str | None, comm, traced: int | None = None) -> str |
     if traced == 0:
         raise UsageError(f"--trace {file} --traced 0: nothing would be traced; leave one of them "
                          f"out")
-    make_on_rank_0(
-        lambda: run_file.check_folder(Path(file).parent, "the trace's folder", "--trace"),
-        comm)
+    make_on_rank_0(lambda: run_file.check_file(file, "--trace"), comm)
     return file

@@ -27,7 +27,7 @@ def check_writable(path: Path, comm) -> None:
     """
     if path.suffix != ".toml":
         raise UsageError(f"--out {path}: a .toml file would do")
-    make_on_rank_0(lambda: run_file.check_folder(path.parent, "the machine file's folder"), comm)
+    make_on_rank_0(lambda: run_file.check_file(path, "--out"), comm)
 
 
 def publish_machine(machine: Machine | None, path: Path, comm) -> int:

@@ -61,6 +61,26 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
     return folder
 
 
+def check_file(file: str | os.PathLike, option: str) -> None:
+    """Make sure that a file can be written, before the work whose result it is to hold.
+
+    Parameters
+    ----------
+    option : str
+        The option that names it.
+
+    Raises
+    ------
+    StoreError
+        When it is a folder, or its folder cannot be written.
+    """
+    path = Path(file)
+    if path.is_dir():
+        raise StoreError(f"{option} {file} is a folder: the name of a file would do")
+    if path.is_file() or not path.exists():    # else a device or a pipe
+        check_folder(path.parent, f"the folder of {option},", option)
+
+
 def _remove_empty(folders: list[Path]) -> None:
     """Remove nested folders that are empty, the innermost first."""
     for folder in folders:

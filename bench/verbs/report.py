@@ -8,6 +8,7 @@ from bench.records.folder import read_folder
 from bench.reports import merit, page, paper_tables
 from bench.reports.figures import every_figure
 from bench.reports.figures.style import METADATA, NotDrawn
+from bench.records.run_file import check_file
 from mm3d.console import say
 
 GROUP = "Look at results"
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} would do nothing here: "
                              + (f"give --{needed} too, or leave it out" if needed else
                                 "it is of tables; leave --figures and --page out"))
+    if arguments.out:
+        check_file(arguments.out, "--out")
     left_out: list[Exception] = []
     if draws:
         drawn, left_out = every_figure.draw_figures(

@@ -103,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
+    row_options.check_share(arguments)
     cases = make_cases(arguments)
     check_cluster(cases)
     check_verifiable(cases)
