@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Callable, Iterator, NoReturn, Sequence
 
 from bench import mpi
+from bench.errors import (UsageError, as_usage_error, expect_interrupt, in_options, in_short,
+                          status_of)
 
+expect_interrupt(__name__ == "__main__")    # also while modules are imported
 mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.command_line.parser import Parser  # noqa: E402
 from bench.document import Part  # noqa: E402
-from bench.errors import UsageError, as_usage_error, in_options, in_short, status_of  # noqa: E402
 from bench.reports import formats  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect, say  # noqa: E402
@@ -96,6 +98,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     from mpi4py import MPI
     from bench.errors import StoreError
     from mm3d.tracing.watchdog import Watchdog
+    from mm3d.transport.nodes import emulated_node_size
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
@@ -103,6 +106,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     try:
         with as_usage_error():
             launcher.check_launcher(comm.size)
+            emulated_node_size()    # refuses a wrong number
         if seconds := getattr(arguments, "stall", None):
             with Watchdog(comm, seconds) as watchdog:
                 arguments.watched = watchdog.attached

@@ -154,4 +154,5 @@ def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> Us
     """Return the error of an option that would do nothing."""
     value = getattr(arguments, name)
     value = "" if value is True else " none" if value == math.inf else f" {value}"
-    return UsageError(f"--{name.replace('_', '-')}{value} would do nothing here: {remedy} would do, or leave it out")
+    return UsageError(f"--{name.replace('_', '-')}{value} would do nothing here: "
+                      f"{remedy} would do, or leave it out")

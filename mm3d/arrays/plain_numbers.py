@@ -10,6 +10,8 @@ from dataclasses import fields
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
 
 def plain_number(value: Any) -> Any:
     """Convert a number, or those in a tuple, to Python's int or float; return all else as it is.
@@ -44,6 +46,19 @@ def keep_plain_numbers(record: Any) -> None:
     """Convert the numbers in the fields of a dataclass, frozen or not, to Python's."""
     for field in fields(record):
         object.__setattr__(record, field.name, plain_number(getattr(record, field.name)))
+
+
+def check_types(record: Any) -> None:
+    """Raise ValueError for fields of a dataclass that are no truth value, or no whole number.
+
+    Text, such as "no", would count as true.  Sizes are checked where they are used.
+    """
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if one.type is bool and not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{one.name}={value!r}: True or False would do")
+        if one.name in ("seed", "ignored") and not isinstance(value, numbers.Integral):
+            raise ValueError(f"{one.name}={value!r} should be a whole number")
 
 
 class PlainNumbers:

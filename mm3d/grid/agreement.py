@@ -83,6 +83,8 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     ValueError
         On every rank alike, unless the facts are the same on all.
     """
+    if not isinstance(comm, (DryCommunicator, MPI.Comm)) or comm == MPI.COMM_NULL:
+        raise TypeError(f"{call}: {comm!r} is no communicator of ranks, as MPI.COMM_WORLD is")
     if isinstance(comm, DryCommunicator) or comm.size == 1:
         return largest
     facts = {"call": call} | {name: text_of(value) for name, value in given.items()} | refused
@@ -93,6 +95,15 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))
     return float(found[2])
+
+
+def comm_of(model: Any, call: str) -> MPI.Intracomm | DryCommunicator:
+    """Return the communicator of a model; TypeError, naming the call, when it is no model."""
+    try:
+        return model.comm
+    except AttributeError:
+        raise TypeError(f"{call}: {type(model).__name__} is no model, as mm3d.GPT(...) is"
+                        ) from None
 
 
 def variables() -> dict[str, str]:

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.arrays.plain_numbers import PlainNumbers, check_types
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, same_arguments
 from mm3d.model.cross_entropy import Targets
@@ -95,6 +95,8 @@ class GPT(PlainNumbers, Staged):
             check_vocabulary(model.vocab, model.label_smoothing, model.z_loss)
             check_scheme(mesh.scheme, model.tied)
             check_experts_given(model.experts, model.layers)
+            check_types(model)
+            check_types(how)
         self.config, self.mesh, self.comm = config, mesh, mesh.comm
         self._own_mesh = mesh if isinstance(where, Config) else None
         self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
@@ -303,6 +305,9 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
     """Return the mesh and the configuration that the parameters of `GPT` say."""
     if not isinstance(where, Config):
         refuse_of_mesh(given)
+        if not isinstance(where, Mesh):
+            raise TypeError(f"GPT: {type(where).__name__} is no mesh: GPT(mm3d.Mesh(comm, ...), "
+                            f"layers=...) would do")
         return where, Config.of(given)
     if comm is None or given:
         raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "
