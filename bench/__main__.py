@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Callable, Iterator, NoReturn, Sequence
 
 from bench import mpi
-from bench.errors import (UsageError, as_usage_error, expect_interrupt, in_options, in_short,
-                          status_of)
 
-expect_interrupt(__name__ == "__main__")    # also while modules are imported
+mpi.expect_interrupt(__name__ == "__main__")    # also while modules are imported
 mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 
 from bench import verbs  # noqa: E402
 from bench.cluster.spec import Cluster  # noqa: E402
 from bench.command_line.parser import Parser  # noqa: E402
 from bench.document import Part  # noqa: E402
+from bench.errors import UsageError, as_usage_error, in_options, in_short, status_of  # noqa: E402
 from bench.reports import formats  # noqa: E402
 from mm3d import guard, launcher  # noqa: E402
 from mm3d.console import complain, protect, say  # noqa: E402

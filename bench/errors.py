@@ -1,7 +1,6 @@
 """Errors that the benchmark reports to its user, and their exit status."""
 
 import re
-import sys
 from contextlib import contextmanager
 from typing import Any, Callable, Container, Iterator
 
@@ -36,17 +35,6 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
         from mm3d.console import complain
         complain("interrupted")
         return 130
-
-
-def expect_interrupt(starting: bool) -> None:
-    """Let an interrupt end a program that is `starting` with a word instead of a traceback."""
-    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
-        else:
-            sys.__excepthook__(kind, error, trace)
-    if starting:
-        sys.excepthook = report
 
 
 def in_short(message: str) -> str:

@@ -1,6 +1,5 @@
 """Read the text files that users write."""
 
-import csv
 import difflib
 import re
 import tomllib
@@ -110,14 +109,6 @@ def read_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("too many lists or tables in each other") from error
-
-
-def read_rows(text: str) -> list[list[str]]:
-    """Return the rows of a text in CSV, its lines ending as on any system; ValueError if none."""
-    try:
-        return list(csv.reader(text.splitlines()))
-    except csv.Error as error:
-        raise ValueError(f"no CSV: {error}") from error
 
 
 def decode(text: str, kind: type) -> Any:

@@ -13,14 +13,15 @@ from typing import Any, Iterable, Sequence
 import msgspec
 import numpy as np
 
-from bench import text_files
 from bench.cases.variants import VARIANT_DTYPES
 from bench.errors import UsageError, as_usage_error
 from bench.least_squares import solve_bounded
 from bench.prediction.machine_model import Achieved, Machine, missing_rate
+from bench.prediction.logs import rates
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
+from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
 from mm3d.schemes import find_scheme, registry
 
@@ -65,9 +66,9 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
     UsageError
         When there is no such file, or a column is missing or there twice.
     """
-    text = text_files.read_text(path, f"--steps {path}", "a .csv file with a step a row")
+    text = read_text(path, f"--steps {path}", "a .csv file with a step a row")
     with as_usage_error():
-        lines = text_files.read_rows(text)
+        lines = rates.read_rows(text)
     names = [_plain(name) for name in next(iter(lines), [])]
     heads = {name: place for place, name in enumerate(names)}
     missing = [name for name in COLUMNS.values() if _plain(name) not in heads]

@@ -12,7 +12,7 @@ from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
 from bench.prediction.model_file import ModelFile
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
-from bench.records.run_file import check_folder
+from bench.records.journal import check_folder
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.plans import training_plans
 from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts

@@ -10,7 +10,7 @@ from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.prediction import machine_model
 from bench.document import Notes
-from bench.records.run_file import check_folder
+from bench.records.journal import check_folder
 from bench.reports.figures import style
 from mm3d.console import say
 from mm3d.schemes import registry

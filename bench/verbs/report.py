@@ -1,6 +1,7 @@
 """Print the tables of a folder of results, or draw its figures, or write all into an HTML page."""
 
 import argparse
+from pathlib import Path
 
 from bench.command_line import options
 from bench.errors import UsageError
@@ -8,7 +9,6 @@ from bench.records.folder import read_folder
 from bench.reports import merit, page, paper_tables
 from bench.reports.figures import every_figure
 from bench.reports.figures.style import METADATA, NotDrawn
-from bench.records.run_file import check_file
 from mm3d.console import say
 
 GROUP = "Look at results"
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
                              + (f"give --{needed} too, or leave it out" if needed else
                                 "it is of tables; leave --figures and --page out"))
     if arguments.out:
-        check_file(arguments.out, "--out")
+        path = Path(arguments.out)
+        if path.is_dir() or not path.parent.is_dir():
+            raise UsageError(f"--out {path}: a file in a folder that is there would do")
     left_out: list[Exception] = []
     if draws:
         drawn, left_out = every_figure.draw_figures(

@@ -335,12 +335,7 @@ def accumulation_dtype(a: Array) -> Any:
 
 
 def host_dtype(a: Array) -> np.dtype:
-    """Return the NumPy dtype of the elements of `a`, without reading them.
-
-    It raises TypeError for what is no array.
-    """
-    if not hasattr(a, "dtype"):
-        raise TypeError(f"{type(a).__name__} is no array: one with a dtype would do")
+    """Return the NumPy dtype of the elements of `a`, without reading them."""
     if isinstance(a.dtype, np.dtype):
         return a.dtype
     return np.dtype(str(a.dtype).rpartition(".")[2])    # a library may call it "library.float32"

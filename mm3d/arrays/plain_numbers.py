@@ -49,13 +49,10 @@ def keep_plain_numbers(record: Any) -> None:
 
 
 def check_types(record: Any) -> None:
-    """Raise ValueError for fields of a dataclass that are no truth value, or no whole number.
-
-    Text, such as "no", would count as true.  Sizes are checked where they are used.
-    """
+    """Raise ValueError for fields of a dataclass that are no truth value, or no whole number."""
     for one in fields(record):
         value = getattr(record, one.name)
-        if one.type is bool and not isinstance(value, (bool, np.bool_)):
+        if one.type is bool and not isinstance(value, (bool, np.bool_)):    # "no" counts as true
             raise ValueError(f"{one.name}={value!r}: True or False would do")
         if one.name in ("seed", "ignored") and not isinstance(value, numbers.Integral):
             raise ValueError(f"{one.name}={value!r} should be a whole number")

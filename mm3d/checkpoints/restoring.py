@@ -16,7 +16,8 @@ from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
 from mm3d.checkpoints.saving import check_whole
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
-from mm3d.grid.agreement import comm_of, same_arguments
+from mm3d.grid.agreement import same_arguments
+from mm3d.model.parameters import comm_of
 
 
 @dataclass(frozen=True)

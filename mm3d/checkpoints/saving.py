@@ -13,7 +13,8 @@ from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Inde
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.checkpoints.writer import Writer
-from mm3d.grid.agreement import comm_of, same_arguments
+from mm3d.grid.agreement import same_arguments
+from mm3d.model.parameters import comm_of
 
 
 def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None = None,

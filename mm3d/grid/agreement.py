@@ -22,7 +22,6 @@ Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"
 SHOWN = 60                   # letters of a value in a message
 LISTED = 8                   # differences in a message
-VARIABLES = ("MM3D_TRANSPORT", "MM3D_NODE_SIZE")    # by which ranks choose how bytes travel
 
 
 @contextmanager
@@ -83,7 +82,7 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     ValueError
         On every rank alike, unless the facts are the same on all.
     """
-    if not isinstance(comm, (DryCommunicator, MPI.Comm)) or comm == MPI.COMM_NULL:
+    if comm == MPI.COMM_NULL or not hasattr(comm, "size"):
         raise TypeError(f"{call}: {comm!r} is no communicator of ranks, as MPI.COMM_WORLD is")
     if isinstance(comm, DryCommunicator) or comm.size == 1:
         return largest
@@ -97,18 +96,10 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     return float(found[2])
 
 
-def comm_of(model: Any, call: str) -> MPI.Intracomm | DryCommunicator:
-    """Return the communicator of a model; TypeError, naming the call, when it is no model."""
-    try:
-        return model.comm
-    except AttributeError:
-        raise TypeError(f"{call}: {type(model).__name__} is no model, as mm3d.GPT(...) is"
-                        ) from None
-
-
 def variables() -> dict[str, str]:
     """Return the variables of the environment that all ranks should have alike, where set."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return {name: os.environ[name] for name in ("MM3D_TRANSPORT", "MM3D_NODE_SIZE")
+            if name in os.environ}
 
 
 def checksum(a: np.ndarray) -> str:

@@ -264,6 +264,8 @@ class Transformer(Trained):
 
     def _check_block(self, name: str, a: Array) -> None:
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""
+        if not hasattr(a, "dtype"):
+            raise TypeError(f"{name}: {type(a).__name__} is no array, as model.shard(X) gives it")
         dtype = host_dtype(a)
         check_unmasked(name, a)
         if tuple(a.shape) != self._block or dtype != self.dtype:

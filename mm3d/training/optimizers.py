@@ -13,7 +13,8 @@ from typing import Any, Callable
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
-from mm3d.grid.agreement import comm_of, same_arguments, text_of
+from mm3d.grid.agreement import same_arguments, text_of
+from mm3d.model.parameters import comm_of
 from mm3d.training.loss_scaling import LossScaling
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 

@@ -1,9 +1,9 @@
 """Read tables of the rates of products, in CSV: dtype, m, n, k, and seconds or operations."""
 
+import csv
 import math
 
 from bench.prediction.calibration.fit import Shape
-from bench.text_files import read_rows
 
 # Columns that state a product's time: seconds of a unit, or operations a second of one.
 SECONDS = {"seconds": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -61,6 +61,14 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
         known = found.setdefault(dtype, {})
         known[shape] = min(seconds, known.get(shape, math.inf))
     return found, problems
+
+
+def read_rows(text: str) -> list[list[str]]:
+    """Return the rows of a text in CSV, its lines ending as on any system; ValueError if none."""
+    try:
+        return list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
 
 
 def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:

@@ -6,7 +6,6 @@ from functools import partial
 from bench.command_line import options
 from bench.command_line.scheme_options import add_scheme
 from bench.errors import as_usage_error
-from bench.records.run_file import check_file
 from bench.reports import block_tables
 from bench.reports.figures import cube, style
 from bench.reports.figures.frames import MOST_RANKS
@@ -42,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the steps and their words, and draw them; 1 when that fails, else 0."""
     if arguments.out:
         style.check_name(arguments.out, moving=True)
-        check_file(arguments.out, "--out")
     scheme = find_scheme(arguments.scheme)
     with as_usage_error():
         grid = scheme.grid_shape(arguments.grid or _default_grid(scheme))

@@ -7,7 +7,6 @@ from functools import partial
 from bench.errors import UsageError, as_usage_error
 from bench.prediction import schedule_costs
 from bench.prediction.schedule_costs import Pipeline
-from bench.records.run_file import check_file
 from bench.reports import schedule_tables
 from bench.document import Notes
 from bench.reports.figures import style
@@ -56,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a schedule and its costs, and draw it; UsageError when that is not possible."""
     if arguments.picture:
         style.check_name(arguments.picture)
-        check_file(arguments.picture, "--picture")
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
