@@ -10,8 +10,6 @@ from dataclasses import fields
 from decimal import Decimal
 from typing import Any
 
-import numpy as np
-
 
 def plain_number(value: Any) -> Any:
     """Convert a number, or those in a tuple, to Python's int or float; return all else as it is.
@@ -52,7 +50,7 @@ def check_types(record: Any) -> None:
     """Raise ValueError for fields of a dataclass that are no truth value, or no whole number."""
     for one in fields(record):
         value = getattr(record, one.name)
-        if one.type is bool and not isinstance(value, (bool, np.bool_)):    # "no" counts as true
+        if one.type is bool and value not in (True, False):    # "no" would count as true
             raise ValueError(f"{one.name}={value!r}: True or False would do")
         if one.name in ("seed", "ignored") and not isinstance(value, numbers.Integral):
             raise ValueError(f"{one.name}={value!r} should be a whole number")
