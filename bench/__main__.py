@@ -175,7 +175,12 @@ def command() -> NoReturn:
     protect()
     if launcher.has_launched():
         refuse_different_words()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt as error:    # before the verb began, whose ranks would wait
+        if not launcher.has_launched():
+            raise
+        guard.end_job(error)
 
 
 if __name__ == "__main__":
