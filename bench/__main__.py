@@ -3,6 +3,7 @@
 
 import argparse
 import gc
+import os
 import shutil
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import Callable, Iterator, NoReturn, Sequence
 
 from bench import mpi
 
+mpi.expect_interrupt(__name__ == "__main__")    # also while modules are imported
 mpi.defer_start()    # before mm3d is imported, which imports mpi4py.MPI
 
 from bench import verbs  # noqa: E402
@@ -95,6 +97,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     from mpi4py import MPI
     from bench.errors import StoreError
     from mm3d.tracing.watchdog import Watchdog
+    from mm3d.transport.nodes import emulated_node_size
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
@@ -102,6 +105,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     try:
         with as_usage_error():
             launcher.check_launcher(comm.size)
+            emulated_node_size()    # refuses a wrong number
         if seconds := getattr(arguments, "stall", None):
             with Watchdog(comm, seconds) as watchdog:
                 arguments.watched = watchdog.attached
@@ -147,12 +151,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status_of(lambda: run_verb(run, arguments))
 
 
+def refuse_different_words() -> None:
+    """End all ranks with status 2 where they were given different words: some would wait.
+
+    So would some with different arrays or transports by the environment.
+    """
+    mpi.start()    # also so that no rank ends before rank 0 has said what is wrong
+    from mpi4py import MPI
+    from mm3d.grid.agreement import compare, variables
+    words = {f"word {place}": word for place, word in enumerate(sys.argv[1:], 1)}
+    try:
+        compare(MPI.COMM_WORLD, PROGRAM,
+                {"MM3D_BACKEND": os.environ.get("MM3D_BACKEND", "")} | variables() | words)
+    except ValueError as error:
+        if MPI.COMM_WORLD.rank == 0:
+            complain(f"error: {error}")
+        MPI.COMM_WORLD.Barrier()
+        sys.exit(2)
+
+
 def command() -> NoReturn:
     """Run the program."""
     protect()
     if launcher.has_launched():
-        mpi.start()    # so that no rank ends before rank 0 has said what is wrong
-    sys.exit(main())
+        refuse_different_words()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt as error:    # before the verb began, whose ranks would wait
+        if not launcher.has_launched():
+            raise
+        guard.end_job(error)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any, Callable, Container, Iterator
 
 WORD, MESSAGE = 300, 1000    # letters
 # Arguments of the library whose options have other names.
-OPTIONS = {"count": "experts", "warmup": "lr_warmup"}
+OPTIONS = {"count": "experts", "warmup": "lr_warmup", "shared": "shared_expert"}
 ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 
 
@@ -78,6 +78,8 @@ def in_options(text: str, names: Container[str]) -> str:
         name = next((one for one in names_of_it if one in names), None)
         if name is None:
             return found[0]
+        if found[2] in ("True", "False"):    # an option without a value
+            return f"{'no ' * (found[2] == 'False')}--{name.replace('_', '-')}"
         value = "none" if found[2] == "None" else found[2].strip("'")
         if value.startswith("("):
             value = "x".join(part.strip() for part in value.strip("()").split(",") if part.strip())

@@ -4,6 +4,9 @@ MPI libraries keep files in ``/dev/shm``, which stay there when a process is kil
 that only starts ``mpirun``, or an emulated cluster, must have none.
 """
 
+import sys
+from typing import Any
+
 import mpi4py
 
 
@@ -20,3 +23,14 @@ def start() -> None:
     if not MPI.Is_initialized():
         with mpi_start.starting():
             MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+
+
+def expect_interrupt(starting: bool) -> None:
+    """Let an interrupt end a program that is `starting` with a word instead of a traceback."""
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")
+        else:
+            sys.__excepthook__(kind, error, trace)
+    if starting:
+        sys.excepthook = report

@@ -90,7 +90,7 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
     """
     text = read_supplied(what, name)
     try:
-        tree = {key: value for key, value in tomllib.loads(text).items() if key not in ignored}
+        tree = {key: value for key, value in read_toml(text).items() if key not in ignored}
         problem = _wrong_field(tree, kind) or check(tree)
         if not problem:
             return decode(tree)
@@ -103,9 +103,17 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
         and what in ("machine", "model") else ""))
 
 
+def read_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a text in TOML; ValueError when it is none."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("too many lists or tables in each other") from error
+
+
 def decode(text: str, kind: type) -> Any:
     """Decode TOML that describes a `kind`; ValueError names a wrong field, or line, in words."""
-    tree = tomllib.loads(text)
+    tree = read_toml(text)
     if problem := _wrong_field(tree, kind):
         raise ValueError(problem)
     try:
@@ -152,8 +160,10 @@ def _items(value: Any, place: str) -> dict[str, Any]:
 
 def _in_words(error: str) -> str:
     """Return an error of msgspec in words, the field first."""
+    place = re.search(r" - at `\$\.?(.*)`$", error)
     found = re.fullmatch(r"Expected `(\w+)`, got `(\w+)`(?: - at `\$\.?(.*)`)?", error)
     if not found:
-        return error
+        said = (error[:place.start()] if place else error).replace("`", "")
+        return f"{place[1]}: {said}" if place else said
     wanted, given = (KINDS.get(found[number], found[number]) for number in (1, 2))
     return f"{found[3]}: {wanted} would do, not {given}"

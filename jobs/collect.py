@@ -1,6 +1,6 @@
 """Collect the files of the jobs in one folder and one file; make tables, figures and a page."""
 
-from bench.records import atomic, merged, run_file
+from bench.records import atomic, journal, merged, run_file
 from bench.reports.finish import write_tables_and_figures
 from jobs import standings
 from jobs.scripts import Row, Work
@@ -35,7 +35,7 @@ def merge_runs(work: Work, cases: list[Row]) -> str:
              if path.parent == work.out]
     if not paths:
         return "nothing to merge"
-    run_file.check_folder(work.folder)
+    journal.check_folder(work.folder)
     count, _ = merged.merge_files(paths, target, anew=True)    # which are readable
     return f"{count} runs merged in {target}"
 
@@ -48,7 +48,7 @@ def collect(work: Work, cases: list[Row]) -> int:
     int
         0 when no row is missing, otherwise 1.
     """
-    run_file.check_folder(work.out)
+    journal.check_folder(work.out)
     new = sum(copy_results(work, one) for one in cases)
     missing = [one for one in standings.list_standings(work, cases, standings.read_queue(work))
                if one.state != DONE]

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.records import atomic, run_file
+from bench.records import atomic, journal
 from jobs import scripts, site as sites, slurm, standings
 from jobs.own_options import list_verb_problems
 from jobs.scripts import Work
@@ -147,4 +147,4 @@ def make_work(site: str, out: str | None) -> Work:
 def make_folders(work: Work) -> None:
     """Make the folders of scripts and of logs; StoreError if they cannot be written."""
     for folder in (work.folder, work.folder / "logs"):
-        run_file.check_folder(folder, keep=True)    # though empty: Slurm makes none
+        journal.check_folder(folder, keep=True)    # though empty: Slurm makes none

@@ -43,7 +43,7 @@ def locked(work: Work) -> Iterator[None]:
     UsageError
         When the file system of the results has no locks.
     """
-    run_file.check_folder(work.folder)
+    journal.check_folder(work.folder)
     with open(work.folder / "lock", "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d import guard
-from mm3d.console import protect, say
+from mm3d.console import complain, protect, say
 from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.transport.pending import Pending
@@ -89,8 +89,20 @@ def _wrong_collectives(axis: Axis, dtype: str, counts: list[int], dim: int) -> l
 
 
 def main() -> int:
-    """Check all collectives along a line of all ranks; return 0 if they are right, else 1."""
-    grid = Grid(MPI.COMM_WORLD, x=MPI.COMM_WORLD.size)
+    """Check all collectives along a line of all ranks; return 0 if they are right, else 1.
+
+    It returns 2 for words after its name, as it has no options, and for wrong variables.
+    """
+    try:
+        if sys.argv[1:]:
+            raise ValueError(f"{sys.argv[1]}: there are no options; MM3D_BACKEND and "
+                             f"MM3D_TRANSPORT choose arrays and transport")
+        grid = Grid(MPI.COMM_WORLD, x=MPI.COMM_WORLD.size)
+    except (ValueError, ImportError, OSError) as error:    # the same on every rank
+        if MPI.COMM_WORLD.rank == 0:
+            complain(f"error: {error}")
+        MPI.COMM_WORLD.Barrier()    # no rank ends the job before that
+        return 2
     wrong = failed_collectives(grid)
     if grid.rank == 0:
         name = grid.x.transport.name

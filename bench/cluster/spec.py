@@ -81,8 +81,12 @@ class Cluster:
         about = environ.get(VARIABLE)
         if not about:
             return None
-        found = json.loads(about)
-        return cls(found["nodes"], found["ranks"], found["link"], found["latency"])
+        try:
+            found = json.loads(about)
+            return cls(found["nodes"], found["ranks"], found["link"], found["latency"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{VARIABLE}={about!r} describes no cluster: unset it, python -m "
+                             f"bench cluster sets it") from error
 
     def to_environment(self, node: int | None = None) -> str:
         """Return the value of ``MM3D_CLUSTER`` for a process on a node, or on none (None)."""

@@ -13,7 +13,7 @@ from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
 from bench.instruments.timing import Limits
-from bench.records import run_file
+from bench.records import journal
 from bench.records.journal import Journal
 from mm3d.console import say
 
@@ -44,7 +44,7 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
                          f"{', '.join(map(str, known))} would do")
     if Cluster.from_environment() is None:
         return run_verb_inside(Cluster.parse(load().cluster), arguments.words, False)
-    log = Journal(run_file.check_folder(arguments.out))
+    log = Journal(journal.check_folder(arguments.out))
     log.claim()
     resume.remove_parts_of_files(log.folder)
     wanted = {"table": TABLE, **vars(limits_of(arguments)), "software_share": share_of(arguments),

@@ -7,7 +7,8 @@ from typing import Any
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError, as_usage_error
-from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS, ExpertDesign
+from mm3d.model.experts.options import (CONVENTIONS, GATES, ORDERS, ExpertDesign,
+                                        check_experts_given)
 from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
@@ -145,12 +146,13 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
         raise _without_effect(arguments, "expert_top_groups", "--expert-groups 8")
     experts = Experts(arguments.experts, **found, design=design)
     with as_usage_error():
-        experts.check()
+        check_experts_given(experts, getattr(arguments, "layers", None))
     return experts
 
 
 def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:
     """Return the error of an option that would do nothing."""
     value = getattr(arguments, name)
-    return UsageError(f"--{name.replace('_', '-')} {'none' if value == math.inf else value} would "
-                      f"do nothing here: {remedy} would do, or leave it out")
+    value = "" if value is True else " none" if value == math.inf else f" {value}"
+    return UsageError(f"--{name.replace('_', '-')}{value} would do nothing here: "
+                      f"{remedy} would do, or leave it out")

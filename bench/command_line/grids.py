@@ -26,8 +26,9 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
         if value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
     if hidden % heads:
-        raise UsageError(f"--hidden {hidden}: must be a multiple of the {heads} heads; give "
-                         f"--heads")
+        near = heads * max(1, round(hidden / heads))
+        raise UsageError(f"--hidden {hidden}: must be a multiple of --heads {heads}, such as "
+                         f"{near}, or --heads another number")
     return chosen
 
 

@@ -65,6 +65,13 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{option} is no option of {self.prog}"
                            f"{suggestion(option, self._option_string_actions)}")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Where a value is looked for, an empty one would be taken for none.
+        if "" in arg_strings and action.nargs not in (argparse.PARSER, argparse.REMAINDER):
+            raise argparse.ArgumentError(action, "its value is empty: give one" + (
+                ", or leave the option out" if action.option_strings else ""))
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         value = super()._get_value(action, arg_string)
         if isinstance(value, str) and action.choices and action.nargs != argparse.PARSER:

@@ -125,7 +125,7 @@ def check_pictures(folder: str | None, comm) -> None:
     """
     if folder:
         make_on_rank_0(
-            lambda: run_file.check_folder(folder, "the pictures' folder", "--pictures"), comm)
+            lambda: journal.check_folder(folder, "the pictures' folder", "--pictures"), comm)
 
 
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
@@ -152,7 +152,5 @@ def check_trace_file(file: str | None, comm, traced: int | None = None) -> str |
     if traced == 0:
         raise UsageError(f"--trace {file} --traced 0: nothing would be traced; leave one of them "
                          f"out")
-    make_on_rank_0(
-        lambda: run_file.check_folder(Path(file).parent, "the trace's folder", "--trace"),
-        comm)
+    make_on_rank_0(lambda: journal.check_file(file, "--trace"), comm)
     return file

@@ -231,12 +231,9 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
         On every rank, when ``--software-share`` is given where nothing can be slowed.
     """
     share, cluster = arguments.software_share, Cluster.from_environment()
+    check_share(arguments)
     found = waited_machine(arguments, comm)
     if cluster is None or found is None:
-        if share:
-            raise UsageError(f"--software-share {share:g}: waits and the links of an emulated "
-                             f"cluster are slowed; give --work wait and --cluster, such as "
-                             f"--cluster 16x4:50Mbit, or leave --software-share out")
         return None
     machine, scale = found
     if share is None:
@@ -249,6 +246,15 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
         return predict_phases(model, one.row.scheme, grid, order, one.sizes, one.variant,
                               arguments.recompute)
     return Dilation(share, cluster.link, predict, change_links)
+
+
+def check_share(arguments: argparse.Namespace) -> None:
+    """Raise UsageError when ``--software-share`` is given where nothing can be slowed."""
+    share = arguments.software_share
+    if share and (Cluster.from_environment() is None or chosen_work(arguments) == "compute"):
+        raise UsageError(f"--software-share {share:g}: waits and the links of an emulated cluster "
+                         f"are slowed; give --work wait and --cluster, such as "
+                         f"--cluster 16x4:50Mbit, or leave --software-share out")
 
 
 def chosen_work(arguments: argparse.Namespace) -> str:

@@ -16,7 +16,7 @@ from bench.cluster.spec import Cluster
 from bench.doctor.child_jobs import Facts
 from bench.errors import StoreError
 from bench.instruments import leftover_memory
-from bench.records import run_file
+from bench.records import journal, run_file
 from bench.records.measurements import Measurements, Variable
 from mm3d.arrays.cupy_backend import INSTALL_COMMAND
 
@@ -230,7 +230,7 @@ def hdf5(facts: Facts) -> Finding:
     """Check that a file of results can be written into the folder and read back."""
     numbers = np.array([0.1, 2.0, -3e300])
     try:
-        folder = run_file.check_folder(facts.folder) if facts.folder else None
+        folder = journal.check_folder(facts.folder) if facts.folder else None
         with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as scratch:
             path = run_file.write_run(Measurements("doctor", {}, {}, {"size": [0, 1, 2]}, {
                 "numbers": Variable(numbers, "1", ("size",))}, []), scratch, "doctor")

@@ -194,7 +194,7 @@ def read_trace(path: str | Path) -> dict[str, Any]:
         problems = find_problems(document)
     except OSError as error:
         problems = [f"cannot be read ({error.strerror})"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems = [f"is no JSON ({error})"]
     if problems:
         more = f", and {len(problems) - 1} more" * (len(problems) > 1)

@@ -8,7 +8,7 @@ import msgspec
 from bench.agreement import make_on_rank_0
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
-from bench.records import atomic, run_file
+from bench.records import atomic, journal
 from mm3d.console import say
 
 HEADER = """\
@@ -27,7 +27,7 @@ def check_writable(path: Path, comm) -> None:
     """
     if path.suffix != ".toml":
         raise UsageError(f"--out {path}: a .toml file would do")
-    make_on_rank_0(lambda: run_file.check_folder(path.parent, "the machine file's folder"), comm)
+    make_on_rank_0(lambda: journal.check_file(path, "--out"), comm)
 
 
 def publish_machine(machine: Machine | None, path: Path, comm) -> int:

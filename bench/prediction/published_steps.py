@@ -6,8 +6,6 @@ with activations recomputed: 1-D tensor parallelism, the schedule 1F1B, a backwa
 whole forward, float16, a vocabulary of 51200 tokens, and no ZeRO.
 """
 
-import csv
-import io
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, Sequence
@@ -16,9 +14,10 @@ import msgspec
 import numpy as np
 
 from bench.cases.variants import VARIANT_DTYPES
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.least_squares import solve_bounded
 from bench.prediction.machine_model import Achieved, Machine, missing_rate
+from bench.prediction.logs import rates
 from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
@@ -68,8 +67,9 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
         When there is no such file, or a column is missing or there twice.
     """
     text = read_text(path, f"--steps {path}", "a .csv file with a step a row")
-    lines = csv.reader(io.StringIO(text))
-    names = [_plain(name) for name in next(lines, [])]
+    with as_usage_error():
+        lines = rates.read_rows(text)
+    names = [_plain(name) for name in next(iter(lines), [])]
     heads = {name: place for place, name in enumerate(names)}
     missing = [name for name in COLUMNS.values() if _plain(name) not in heads]
     if missing:
@@ -79,7 +79,7 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
         raise UsageError(f"--steps {path}: column {twice[0]!r} is there "
                          f"{names.count(twice[0])} times: one would do")
     found, problems = [], []
-    for number, cells in enumerate(lines, 2):
+    for number, cells in enumerate(lines[1:], 2):
         if not any(cell.strip() for cell in cells):
             continue
         try:

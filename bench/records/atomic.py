@@ -43,7 +43,8 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
     Parameters
     ----------
     path : path
-        The file, which need not exist; a link is followed.
+        The file, which need not exist; a link is followed.  A device or a pipe is written to,
+        and stays one.
     data : str or bytes
         Its contents; text is written as UTF-8, and the bytes of a path as they are.
     mode : int, optional
@@ -54,15 +55,19 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
     OSError
         When it cannot be written; the error names `path`, not its part.
     """
+    whole = data.encode(errors="surrogateescape") if isinstance(data, str) else data
     try:
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            with open(path, "wb") as device:
+                device.write(whole)
+            return
         final = Path(os.path.realpath(path))
         if final.is_symlink():    # in a loop of links, which has no end
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         # Each writer has a part of its own; the last one to end determines the contents.
         part = final.with_name(f"{final.stem}-{secrets.token_hex(4)}{final.suffix}.part")
         with _written(final, part, mode) as descriptor:
-            _write(descriptor, data.encode(errors="surrogateescape")
-                   if isinstance(data, str) else data)
+            _write(descriptor, whole)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

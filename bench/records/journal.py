@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError
-from bench.records import atomic, run_file
+from bench.records import atomic
 from mm3d.console import complain
 
 NAME = "journal.jsonl"
@@ -175,7 +175,7 @@ def claim_folder(out: str | os.PathLike, comm) -> Path:
 
 def _open_and_claim(folder: Path) -> None:
     """Open the journal of a folder, and lock it unless the parent of this process has."""
-    run_file.check_folder(folder)
+    check_folder(folder)
     _open[folder] = Journal(folder)
     if not _open[folder].held_by_parent():
         _open[folder].claim()
@@ -240,3 +240,56 @@ def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def utc_now() -> str:
     """Return the time, UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat()
+
+
+def check_folder(folder: str | os.PathLike, what: str = "results folder",
+                 option: str = "--out", keep: bool = False) -> Path:
+    """Make `folder` if need be, and make sure that files can be written in it.
+
+    A folder that it made and that is empty when the program ends is removed, unless `keep`: a
+    refused command leaves nothing behind.
+
+    Parameters
+    ----------
+    what, option : str
+        A name for the folder, and the option that sets it, for the message of the error.
+
+    Raises
+    ------
+    StoreError
+        When files cannot be written in it.
+    """
+    folder = Path(folder)
+    try:
+        made = [one for one in (folder, *folder.parents) if not one.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        atexit.register(_remove_empty, [] if keep else made)
+        atomic.probe_folder(folder)
+    except OSError as error:
+        raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
+                         f"with {option}") from error
+    return folder
+
+
+def check_file(file: str | os.PathLike, option: str) -> None:
+    """Make sure that the file of an `option` can be written, before the work that fills it.
+
+    Raises
+    ------
+    StoreError
+        When it is a folder, or its folder cannot be written.
+    """
+    path = Path(file)
+    if path.is_dir():
+        raise StoreError(f"{option} {file} is a folder: the name of a file would do")
+    if path.is_file() or not path.exists():    # else a device or a pipe
+        check_folder(path.parent, f"the folder of {option},", option)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove nested folders that are empty, the innermost first."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:    # it holds something, or somebody else removed it
+            return

@@ -5,7 +5,6 @@ written again.  So neither a kill, nor a full disk, nor a second writer loses an
 finished.  ``bench/records/README.rst`` describes the schema.
 """
 
-import atexit
 import io
 import os
 import stat
@@ -30,44 +29,6 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"    # the first bytes of every file that `write_
 DAMAGE = (OSError, RuntimeError, MemoryError)
 UNLIKE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError)
 MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
-
-
-def check_folder(folder: str | os.PathLike, what: str = "results folder",
-                 option: str = "--out", keep: bool = False) -> Path:
-    """Make `folder` if need be, and make sure that files can be written in it.
-
-    A folder that it made and that is empty when the program ends is removed, unless `keep`: a
-    refused command leaves nothing behind.
-
-    Parameters
-    ----------
-    what, option : str
-        A name for the folder, and the option that sets it, for the message of the error.
-
-    Raises
-    ------
-    StoreError
-        When files cannot be written in it.
-    """
-    folder = Path(folder)
-    try:
-        made = [one for one in (folder, *folder.parents) if not one.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        atexit.register(_remove_empty, [] if keep else made)
-        atomic.probe_folder(folder)
-    except OSError as error:
-        raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
-                         f"with {option}") from error
-    return folder
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove nested folders that are empty, the innermost first."""
-    for folder in folders:
-        try:
-            folder.rmdir()
-        except OSError:    # it holds something, or somebody else removed it
-            return
 
 
 def write_run(run: Measurements, folder: str | os.PathLike, name: str) -> Path:

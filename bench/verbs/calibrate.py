@@ -13,7 +13,8 @@ from bench.prediction.calibration.record import read_calibration
 from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import LogFile
 from bench.reports.log_tables import log_parts
-from bench.command_line import measuring
+from bench.command_line import measuring, options
+from bench.command_line.number_types import refused
 from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
 from mm3d.transport.node_words import in_place_collectives
@@ -43,8 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def log_file(text: str) -> LogFile:
     """Return the log that ``FILE``, ``LINK=FILE`` or ``LINK:RANKS=FILE`` names."""
-    found = re.fullmatch(r"(node|network)(?::(\d+))?=(.+)", text)
-    return LogFile(found[3], found[1], int(found[2] or 0)) if found else LogFile(text)
+    place, equals, file = text.partition("=")
+    if not equals or "/" in place or Path(text).exists():
+        return LogFile(text)
+    if found := re.fullmatch(r"(node|network)(?::([1-9]\d{0,6}))?", place):
+        return LogFile(file, found[1], int(found[2] or 0))
+    raise refused(text, "FILE, LINK=FILE or LINK:RANKS=FILE, where LINK is node or network,")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -57,6 +62,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
                          f"or leave it out")
     if arguments.logs and arguments.samples:
         raise UsageError("--from and --samples: one of them would do")
+    if arguments.logs or arguments.samples:
+        options.refuse(arguments, ("stall", "cluster"), "nothing is measured: leave it out")
     if arguments.logs:
         path = Path(arguments.out)
         machine_file.check_writable(path, comm)

@@ -12,6 +12,7 @@ from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
 from bench.prediction.model_file import ModelFile
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
+from bench.records.journal import check_folder
 from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.plans import training_plans
 from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
@@ -89,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When there are fewer than 2 ranks or no plan to print.
     """
+    if arguments.pictures:
+        check_folder(arguments.pictures, "the pictures' folder", "--pictures")
     if "help" in (arguments.machine, arguments.model, arguments.rules):
         return _formats(arguments)
     if arguments.rules:

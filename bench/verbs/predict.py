@@ -10,6 +10,7 @@ from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.prediction import machine_model
 from bench.document import Notes
+from bench.records.journal import check_folder
 from bench.reports.figures import style
 from mm3d.console import say
 from mm3d.schemes import registry
@@ -105,6 +106,8 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     from bench.prediction.paper_fit import predict_tables
     from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
+    if arguments.pictures:
+        check_folder(arguments.pictures, "the pictures' folder", "--pictures")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     parts = [tables.prediction_table(outcome, name) for name in HEADINGS if name in wanted]
     arguments.show([*parts, *tables.prediction_remarks(outcome)])
@@ -115,7 +118,7 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
 
 
 def _pipelines(arguments: argparse.Namespace) -> int:
-    """Print predictions of the paper's rows, layers divided among pipeline stages; return 0."""
+    """Print predictions of the paper's rows, layers divided among pipeline stages; 1 for none."""
     from bench.prediction.paper_fit import predict_tables
     from bench.prediction.paper_pipelines import predict_rows
     from bench.reports.predicted_pipelines import row_parts
@@ -128,7 +131,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)
     arguments.show(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing))
-    return 0
+    return int(not found)
 
 
 def _steps(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Print the tables of a folder of results, or draw its figures, or write all into an HTML page."""
 
 import argparse
+from pathlib import Path
 
 from bench.command_line import options
 from bench.errors import UsageError
@@ -44,6 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} would do nothing here: "
                              + (f"give --{needed} too, or leave it out" if needed else
                                 "it is of tables; leave --figures and --page out"))
+    if arguments.out:
+        path = Path(arguments.out)
+        if path.is_dir() or not path.parent.is_dir():
+            raise UsageError(f"--out {path}: a file in a folder that is there would do")
     left_out: list[Exception] = []
     if draws:
         drawn, left_out = every_figure.draw_figures(

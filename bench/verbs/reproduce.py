@@ -23,7 +23,7 @@ from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
 from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
-from bench.records import run_file
+from bench.records import journal
 from bench.records.journal import Journal, Reproduction
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
@@ -103,10 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
         return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
+    row_options.check_share(arguments)
     cases = make_cases(arguments)
     check_cluster(cases)
     check_verifiable(cases)
-    out = run_file.check_folder(arguments.out)
+    out = journal.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
     resume.remove_parts_of_files(out)

@@ -180,6 +180,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         given |= {name: getattr(named, name) for name in ("tied", "experts", "architecture")}
     plan = Plan(**{**start.settings(), **given})
     refuse_without_effect(plan, config_options.read(Division, arguments))
+    for name in ("save_every", "keep"):
+        value = getattr(arguments, OPTIONS.get(name, name))
+        if arguments.checkpoints == "none" and value is not None:
+            raise UsageError(f"{option_of(name)} {value} would do nothing here: --checkpoints DIR "
+                             f"would do, or leave it out")
     return plan
 
 

@@ -46,6 +46,16 @@ def keep_plain_numbers(record: Any) -> None:
         object.__setattr__(record, field.name, plain_number(getattr(record, field.name)))
 
 
+def check_types(record: Any) -> None:
+    """Raise ValueError for fields of a dataclass that are no truth value, or no whole number."""
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if one.type is bool and value not in (True, False):    # "no" would count as true
+            raise ValueError(f"{one.name}={value!r}: True or False would do")
+        if one.name in ("seed", "ignored") and not isinstance(value, numbers.Integral):
+            raise ValueError(f"{one.name}={value!r} should be a whole number")
+
+
 class PlainNumbers:
     """Convert each number that is set as an attribute to Python's."""
 

@@ -17,6 +17,7 @@ from mm3d.checkpoints.saving import check_whole
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
+from mm3d.model.parameters import comm_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     UserWarning
         On rank 0, about differences that change the training alone, and about unknown facts.
     """
-    folder, comm = Path(folder), model.comm
+    folder, comm = Path(folder), comm_of(model, "restore")
     with same_arguments(comm, "restore") as given:
         step = step if step is None else check_whole("step", step, 0)
         given |= {"folder": str(folder), "step": step}

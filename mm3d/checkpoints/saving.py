@@ -14,6 +14,7 @@ from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.checkpoints.writer import Writer
 from mm3d.grid.agreement import same_arguments
+from mm3d.model.parameters import comm_of
 
 
 def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None = None,
@@ -59,7 +60,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     UserWarning
         On rank 0, of what could not be removed, and of another job that saves there.
     """
-    folder, comm = Path(folder), model.comm
+    folder, comm = Path(folder), comm_of(model, "save")
     with same_arguments(comm, "save") as given:
         step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
         keep = check_whole("keep", keep, 1)

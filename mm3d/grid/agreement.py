@@ -7,6 +7,7 @@ model in silence.
 import dataclasses
 import hashlib
 import numbers
+import os
 import zlib
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -81,6 +82,8 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     ValueError
         On every rank alike, unless the facts are the same on all.
     """
+    if comm == MPI.COMM_NULL or not hasattr(comm, "size"):
+        raise TypeError(f"{call}: {comm!r} is no communicator of ranks, as MPI.COMM_WORLD is")
     if isinstance(comm, DryCommunicator) or comm.size == 1:
         return largest
     facts = {"call": call} | {name: text_of(value) for name, value in given.items()} | refused
@@ -91,6 +94,12 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))
     return float(found[2])
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of the environment that all ranks should have alike, where set."""
+    return {name: os.environ[name] for name in ("MM3D_TRANSPORT", "MM3D_NODE_SIZE")
+            if name in os.environ}
 
 
 def checksum(a: np.ndarray) -> str:

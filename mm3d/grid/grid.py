@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
-from mm3d.grid.agreement import same_arguments
+from mm3d.grid.agreement import same_arguments, variables
 from mm3d.grid.axis import Axis, TrafficCounts
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import (IN_NODES, choose_device, choose_transport,
@@ -140,7 +140,7 @@ class Grid(GridAxes):
                 raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
                                  f"communicator has {comm.size}: start that many ranks, or give "
                                  f"sizes whose product is {comm.size}")
-            given |= {"backend": self.backend.name, "sizes": self.shape}
+            given |= {"backend": self.backend.name, "sizes": self.shape} | variables()
         if not isinstance(comm, DryCommunicator):
             choose_device(comm, self.backend)
         self.size, self.rank = comm.size, comm.rank

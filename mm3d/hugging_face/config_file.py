@@ -42,7 +42,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} is not there: give a {CONFIG} of Hugging Face, or the "
                                 f"folder that has it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no configuration: an object with a model_type would do")
@@ -127,6 +127,9 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
                          f"{own}; model_type {', '.join(FAMILIES)} would do")
     given = {**family.defaults, **config}
     refused = [f"{key}={config[key]!r}" for key in config if key not in family.known]
+    if not isinstance(given["tie_word_embeddings"], bool):
+        refused.append(f"tie_word_embeddings={given['tie_word_embeddings']!r} (true or false "
+                       f"would do)")
     refused += [f"{key}={given[key]!r} ({' or '.join(map(repr, values))} would do)"
                 for key, values in (DECODER | family.only).items()
                 if key in given and given[key] not in values]
@@ -140,15 +143,19 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
         raise ValueError(f"{name} has features that nothing here computes: {', '.join(refused)}")
     sizes = {field: _size(name, key, given.get(key)) for field, key in family.sizes.items()}
     found = {field: _plain_size(name, field, value, sizes) for field, value in found.items()}
-    return sizes | {"tied": bool(given["tie_word_embeddings"]),
+    return sizes | {"tied": given["tie_word_embeddings"],
                     "architecture": Architecture(**found),
                     "experts": _experts(name, given, family.experts) if family.experts else None}
 
 
 def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     """Return the base and the scaling of rotary embeddings; append what is not known."""
-    every = given.get("rope_parameters") or {}    # as of transformers 5
-    scaling = dict(every or given.get("rope_scaling") or {})
+    # as of transformers 5, and before
+    scaling = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        refused.append(f"rope_scaling={scaling!r} (an object would do)")
+        return {}
+    scaling = dict(scaling)
     found = {"rotary_base": scaling.pop("rope_theta", given["rope_theta"]),
              "rotary_scaling": None}
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
@@ -170,7 +177,11 @@ def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 def _window(given: Mapping[str, Any], layers: Any, refused: list[str]) -> int | None:
     """Return the window of attention; append what differs between layers."""
     window = given.get("sliding_window") if given.get("use_sliding_window", True) else None
-    kinds = {*(given.get("layer_types") or ())}
+    types = given.get("layer_types") or ()
+    if not isinstance(types, (list, tuple)):
+        refused.append(f"layer_types={types!r}")
+        return None
+    kinds = {*map(str, types)}
     if kinds - {"full_attention", "sliding_attention"}:
         refused.append(f"layer_types={sorted(kinds)}")
     elif len(kinds) > 1:

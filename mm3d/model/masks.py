@@ -11,6 +11,8 @@ from typing import Iterator
 
 import numpy as np
 
+from mm3d.arrays.plain_numbers import is_number
+
 BITS = 16             # a probability is rounded to a multiple of 2^-16
 BLOCK_FEATURES = 64   # features of a block of one stream
 _WORDS = BLOCK_FEATURES * BITS // 64
@@ -45,7 +47,7 @@ def dropped_of_65536(probability: float) -> int:
     ValueError
         When it is no probability, or too near 1 to be told from it in 16 bits.
     """
-    if not 0 <= probability < 1 - 2.0 ** -BITS:
+    if not (is_number(probability) and 0 <= probability < 1 - 2.0 ** -BITS):
         raise ValueError(f"dropout={probability!r}: a probability of at least 0 and below "
                          f"1 - 2^-{BITS} would do")
     return round(probability * 2 ** BITS)

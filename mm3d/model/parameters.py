@@ -310,3 +310,12 @@ def round_into(a: Array, out: Array) -> Array:
     """Copy `a` into `out`, of its shape, rounded to the type of `out`; return `out`."""
     out[...] = namespace(a).astype(a, out.dtype, copy=False)
     return out
+
+
+def comm_of(model: Any, call: str) -> Any:
+    """Return the communicator of a model; TypeError, naming the call, when it is no model."""
+    try:
+        return model.comm
+    except AttributeError:
+        raise TypeError(f"{call}: {type(model).__name__} is no model, as mm3d.GPT(...) is"
+                        ) from None

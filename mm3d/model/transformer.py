@@ -7,6 +7,7 @@ import numpy as np
 
 from mm3d.arrays.backend import DTYPES, Array, host_dtype
 from mm3d.arrays.host_arrays import check_real, check_unmasked
+from mm3d.arrays.plain_numbers import check_types
 from mm3d.grid.activations import Context
 from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import TrafficCounts
@@ -112,6 +113,7 @@ class Transformer(Trained):
             given |= stack.fields()
         self.sizes = stack.sizes
         self.sizes.check()
+        check_types(stack)
         if stack.architecture.window and not stack.causal:
             raise ValueError(f"window={stack.architecture.window} of positions before one's own: "
                              f"causal=True would do, or window=None")
@@ -262,6 +264,8 @@ class Transformer(Trained):
 
     def _check_block(self, name: str, a: Array) -> None:
         """Raise ValueError unless `a` has the shape and dtype of this rank's block."""
+        if not hasattr(a, "dtype"):
+            raise TypeError(f"{name}: {type(a).__name__} is no array, as model.shard(X) gives it")
         dtype = host_dtype(a)
         check_unmasked(name, a)
         if tuple(a.shape) != self._block or dtype != self.dtype:

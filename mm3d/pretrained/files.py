@@ -100,7 +100,7 @@ def _places(folder: Path) -> dict[str, Path]:
         try:
             every = json.loads((folder / INDEX).read_bytes())["weight_map"]
             files = {name: folder / file for name, file in every.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{folder / INDEX} is no index of safetensors files") from error
         lost = sorted({file.name for file in files.values() if not file.is_file()})
         if lost:

@@ -160,7 +160,8 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
     Raises
     ------
     ValueError
-        When the scheme has no products of plain matrices, or cannot use the grid.
+        When the scheme has no products of plain matrices, or cannot use the grid; when a size is
+        so small that ranks have nothing to multiply.
     RuntimeError
         When blocks and events do not agree, which is an error of the program.
 
@@ -178,11 +179,17 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
     first, recorded = run_dry(scheme, grid, lambda own: make(own, form, shape, backward),
                               (Gemm, Collective))
     replay = Replay("ab" if form in LAYERS else form, grid, first.layouts, shape)
+    stored = replay.stored("ABC" if backward else "AB")
+    try:
+        steps = tuple(replay.steps(recorded, backward))
+    except (RuntimeError, IndexError) as error:
+        if min(shape) >= grid.ranks:
+            raise
+        raise ValueError(f"--shape {','.join(map(str, shape))}: some of the {grid.ranks} ranks "
+                         f"have nothing to multiply: sizes from {grid.ranks} would do") from error
     return Story(scheme.name, form, grid, replay.shapes,
                  {name: layout.spec for name, (layout, _) in first.layouts.items()},
-                 replay.stored("ABC" if backward else "AB"),
-                 tuple(replay.steps(recorded, backward)),
-                 _closed_form(scheme, grid, form, shape, backward))
+                 stored, steps, _closed_form(scheme, grid, form, shape, backward))
 
 
 def _matrix_product(scheme: Scheme, form: str, shape: tuple[int, int, int],

@@ -8,10 +8,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.arrays.plain_numbers import PlainNumbers, check_types
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, same_arguments
 from mm3d.model.cross_entropy import Targets
+from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
@@ -93,6 +94,9 @@ class GPT(PlainNumbers, Staged):
                       for name in part.__dataclass_fields__ if name not in OF_MESH}
             check_vocabulary(model.vocab, model.label_smoothing, model.z_loss)
             check_scheme(mesh.scheme, model.tied)
+            check_experts_given(model.experts, model.layers)
+            check_types(model)
+            check_types(how)
         self.config, self.mesh, self.comm = config, mesh, mesh.comm
         self._own_mesh = mesh if isinstance(where, Config) else None
         self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
@@ -296,6 +300,9 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
     """Return the mesh and the configuration that the parameters of `GPT` say."""
     if not isinstance(where, Config):
         refuse_of_mesh(given)
+        if not isinstance(where, Mesh):
+            raise TypeError(f"GPT: {type(where).__name__} is no mesh: GPT(mm3d.Mesh(comm, ...), "
+                            f"layers=...) would do")
         return where, Config.of(given)
     if comm is None or given:
         raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.plain_numbers import is_number
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import CrossEntropy, Targets
@@ -151,7 +152,7 @@ def check_scheme(scheme: Any, tied: bool) -> None:
 def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
     """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
     check_whole("vocab", vocab)
-    if not 0 <= label_smoothing < 1:
+    if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
-    if not 0 <= z_loss < math.inf:
+    if not (is_number(z_loss) and 0 <= z_loss < math.inf):
         raise ValueError(f"z_loss={z_loss!r} should be a number of at least 0")

@@ -34,9 +34,10 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
         is negative or above `peak`.
     """
     peak, floor = plain_number(peak), plain_number(floor)
-    check_range("step", step, step >= 0, "at least 0")
-    check_range("warmup", warmup, 0 <= warmup <= steps, f"0 to {steps}, the number of steps,")
-    check_range("floor", floor, 0 <= floor <= peak, f"0 to {peak}, the peak,")
+    check_range("step", step, lambda step: step >= 0, "at least 0")
+    check_range("warmup", warmup, lambda warmup: 0 <= warmup <= steps,
+                f"0 to {steps}, the number of steps,")
+    check_range("floor", floor, lambda floor: 0 <= floor <= peak, f"0 to {peak}, the peak,")
     top, last = max(0, warmup - 1), steps - 1
     if step == top:
         return peak

@@ -14,6 +14,7 @@ from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers
 from mm3d.grid.agreement import same_arguments, text_of
+from mm3d.model.parameters import comm_of
 from mm3d.training.loss_scaling import LossScaling, check_masters
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
@@ -76,7 +77,7 @@ class Optimizer(PlainNumbers, ABC):
                  decays: Callable[[Any], bool] = decays) -> None:
         self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip or None
         self.loss_scaling, self.decays = loss_scaling, decays
-        with same_arguments(model.comm, type(self).__name__) as given:
+        with same_arguments(comm_of(model, type(self).__name__), type(self).__name__) as given:
             given |= {name: value for name, value in vars(self).items()
                       if name not in ("model", "loss_scaling")}
             given["loss_scaling"] = loss_scaling and vars(loss_scaling)
@@ -97,10 +98,10 @@ class Optimizer(PlainNumbers, ABC):
 
     def _check(self) -> None:
         """Raise ValueError for numbers out of range, and for models that it cannot train."""
-        check_range("lr", self.lr, 0 <= self.lr < math.inf, "at least 0")
-        check_range("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf,
+        check_range("lr", self.lr, lambda lr: 0 <= lr < math.inf, "at least 0")
+        check_range("weight_decay", self.weight_decay, lambda decay: 0 <= decay < math.inf,
                     "at least 0")
-        check_range("clip", self.clip, self.clip is None or self.clip >= 0,
+        check_range("clip", self.clip, lambda clip: clip is None or clip >= 0,
                     "at least 0, or None")
         if self.loss_scaling is not None:
             check_masters(self.model, "loss_scaling", "gradients divided by the factor")
@@ -231,7 +232,8 @@ class SGD(Optimizer):
 
     def _check(self) -> None:
         super()._check()
-        check_range("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
+        check_range("momentum", self.momentum, lambda momentum: 0 <= momentum < 1,
+                    "at least 0 and below 1")
 
     def options(self) -> dict[str, float | int | str]:
         return super().options() | {"momentum": self.momentum}
@@ -279,15 +281,15 @@ class AdamW(Optimizer):
 
     def __init__(self, model: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01, **options: Any) -> None:
-        self.betas, self.eps = tuple(betas), eps
+        self.betas, self.eps = tuple(betas) if hasattr(betas, "__iter__") else (betas,), eps
         super().__init__(model, lr, weight_decay, **options)
 
     def _check(self) -> None:
         super()._check()
         check_range("betas", self.betas,
-                    len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+                    lambda betas: len(betas) == 2 and all(0 <= b < 1 for b in betas),
                     "two numbers of at least 0 and below 1")
-        check_range("eps", self.eps, 0 < self.eps < math.inf, "above 0")
+        check_range("eps", self.eps, lambda eps: 0 < eps < math.inf, "above 0")
         check_masters(self.model, "AdamW", "squares of gradients")
 
     def options(self) -> dict[str, float | int | str]:
@@ -330,9 +332,13 @@ class AdamW(Optimizer):
         xp.subtract(w, scratch, out=w)
 
 
-def check_range(name: str, value: Any, good: bool, wanted: str) -> None:
-    """Raise ValueError with one line for a number that is out of range."""
-    if not good:
+def check_range(name: str, value: Any, good: Callable[[Any], bool], wanted: str) -> None:
+    """Raise ValueError with one line for a number that is out of range, or no number."""
+    try:
+        fits = good(value)
+    except TypeError:
+        fits = False
+    if not fits:
         raise ValueError(f"{name}={value!r}: {wanted} would do")
 
 

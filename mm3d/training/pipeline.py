@@ -155,6 +155,8 @@ class Pipeline(Staged):
                     raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "
                                      f"their number")
                 schedule = build(schedule, mesh.shape["s"], microbatches)
+            elif not isinstance(schedule, Schedule):
+                raise TypeError(f"schedule={schedule!r}: a name or a Schedule would do")
         self.mesh, self.schedule = mesh, schedule
         experts, share = stack.experts, mesh.context.size if mesh.context else 1
         replicas = mesh.shape["d"] // share    # with other sequences

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from bench.__main__ import main, parser
+from bench import text_files
 from bench.errors import UsageError
 from bench.prediction import machine_model, schedule_costs
 from bench.records import atomic, run_file
@@ -48,6 +49,11 @@ def test_what_is_no_such_text_is_refused_in_one_line(reader, change, message):
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         read(str(path))
     assert "\n" not in str(caught.value) and "would do" in str(caught.value)
+
+
+def test_lists_in_lists_without_end_are_no_toml():
+    with pytest.raises(ValueError, match="too many lists or tables in each other"):
+        text_files.read_toml("a = " + "[" * 5000)
 
 
 def test_files_are_read_alike_in_every_locale(tmp_path):

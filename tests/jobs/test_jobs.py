@@ -15,7 +15,7 @@ from bench.cases import combined
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
-from bench.records import merged, run_file
+from bench.records import journal, merged, run_file
 from bench.reports import finish
 from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
@@ -585,7 +585,7 @@ def test_how_pipelines_and_trainings_stand(tmp_path, commands, capsys):
 def test_books_that_a_full_disk_has_torn(tmp_path):
     """Half a line is no line, and what follows begins on a new one."""
     mine = work(tmp_path, site_file(tmp_path))
-    run_file.check_folder(mine.folder)
+    journal.check_folder(mine.folder)
     standings.record_job(mine, "row", ROW.name, ROW.title, "6")
     with open(standings.submissions_file(mine), "a") as file:
         file.write('{"row": "weak-3d-p0')

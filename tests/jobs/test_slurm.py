@@ -13,7 +13,7 @@ from mpi4py import MPI
 import slurm_cluster
 from bench.cases import combined
 from bench.cases.selection import select_rows
-from bench.records import run_file
+from bench.records import journal, run_file
 from jobs.__main__ import main
 from records import computed_step
 from slurm_cluster import Cluster
@@ -63,7 +63,7 @@ def test_training_steps_on_meshes_that_have_no_result(cluster, tmp_path):
     """All but two are there already; these are predicted, verified and measured."""
     user = User(cluster, tmp_path, rows=("--table", "combined", "--ranks", "8"))
     cases = [replace(one, preset="tiny") for one in combined.list_cases() if one.ranks == 8]
-    run_file.check_folder(user.out)
+    journal.check_folder(user.out)
     for number, one in enumerate(cases, start=1):
         if number not in (3, 6):
             run_file.write_run(computed_step(number), user.out, one.name)

@@ -133,7 +133,7 @@ def find_rules(names: str, family: str = "gpt2") -> list[Rule]:
         text = path.read_text("utf-8")
         found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         return [_rule(names, *one) for one in found.items()]
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise error if isinstance(error, UsageError) else UsageError(
             f"--names {names} is no object of names in TOML or JSON: {error}") from error
 

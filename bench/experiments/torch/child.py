@@ -89,7 +89,10 @@ class TorchProcesses:
         except OSError as error:
             return f"--{library} {python}: {error.strerror}"
         line = self._process.stdout.readline()
-        about = json.loads(line) if line else {"problem": "it says above why"}
+        try:
+            about = json.loads(line) if line else {"problem": "it says above why"}
+        except ValueError:    # of a program that is no Python
+            about = {"problem": f"it answers {line.strip()!r}"}
         if "problem" in about:
             return (f"--{library} {python} could not {self.what}: {about['problem']}; an "
                     f"interpreter with {needed[library]} would do")

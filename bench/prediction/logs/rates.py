@@ -1,7 +1,6 @@
 """Read tables of the rates of products, in CSV: dtype, m, n, k, and seconds or operations."""
 
 import csv
-import io
 import math
 
 from bench.prediction.calibration.fit import Shape
@@ -44,9 +43,12 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
         return {}, [f"{name}:1: {wanted} would do, not {', '.join(columns)}"]
     found: dict[str, dict[Shape, float]] = {}
     problems = []
-    reader = csv.reader(io.StringIO(text))
-    next(row for row in reader if any(cell.strip() for cell in row))    # the heading
-    for row in reader:
+    try:
+        rows = [*enumerate(read_rows(text), 1)]
+    except ValueError as error:
+        return {}, [f"{name}: {error}"]
+    heads = [number for number, row in rows if any(cell.strip() for cell in row)]
+    for number, row in rows[heads[0]:]:
         if not any(cell.strip() for cell in row) or row[0].startswith("#"):
             continue
         try:
@@ -54,11 +56,19 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
                 raise ValueError(f"{len(row)} columns, where the heading has {len(columns)}")
             dtype, shape, seconds = _product(dict(zip(columns, row)), told[0])
         except ValueError as error:
-            problems.append(f"{name}:{reader.line_num}: {error}")
+            problems.append(f"{name}:{number}: {error}")
             continue
         known = found.setdefault(dtype, {})
         known[shape] = min(seconds, known.get(shape, math.inf))
     return found, problems
+
+
+def read_rows(text: str) -> list[list[str]]:
+    """Return the rows of a text in CSV, its lines ending as on any system; ValueError if none."""
+    try:
+        return list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
 
 
 def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:

@@ -53,6 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a schedule and its costs, and draw it; UsageError when that is not possible."""
+    if arguments.picture:
+        style.check_name(arguments.picture)
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))

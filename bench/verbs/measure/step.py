@@ -38,6 +38,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
         raise UsageError(f"--torch-parallel {','.join(kinds)} without --torch: the name of an "
                          f"interpreter that has PyTorch would do")
     case = config_options.read(Model, arguments)
+    if case.vocab < 2:
+        raise UsageError(f"--vocab {case.vocab}: at least 2 would do, so that there is something "
+                         f"to learn")
     if arguments.torch:
         beside.refuse_division(case, kinds, comm.size)
     measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,

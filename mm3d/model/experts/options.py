@@ -229,13 +229,13 @@ class ExpertOptions:
                              f"tokens would do")
 
 
-def check_experts_given(experts: Any) -> None:
-    """Check the argument `experts` of a model; None is right too.
+def check_experts_given(experts: Any, layers: Any = None) -> None:
+    """Check the argument `experts` of a model, perhaps of so many `layers`; None is right too.
 
     Raises
     ------
     ValueError
-        Unless it is None, or `mm3d.Experts` whose options are possible.
+        Unless it is None, or `mm3d.Experts` whose options are possible; when no layer has them.
     """
     if experts is None:
         return
@@ -243,6 +243,9 @@ def check_experts_given(experts: Any) -> None:
         raise ValueError(f"experts={experts!r} should be mm3d.Experts(...), such as "
                          f"mm3d.Experts(8), or None")
     experts.check()
+    if isinstance(layers, int) and 1 <= layers < experts.every:
+        raise ValueError(f"experts in one of every={experts.every} layers are in none of "
+                         f"layers={layers}: every={layers} or less would do")
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:

@@ -315,7 +315,8 @@ def test_a_model_is_fitted_again_to_the_samples_in_a_file(comm, tmp_path):
     assert set(again.scales["operation"]) >= {
         "product float64 16x8x32", "pass multiply 4096 bytes",
         "collective all_gather columns 2 ranks 2 apart 512 bytes"}
-    words = Namespace(out=str(tmp_path / "mine.toml"), samples=str(path), logs=None, machine=None)
+    words = Namespace(out=str(tmp_path / "mine.toml"), samples=str(path), logs=None, machine=None,
+                      stall=None, cluster=None)
     assert verb.run(words, comm) == 0
     machine = load_machine(str(tmp_path / "mine.toml"))
     assert machine.about.endswith("; emulated cluster, 2 nodes x 2 ranks, 50 Mbit/s")
@@ -340,5 +341,5 @@ def test_other_files_than_samples_are_refused(comm, shared_tmp_path):
                        (shared_tmp_path / "none.h5", "does not exist")):
         with pytest.raises(StoreError, match=said):
             verb.run(Namespace(out=str(shared_tmp_path / "new.toml"), samples=str(file),
-                               logs=None, machine=None), comm)
+                               logs=None, machine=None, stall=None, cluster=None), comm)
     assert not (shared_tmp_path / "new.toml").exists()

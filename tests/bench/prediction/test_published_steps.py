@@ -122,6 +122,14 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     assert problems[4].startswith("line 8: no global batch, micro batch, hidden size, ")
 
 
+def test_lines_of_any_system_are_read_and_what_is_no_csv_is_refused(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_bytes("\r".join([HEAD, *GOOD]).encode())
+    assert read_rows(str(path)) == read_rows(written(tmp_path, *GOOD))
+    with pytest.raises(UsageError, match="no CSV: field larger"):
+        read_rows(written(tmp_path, "1" * 200_000))
+
+
 def test_optional_columns_say_what_a_row_is(tmp_path):
     names = ",vocabulary,scheme,recompute,chunks,tied"
     rows, problems = read_rows(written(

@@ -59,6 +59,14 @@ def test_a_file_is_replaced_and_another_never(tmp_path):
     assert path.read_bytes() == b"new" and names(tmp_path) == ["a.toml"]
 
 
+def test_a_pipe_or_a_device_is_written_to_and_stays_one(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    atomic.replace(path, "text")
+    assert os.read(reader, 9) == b"text" and path.is_fifo() and names(tmp_path) == ["pipe"]
+    os.close(reader)
+
+
 @pytest.mark.parametrize("write", [atomic.create, atomic.replace])
 def test_what_finds_no_room_leaves_nothing(tmp_path, write):
     path = tmp_path / "a.h5"

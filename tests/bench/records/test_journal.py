@@ -309,7 +309,7 @@ def test_a_row_is_there_once_however_often_it_is_named():
     (["--rows", "weak:1d-sp", "--table", "strong"], "--rows weak:1d-sp --table strong: leave one"),
     (["--rows", "weak:1d-sp", "--scheme", "3d"], "--rows weak:1d-sp --scheme 3d: leave one"),
     (["--rows", "weak"], "--rows weak: give a table and a scheme, as in weak:3d"),
-    (["--rows", ""], "--rows : give a table and a scheme")])
+    (["--rows", ","], "--rows : give a table and a scheme")])
 def test_rows_are_named_in_one_way(comm, options, message):
     arguments = parser(["run"]).parse_args(["run", "--out", "/dev/null/out", *options])
     with pytest.raises(UsageError, match=message):

@@ -149,7 +149,7 @@ def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, monkeypatch, 
     draw_only(monkeypatch, "average-step-time")
     folder, before = tmp_path / "results", os.umask(mask)
     try:
-        run_file.check_folder(folder)
+        journal.check_folder(folder)
         path = run_file.write_run(made_up(ROW.row), folder, ROW.name)
         journal.Journal(folder).close()
         atomic.replace(folder / "machine.toml", "")

@@ -11,7 +11,7 @@ import pytest
 
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
-from bench.records import run_file
+from bench.records import journal, run_file
 from mutations import sets, spoils
 from records import format_tables, made_up
 from support import ROOT
@@ -168,8 +168,8 @@ def test_no_file_at_all(tmp_path):
 
 
 def test_folders_are_made_and_must_be_writable(tmp_path):
-    made = run_file.check_folder(tmp_path / "a" / "b")
+    made = journal.check_folder(tmp_path / "a" / "b")
     assert made.is_dir() and not list(made.iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written .Not a directory.*--out"):
-        run_file.check_folder(tmp_path / "file" / "results")
+        journal.check_folder(tmp_path / "file" / "results")

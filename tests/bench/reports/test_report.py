@@ -143,9 +143,8 @@ def test_the_verb_says_where_the_page_is(tmp_path, capsys):
     assert main(["report", str(folder), "--page", "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert out.read_text() == (folder / "report.html").read_text()
-    for wrong, why in ((tmp_path / "no" / "page.html", "No such file or directory"),
-                       (tmp_path, "Is a directory"), (out / "page.html", "Not a directory")):
+    for wrong in (tmp_path / "no" / "page.html", tmp_path, out / "page.html"):
         assert main(["report", str(folder), "--page", "--out", str(wrong)]) == 2
-        assert capsys.readouterr().err == f"error: {wrong}: {why}\n"
+        assert capsys.readouterr().err.startswith(f"error: --out {wrong}: a file in a folder that")
     assert main(["report", str(tmp_path), "--page"]) == 2
     assert re.search("error: no results in .*", capsys.readouterr().err)

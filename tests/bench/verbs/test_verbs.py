@@ -13,10 +13,11 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from bench import verbs
-from bench.__main__ import main, parser
+from bench import mpi, verbs
+from bench.__main__ import main, parser, refuse_different_words
 from bench.cases.selection import select_rows
 from bench.prediction.machine_model import load_machine
+from mm3d import selftest
 from mm3d.training.schedules import build
 from support import ROOT, run_python, run_ranks
 
@@ -169,6 +170,20 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("schedule --schedule zbh", "did you mean zb-h"), ("run --preset lap", "mean laptop?"),
          ("train --gate mixtrl", "did you mean mixtral?"), ("run --table wek", "mean weak?"),
          ("plan --ranks 8 --hidden 64 --machine long", "did you mean longhorn?"),
+         ("dry --ranks 8 --grid=", "--grid: its value is empty"),
+         ("dry --ranks 8 --hidden 64 --heads 5", "a multiple of --heads 5, such as 65"),
+         ("dry --ranks 8 --hidden 64 --layers 1 --experts 4", "in none of --layers 1: --expert"),
+         ("dry --ranks 8 --hidden 64 --experts 4 --shared-gate",
+          "--shared-gate without a shared expert: --shared-expert 1024 would do"),
+         ("train --checkpoints none --save-every 3", "--save-every 3 would do nothing here"),
+         ("calibrate --out a.toml --from netwrok:16=b", "where LINK is node or network"),
+         ("calibrate --out a.toml --from b --stall 5", "--stall 5: nothing is measured"),
+         ("measure step --vocab 1", "--vocab 1: at least 2 would do"),
+         ("measure layer --hidden 64 --torch /bin/echo", "an interpreter with torch and numpy"),
+         ("reproduce --preset tiny --software-share .5", "--software-share 0.5: waits and"),
+         ("report . --page --out .", "--out .: a file in a folder that is there"),
+         ("plan --ranks 8 --hidden 64 --pictures /dev/null", "folder /dev/null cannot be written"),
+         ("cube --shape 1", "some of the 8 ranks have nothing to multiply: sizes from 8"),
          *((old, f"{old} is called {new} now") for old, new in verbs.RENAMED.items())]
 
 
@@ -179,6 +194,43 @@ def test_a_wrong_word_is_refused_in_one_line(words, said, capfd):
     found = capfd.readouterr()
     assert ended.value.code == 2 and found.out == ""
     assert said in found.err and found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, said", [
+    ("MM3D_NODE_SIZE", "give the number of ranks"), ("MM3D_CLUSTER", "describes no cluster")])
+def test_a_wrong_variable_is_refused_in_one_line(name, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv(name, "nonsense")
+    assert main(["measure", "matmul", "--shape", "8", "--out", str(tmp_path)]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"error: {name}='nonsense'") and said in found
+    assert found.count("\n") == 1
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
+    monkeypatch.setattr(MPI, "COMM_WORLD", comm)
+    monkeypatch.setattr(sys, "argv", ["bench", "run", f"--seed={comm.rank}"])
+    with pytest.raises(SystemExit) as ended:
+        refuse_different_words()
+    said = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert ("differ in word 2 (--seed=0 on rank 0, --seed=1 on rank 1)" in said) == (not comm.rank)
+
+
+def test_an_interrupt_while_modules_are_imported_is_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", None)
+    mpi.expect_interrupt(True)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("words, name", [(["--help"], ""), ([], "MM3D_BACKEND")])
+def test_the_self_test_refuses_in_one_line(words, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["selftest", *words])
+    monkeypatch.setenv(name or "MM3D_TRANSPORT", "nonsense")
+    assert selftest.main() == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("error: ") and found.err.count("\n") == 1 and not found.out
 
 
 def test_old_names_are_no_verbs_and_new_ones_are():

@@ -120,6 +120,13 @@ def test_a_grid_that_cannot_be_is_refused_alike_on_all_ranks(comm):
             mm3d.Grid(comm, **shape)
 
 
+@pytest.mark.ranks(2)
+def test_ranks_that_would_use_different_transports_are_refused(comm, monkeypatch):
+    monkeypatch.setenv("MM3D_TRANSPORT", ("mpi", "shared")[comm.rank])
+    with all_refuse(comm, "the ranks differ in MM3D_TRANSPORT"):
+        mm3d.Grid(comm, x=2)
+
+
 @pytest.mark.ranks(4)
 def test_a_direction_that_the_grid_lacks(comm):
     with on_grid(comm, u=2, v=2) as grid:

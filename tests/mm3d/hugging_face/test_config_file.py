@@ -86,6 +86,9 @@ def test_llama_and_its_relatives(tmp_path):
     (QWEN2 | dict(use_sliding_window=True), ["max_window_layers=24"]),
     (QWEN2 | dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
     (QWEN2 | dict(layer_types=["chunked_attention"]), ["chunked_attention"]),
+    (QWEN2 | dict(layer_types=5), ["layer_types=5"]),
+    (LLAMA | dict(rope_scaling="linear", tie_word_embeddings="no"),
+     ["rope_scaling='linear' (an object", "tie_word_embeddings='no' (true or false"]),
     (MIXTRAL | dict(router_jitter_noise=0.1), ["router_jitter_noise=0.1"]),
     (QWEN2_MOE | dict(mlp_only_layers=[0], qkv_bias=False), ["mlp_only_layers=[0]", "qkv_bias"]),
     (LLAMA | dict(return_dict=True, output_attentions=False, is_encoder_decoder=True),
@@ -111,7 +114,7 @@ def test_files_that_are_no_configuration(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(FileNotFoundError, match=f"^{path}.* is not there: give a config.json"):
             mm3d.model_from_config(path, batch=1, seq=1)
-    for text, said in (("{", "no JSON"), ("[]", "no configuration")):
+    for text, said in (("{", "no JSON"), ("[]", "no configuration"), ("[" * 99999, "no JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=said):
             mm3d.model_from_config(tmp_path, batch=1, seq=1)

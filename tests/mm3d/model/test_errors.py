@@ -134,6 +134,7 @@ SIZES_THAT_CANNOT_BE = [
     ({"heads": 16}, ["hidden=8", "heads=16", "hidden=16"]),
     ({"dtype": "int32"}, ["'int32'", "float64, float32, float16"]),
     ({"dtype": "bfloat16"}, ["'bfloat16'", "float64, float32, float16", "install ml_dtypes"]),
+    ({"causal": "no"}, ["causal='no': True or False"]), ({"seed": None}, ["seed=None", "whole"]),
     ({"dtype": None}, ["None", "float64, float32, float16"])]
 
 
@@ -143,6 +144,33 @@ def test_models(refused, scheme, monkeypatch):
     for arguments, words in SIZES_THAT_CANNOT_BE:
         refused(lambda: mm3d.Transformer(scheme, **SIZES | arguments), *words,
                 grid=scheme.grid)
+
+
+@pytest.mark.ranks(1)
+def test_objects_of_another_kind(comm, model):
+    for call, said in ((lambda: mm3d.scheme("3d", 3), "3 is no communicator"),
+                       (lambda: mm3d.scheme("3d", MPI.COMM_NULL), "is no communicator"),
+                       (lambda: mm3d.GPT(comm, **SIZES), "GPT: .*comm is no mesh"),
+                       (lambda: mm3d.AdamW(None, lr=1), "AdamW: NoneType is no model"),
+                       (lambda: mm3d.save("a", None), "save: NoneType is no model"),
+                       (lambda: mm3d.restore("a", None), "restore: NoneType is no model"),
+                       (lambda: model.forward([1.0]), "x: list is no array")):
+        with pytest.raises(TypeError, match=said):
+            call()
+
+
+@pytest.mark.ranks(1)
+def test_models_of_tokens(comm):
+    mesh = mm3d.Mesh(comm, scheme="3d")
+    for name, value in (("tied", "no"), ("synchronous", "no"), ("ignored", 1.5),
+                        ("dropout", "x"), ("z_loss", "x"), ("label_smoothing", "x")):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            mm3d.GPT(mesh, **SIZES, **{name: value})
+    with pytest.raises(TypeError, match="schedule=5: a name or a Schedule"):
+        mm3d.GPT(mesh, **SIZES, schedule=5)
+    with pytest.raises(ValueError, match="every=2 layers are in none of layers=1"):
+        mm3d.GPT(mesh, **SIZES, experts=mm3d.Experts(4))
+    mesh.free()
 
 
 @pytest.fixture

@@ -320,7 +320,8 @@ def test_gradients_that_are_not_finite_are_named_before_anything_changes():
 
 @pytest.mark.parametrize("make, words", [
     (lambda m: mm3d.SGD(m, -1), "lr=-1"), (lambda m: mm3d.SGD(m, math.nan), "lr=nan"),
-    (lambda m: mm3d.SGD(m, 1, momentum=1), "momentum=1"),
+    (lambda m: mm3d.SGD(m, 1, momentum=1), "momentum=1"), (lambda m: mm3d.SGD(m, "1"), "lr='1'"),
+    (lambda m: mm3d.AdamW(m, 1, betas=0.9), "betas=.0.9,.: two numbers"),
     (lambda m: mm3d.AdamW(m, 1, clip=-1), "clip=-1: at least 0, or None would do"),
     (lambda m: mm3d.AdamW(m, 1, clip=math.nan), "clip=nan"),
     (lambda m: mm3d.AdamW(m, 1, betas=(0.9, 1)), "betas"), (lambda m: mm3d.AdamW(m, 1, eps=0),
