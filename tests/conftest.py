@@ -39,8 +39,8 @@ from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
 from mm3d import launcher
-from mm3d.arrays import backend
 from support import LIMIT, ROOT, gpu_problem, kill_running
+from used_backends import use_only
 
 # Tests that mean another transport, or both, say so.
 os.environ.setdefault("MM3D_TRANSPORT", "mpi")
@@ -163,7 +163,7 @@ def transport(request, monkeypatch) -> str:
 @pytest.fixture
 def no_backends():
     """No array library is in use yet; those of other tests are back after this one."""
-    with backend.use_only():
+    with use_only():
         yield
 
 

@@ -11,11 +11,10 @@ arrays, and faster `kernels` of model functions.  Neither changes what is comput
 
 import os
 import time
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable
 
 import numpy as np
 
@@ -283,26 +282,6 @@ def get(name: str | Backend | None = None) -> Backend:
     if name not in _backends:
         _backends[name] = _factories[name]()
     return _backends[name]
-
-
-@contextmanager
-def use_only(*backends: Backend) -> Iterator[None]:
-    """Use only these backends within the block, and others only after `get` makes them.
-
-    An array belongs to the first of them that owns it.  After the block the earlier backends are
-    in use again.
-    """
-    before = dict(_backends)
-    _backends.clear()
-    _owners.clear()
-    try:
-        for backend in backends:
-            get(backend)
-        yield
-    finally:
-        _backends.clear()
-        _backends.update(before)
-        _owners.clear()
 
 
 def backend_of(a: Array) -> Backend:

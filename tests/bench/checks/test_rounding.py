@@ -9,6 +9,7 @@ from bench.experiments.gpu import device_checks
 from bench.experiments.gpu.gpu_cases import Mode
 from mm3d.arrays import backend
 from mm3d.model import functional
+from used_backends import use_only
 
 
 def test_tf32_has_ten_binary_places():
@@ -46,13 +47,13 @@ def mode(request):
     dtype, tf32 = request.param
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-    with backend.use_only(PLAIN):
+    with use_only(PLAIN):
         yield Mode(Device(tf32), dtype, tf32)
 
 
 def run_step(library, dtype):
     """A step whose arrays are told apart from NumPy's by turns."""
-    with backend.use_only(library, PLAIN):
+    with use_only(library, PLAIN):
         return device_checks.run_model_step(library, dtype)
 
 

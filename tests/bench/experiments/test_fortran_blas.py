@@ -10,6 +10,7 @@ from mm3d.arrays import backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.tracing.events import Gemm, Observer
 from mm3d.tracing.observe import observed
+from used_backends import use_only
 
 
 class Products(Observer):
@@ -24,7 +25,7 @@ class Products(Observer):
 
 @pytest.fixture
 def library():
-    with backend.use_only(NumpyBackend()):
+    with use_only(NumpyBackend()):
         yield backend.get("numpy")
 
 

@@ -11,6 +11,7 @@ from mm3d.grid.split import Split
 from mm3d.model.saved_arrays import saved_arrays
 from models import SIZES, SOME
 from reference import on_grid
+from used_backends import use_only
 
 
 class Watched(np.ndarray):
@@ -57,7 +58,7 @@ def watched(monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # where the backend makes every array
     library = WatchedBackend()
     monkeypatch.setattr(Watched, "seen", set())
-    with backend.use_only(library):
+    with use_only(library):
         yield library
 
 
