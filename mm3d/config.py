@@ -3,10 +3,10 @@
 Each field says in its metadata what it is, so that command lines, titles and records need not.
 """
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Mapping, Self
 
-from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.arrays.plain_numbers import PlainFields
 from mm3d.model.architecture import FIELD, PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack, field_names, make_of_fields
@@ -25,7 +25,7 @@ def said(about: str, *default: Any, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(PlainFields):
     """State a GPT, and the batch of a step.
 
     Attributes
@@ -74,9 +74,6 @@ class Model:
     ignored: int = said("the target of positions that do not count", -1)
     architecture: Architecture = said("what the layers compute, if not those of 2019", PLAIN)
 
-    def __post_init__(self) -> None:
-        keep_plain_numbers(self)
-
     def settings(self) -> dict[str, Any]:
         """Return all fields as settings of a record, those of experts and architecture prefixed.
 
@@ -95,7 +92,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Division:
+class Division(PlainFields):
     """State how ranks divide a model, and when each works.
 
     It changes results by rounding alone.
@@ -141,14 +138,6 @@ class Division:
     in_flight: int = said("sums over replicas that go on while a rank computes", 0, least=0)
     synchronous: bool = said("wait until a message is taken before the next action", False)
     backend: Any = said("array library: numpy or cupy", None, nothing="MM3D_BACKEND, or numpy")
-
-    def __post_init__(self) -> None:
-        keep_plain_numbers(self)
-
-    def given(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        return {one.name: value for one in fields(self)
-                if (value := getattr(self, one.name)) != one.default}
 
     def __str__(self) -> str:
         grid = "x".join(map(str, self.grid or ()))

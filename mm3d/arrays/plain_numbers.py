@@ -40,10 +40,23 @@ def is_whole(value: Any, least: int = 1) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
 
 
-def keep_plain_numbers(record: Any) -> None:
+def check_whole(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless the value is a whole number of at least `least`."""
+    if not is_whole(value, least):
+        raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
+
+
+class PlainFields:
     """Convert the numbers in the fields of a dataclass, frozen or not, to Python's."""
-    for field in fields(record):
-        object.__setattr__(record, field.name, plain_number(getattr(record, field.name)))
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {one.name: value for one in fields(self)
+                if (value := getattr(self, one.name)) != one.default}
 
 
 def check_types(record: Any) -> None:

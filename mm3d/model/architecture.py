@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mm3d.arrays.plain_numbers import is_number, is_whole, keep_plain_numbers
+from mm3d.arrays.plain_numbers import PlainFields, is_number, is_whole
 
 INNER_FACTOR = 4    # of the features between the products of a perceptron to the hidden ones
 CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rotary"),
@@ -23,7 +23,7 @@ CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rotary"),
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(PlainFields):
     """State what the layers of a Transformer compute; the defaults are those of 2019.
 
     Attributes
@@ -77,17 +77,12 @@ class Architecture:
     def __post_init__(self) -> None:
         if isinstance(self.rotary_scaling, list):    # as files have it
             object.__setattr__(self, "rotary_scaling", tuple(self.rotary_scaling))
-        keep_plain_numbers(self)
+        super().__post_init__()
 
     @property
     def gates(self) -> int:
         """Return how many products up a perceptron has: 2 where one gates the other."""
         return 2 if self.perceptron == "swiglu" else 1
-
-    def given(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        return {one.name: value for one in fields(self)
-                if (value := getattr(self, one.name)) != one.default}
 
     def check(self) -> None:
         """Raise ValueError unless each field is possible, naming the first that is not."""

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Iterator
 
-from mm3d.arrays.plain_numbers import is_whole, keep_plain_numbers
+from mm3d.arrays.plain_numbers import PlainFields, check_whole
 from mm3d.model.architecture import (FIELD, INNER_FACTOR, PLAIN, Architecture,
                                      check_architecture)
 
 
 @dataclass(frozen=True)
-class ModelSizes(Mapping[str, Any]):
+class ModelSizes(PlainFields, Mapping[str, Any]):
     """Hold the sizes of a Transformer.
 
     It is a read-only mapping from names to sizes, so that ``Transformer(scheme, **sizes)`` and
@@ -38,9 +38,6 @@ class ModelSizes(Mapping[str, Any]):
     batch: int
     seq: int
     architecture: Architecture = PLAIN
-
-    def __post_init__(self) -> None:
-        keep_plain_numbers(self)
 
     def __repr__(self) -> str:
         return f"ModelSizes({', '.join(f'{name}={self[name]!r}' for name in self)})"
@@ -105,12 +102,6 @@ class ModelSizes(Mapping[str, Any]):
             check_whole(name, getattr(self, name))
         check_architecture(self.architecture)
         self.architecture.check_heads(self.hidden, self.heads)
-
-
-def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`."""
-    if not is_whole(value, least):
-        raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
 
 
 SIZES = tuple(field.name for field in fields(ModelSizes) if field.name != FIELD)

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Iterable, Mapping, Self, TypeVar
 
-from mm3d.arrays.plain_numbers import keep_plain_numbers
+from mm3d.arrays.plain_numbers import PlainFields
 from mm3d.model.architecture import FIELD, PLAIN, Architecture, gather_architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES, ModelSizes
@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(PlainFields):
     """State the layers of a Transformer, and the batch that it takes.
 
     Attributes
@@ -59,9 +59,6 @@ class Stack:
     dropout: float = 0.0
     experts: ExpertOptions | None = None
     architecture: Architecture = PLAIN
-
-    def __post_init__(self) -> None:
-        keep_plain_numbers(self)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

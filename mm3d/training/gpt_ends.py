@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.plain_numbers import is_number
+from mm3d.arrays.plain_numbers import check_whole, is_number
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import CrossEntropy, Targets
@@ -15,7 +15,6 @@ from mm3d.model.heads import Head, TiedHead
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
 from mm3d.model.rms_norm import make_norm
-from mm3d.model.sizes import check_whole
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule

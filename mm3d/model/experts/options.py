@@ -1,12 +1,12 @@
 """Define the options of mixture-of-experts layers, and check them."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.plain_numbers import is_number, is_whole, keep_plain_numbers
+from mm3d.arrays.plain_numbers import PlainFields, check_whole, is_number
 
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
@@ -16,7 +16,7 @@ BEST_OF_GROUP = 2    # whose scores are summed up to those of a group
 
 
 @dataclass(frozen=True)
-class ExpertDesign:
+class ExpertDesign(PlainFields):
     """State what a layer of experts has beside those of Switch and Mixtral; by default nothing.
 
     Attributes
@@ -47,14 +47,6 @@ class ExpertDesign:
     top_groups: int = 1
     factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        keep_plain_numbers(self)
-
-    def given(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        return {one.name: value for one in fields(self)
-                if (value := getattr(self, one.name)) != one.default}
-
     def check(self, count: int, top: int, gate: str) -> None:
         """Raise ValueError unless so many experts, with this gate, can have it.
 
@@ -67,7 +59,7 @@ class ExpertDesign:
             value = getattr(self, name)
             if value is None and name in ("width", "shared"):
                 continue
-            _check_integer(name, value, 1)
+            check_whole(name, value)
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate=True without a shared expert: shared=1024 would do, or "
                              "shared_gate=False")
@@ -99,7 +91,7 @@ PLAIN_DESIGN = ExpertDesign()
 
 
 @dataclass(frozen=True)
-class ExpertOptions:
+class ExpertOptions(PlainFields):
     """Hold the options of a model's mixture-of-experts layers; see `mm3d.Experts`.
 
     Attributes
@@ -157,9 +149,6 @@ class ExpertOptions:
     bias_rate: float = 1e-3
     design: ExpertDesign = PLAIN_DESIGN
 
-    def __post_init__(self) -> None:
-        keep_plain_numbers(self)
-
     @property
     def dropping_order(self) -> str:
         """Return the order in which an expert takes tokens: `order`, or the default."""
@@ -186,9 +175,9 @@ class ExpertOptions:
             Naming the first option that is not, its value and what would do.
         """
         for name in ("count", "top", "every"):
-            _check_integer(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name))
         if self.min_capacity is not None:
-            _check_integer("min_capacity", self.min_capacity, 0)
+            check_whole("min_capacity", self.min_capacity, 0)
         if self.top > self.count:
             raise ValueError(f"top={self.top} experts cannot be chosen among count={self.count}: "
                              f"top={self.count} at most would do")
@@ -246,12 +235,6 @@ def check_experts_given(experts: Any, layers: Any = None) -> None:
     if isinstance(layers, int) and 1 <= layers < experts.every:
         raise ValueError(f"experts in one of every={experts.every} layers are in none of "
                          f"layers={layers}: every={layers} or less would do")
-
-
-def _check_integer(name: str, value: Any, least: int) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`."""
-    if not is_whole(value, least):
-        raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
 
 
 def _check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
