@@ -25,7 +25,7 @@ from mm3d.model.architecture import PLAIN
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
-                                scale_add_backward, scale_backward, scale_forward)
+                                scale_backward, scale_forward)
 from mm3d.schemes.passes import ALONE, Pass
 
 
@@ -148,9 +148,8 @@ class LayerNorm:
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        backward = scale_backward if self.bias is None else scale_add_backward
-        dxhat, dgamma, *dbeta = backward(dy, xhat, gamma_l, self.empty(dy.dtype),
-                                         self.weight.has_master)
+        dxhat, dgamma, *dbeta = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
+                                               self.weight.has_master, self.bias is not None)
         for term in dbeta:
             (within or ALONE).accumulate_terms(self.bias, self.vector, term)
         (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)

@@ -170,23 +170,17 @@ def scale_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array,
     return out, b_l
 
 
-def scale_backward(dC: Array, A: Array, b_l: Array, out: Array,
-                   accumulate_float32: bool = False) -> tuple[Array, Array]:
+def scale_backward(dC: Array, A: Array, b_l: Array, out: Array, accumulate_float32: bool = False,
+                   added: bool = False) -> tuple[Array, ...]:
     """Compute dA = dC * b_l in `out`, and this rank's term of db, the sum of dC * A over its rows.
 
     dA needs the gathered b_l, not the stored block.  `accumulate_float32` is as in `add_backward`.
+    Where a vector was added to C, with `added`, its term is the third result.
     """
-    db = sum_products(_rows(dC), _rows(A), accumulate_float32)
+    sums = sum_rows_and_products if added else sum_products
+    found = sums(_rows(dC), _rows(A), accumulate_float32)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
-    return out, reshape(db, dC.shape[2:])
-
-
-def scale_add_backward(dC: Array, A: Array, b_l: Array, out: Array,
-                       accumulate_float32: bool = False) -> tuple[Array, Array, Array]:
-    """Compute dA and the term of db as `scale_backward`, and the term of what was added to C."""
-    added, db = sum_rows_and_products(_rows(dC), _rows(A), accumulate_float32)
-    scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
-    return out, reshape(db, dC.shape[2:]), reshape(added, dC.shape[2:])
+    return out, *(reshape(db, dC.shape[2:]) for db in (reversed(found) if added else [found]))
 
 
 @prefer_backend_kernel

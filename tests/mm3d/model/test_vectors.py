@@ -9,8 +9,8 @@ import pytest
 import mm3d
 from mm3d.grid.activations import Space
 from mm3d.model.joined_vectors import join_vectors
-from mm3d.model.vectors import (Vector, add_backward, add_forward, scale_add_backward,
-                                scale_backward, scale_forward)
+from mm3d.model.vectors import (Vector, add_backward, add_forward, scale_backward,
+                                scale_forward)
 from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
                        total, words)
 
@@ -122,7 +122,7 @@ def check_scaling(side, shape, unit):
     assert np.array_equal(C, rows.shard(A * b + b, grid)), side.where
     dC_local, expected = rows.shard(dC, grid), rows.shard(dC * b, grid)
     for out in (np.empty_like(A_local), dC_local):
-        same = scale_add_backward(dC_local, A_local, b_l, out=np.empty_like(out))
+        same = scale_backward(dC_local, A_local, b_l, np.empty_like(out), added=True)
         dA, terms = scale_backward(dC_local, A_local, b_l, out=out)
         db = vector.reduce_gradient(terms)
         assert np.array_equal(dA, expected) and np.array_equal(same[0], dA), side.where
