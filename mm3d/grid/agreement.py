@@ -46,12 +46,12 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
         block where all ranks raise the same.
     """
     given: dict[str, Any] = {}
-    problem = None
+    problem, refused = None, {}
     try:
         yield given
     except Exception as error:    # of any kind: the others wait
-        problem = error
-    refused = {} if problem is None else {REFUSED: _describe(problem)}
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        problem, refused = error, {REFUSED: f"{kind}{error}"}
     compare(comm, call, given, refused)
     if problem is not None:
         raise problem
@@ -142,11 +142,6 @@ def format_difference(found: Sequence[Facts]) -> str:
         ranks = [rank for rank, one in refused.items() if one == text]
         parts.append(f"refused on {format_ranks(ranks)}: {text}")
     return f"{calls[0]}: {'; '.join(parts)}"
-
-
-def _describe(error: Exception) -> str:
-    """Return the text of an error, with its type unless that is ValueError."""
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _by_value(values: Sequence[str]) -> str:

@@ -220,16 +220,10 @@ class Layout:
         `coords` are the other coordinates of the rank, by default those of this rank.
         """
         sizes, coords = _resolve_place(grid, coords)
-        return coords[self._along_diagonal] % sizes[self.diagonal]
-
-    @property
-    def _along_diagonal(self) -> str:
-        """Return the direction whose coordinate selects the rank on the diagonal.
-
-        It is the first direction of the last divided dimension, such as a vector's features;
-        earlier dimensions may be divided too, such as experts.
-        """
-        return next(letters[0] for letters in reversed(self.dims) if letters)
+        # The first direction of the last divided dimension, such as a vector's features, selects
+        # it; earlier dimensions may be divided too, such as experts.
+        along = next(letters[0] for letters in reversed(self.dims) if letters)
+        return coords[along] % sizes[self.diagonal]
 
 
 def _resolve_place(grid: GridShape | Grid, coords: Mapping[str, int] | None

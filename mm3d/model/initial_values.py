@@ -26,20 +26,11 @@ def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """
     weight = name.endswith(".weight")
     if weight and len(shape) > 1:
-        return 0, math.sqrt(_fan_in(name, shape))
+        # A router's weight, (experts, hidden), is stored by experts, like their own weights.
+        return 0, math.sqrt(shape[1] if ".experts." in name else shape[0])
     if name.endswith("router.bias"):
         return 0, math.inf    # no gradient changes it
     return float(weight), 10
-
-
-def _fan_in(name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of inputs of a weight: its rows, or the rows of one expert's weight.
-
-    The weight of a router, (experts, hidden), is stored by experts.
-    """
-    if ".experts." not in name:
-        return shape[0]
-    return shape[1]
 
 
 def gpt2_values(layers: int) -> InitialValues:
