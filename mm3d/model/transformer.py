@@ -209,12 +209,7 @@ class Transformer(Trained):
         Returns
         -------
         Array
-            This rank's block of the input's gradient.
-
-        Raises
-        ------
-        ValueError
-            When `dy` does not have the shape or dtype of this rank's block.
+            This rank's block of the input's gradient.  Errors as in `forward`.
         """
         return self._backward(dy, saved)
 

@@ -104,10 +104,8 @@ class Overlap(Pass):
 
     def progress(self) -> None:
         """Let MPI make progress on the collectives in flight."""
-        for pending in self._begun:
-            if pending.request is not None:    # one is enough, see `progress_of`
-                pending.progress()
-                return
+        if (move := progress_of(*self._begun)) is not None:
+            move()
 
     def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
@@ -177,10 +175,9 @@ class Overlap(Pass):
 
     def ab(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int = 1,
            keep: bool = False) -> tuple[Array, Array | None]:
-        """Compute C = A B (Algorithm 1) while the next weight is gathered.
+        """Compute C = A B (Algorithm 1) while the next weight is gathered, in `panels` of rows.
 
-        Each of several `panels` of rows is multiplied while the next panel of A is gathered and
-        the previous panel of C summed.  C is returned with A_il, or None if that is not kept.
+        C is returned with A_il, or None if that is not kept.
         """
         rows = RowPanels(a, c, panels)
         if rows.count > 1:
@@ -193,11 +190,7 @@ class Overlap(Pass):
     def ab_backward(self, dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
                     accumulate_float32: bool = False,
                     panels: int = 1) -> tuple[Array, Pending]:
-        """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may still be pending.
-
-        A is gathered during the product of dA; dA is summed, and the next
-        weight gathered, during the product of dB.
-        """
+        """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may be pending."""
         gathering: list[Operand] = []
 
         def begin_A() -> Operand:
