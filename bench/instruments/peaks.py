@@ -31,9 +31,7 @@ ROUNDS = 5          # samples; the best counts
 Step = tuple[Callable[[], Any], int]    # a call, and its operations or the bytes that it moves
 
 
-def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = None,
-                  make_sum: Callable[..., Step] | None = None,
-                  rate: Callable[..., float] | None = None, quick: bool = False) -> Group | None:
+def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False) -> Group | None:
     """Measure the group ``machine``: rates of matrix products and of memory; on rank 0.
 
     First one rank works while the others sleep, then as many ranks of each node as it has cores
@@ -51,18 +49,13 @@ def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = Non
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
-    caches : float, optional
-        Bytes of a node's last-level caches; by default as the system lists them.
-    make_sum, rate : callable, optional
-        Make the sum of arrays and measure a rate, as `add_arrays` and `best_rate` do.
     quick : bool
         Add arrays of `LEAST` bytes, however large the caches: reports leave such a rate out.
     """
     node = create_node_communicator(comm)
     at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers
                          else node.size)
-    if caches is None:
-        caches = cache_bytes() if backend.host_buffers else math.nan
+    caches = cache_bytes() if backend.host_buffers else math.nan
     total = node.bcast(summed_bytes(math.nan if quick else caches) if backend.host_buffers
                        else ON_DEVICE)
     workers = comm.Split(int(node.rank >= at_work), comm.rank)
@@ -77,8 +70,8 @@ def measure_peaks(backend: Backend, dtype: str, comm, caches: float | None = Non
             if works:
                 share = total // working if backend.host_buffers else total
                 step, amount = (_product(backend, dtype) if name == "gemm"
-                                else (make_sum or add_arrays)(backend, share))
-                best = (rate or best_rate)(step, amount, backend.synchronize, team)
+                                else add_arrays(backend, share))
+                best = best_rate(step, amount, backend.synchronize, team)
                 found[f"{name}_{who}"] = Variable(np.float64(best * working / sharing), units, ())
                 del step
         wait_patiently(comm)

@@ -32,7 +32,7 @@ def test_peaks_of_the_machine(comm):
 
 
 @pytest.mark.ranks(1, 4, slow=(8,))
-def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
+def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, monkeypatch):
     """The arrays that are in use at one time are as large with 8 ranks as with one, and a node's
     rates are those of its cores, which the ranks share."""
     def made(backend, total):
@@ -45,8 +45,10 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
 
     asked: list[int] = []
     teams: list[int] = []
-    find = functools.partial(peaks.measure_peaks, backend.get("numpy"), "float32", comm, 2.0 ** 26,
-                             made, rated)
+    monkeypatch.setattr(peaks, "cache_bytes", lambda: 2.0 ** 26)
+    monkeypatch.setattr(peaks, "add_arrays", made)
+    monkeypatch.setattr(peaks, "best_rate", rated)
+    find = functools.partial(peaks.measure_peaks, backend.get("numpy"), "float32", comm)
     group = find()
     everyone = comm.gather((asked, teams))
     if comm.rank:
