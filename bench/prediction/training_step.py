@@ -174,7 +174,8 @@ def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
 
 def _perceptron(scheme: str, grid: GridShape, one: ModelSizes) -> float:
     """Return the parameters of the perceptron of a layer on the first rank."""
-    vectors = (one.architecture.biases == "all") * (one.gates * one.inner + one.hidden)
+    how = one.architecture
+    vectors = (how.biases == "all") * (how.gates * one.inner + one.hidden)
     return (_words_of_weights(scheme, grid, expert_products(one)) + vectors
             ) / weight_parts(scheme, grid)
 

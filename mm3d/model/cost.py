@@ -258,7 +258,7 @@ def _moves_of(part: str, of: Words, sizes: ModelSizes, experts: ExpertOptions | 
 
 def _vectors_in(part: str, of: Words, sizes: ModelSizes) -> list[tuple[SpaceCosts, int]]:
     """List the vectors that the forward of a part uses, each with its space and length."""
-    gelu_adds = sizes.gates == 1    # the bias of the product up
+    gelu_adds = sizes.architecture.gates == 1    # the bias of the product up
     if part == "norm":
         return [(of.outer, sizes.hidden)] * vectors_of_norm(sizes)
     if part == "gelu":

@@ -91,11 +91,6 @@ class ModelSizes(PlainFields, Mapping[str, Any]):
         """Return the number of features between the products of a perceptron."""
         return self.architecture.inner or INNER_FACTOR * self.hidden
 
-    @property
-    def gates(self) -> int:
-        """Return how many products up a perceptron has: 2 where one gates the other."""
-        return self.architecture.gates
-
     def check(self) -> None:
         """Raise ValueError unless all sizes are at least 1, and those of heads fit."""
         for name in SIZES:

@@ -92,4 +92,4 @@ def _layer(build: Builder, stack: Stack, selective: bool,
     if experts is not None:
         return [attention, residual("mlp", [norm, experts.make_layer(build, "experts", sizes)])]
     return [attention, residual("mlp", [
-        norm, *perceptron_layers(build, "mlp", h, sizes.inner, sizes.gates, every)])]
+        norm, *perceptron_layers(build, "mlp", h, sizes.inner, how.gates, every)])]

@@ -22,7 +22,7 @@ def products_of(part: str, sizes: ModelSizes,
         routed = tuple(one._replace(M=experts.top * one.M)    # k rows for each token
                        for one in _perceptron(sizes, width))
         return routed if shared is None else routed + _perceptron(sizes, shared)
-    h, inner, gates, rows = sizes.hidden, sizes.inner, sizes.gates, sizes.tokens
+    h, inner, gates, rows = sizes.hidden, sizes.inner, sizes.architecture.gates, sizes.tokens
     unit = sizes.head * (sizes.group + 2)    # what comes before the last dimension stays whole
     heads = sizes.head * sizes.group
     found = {"qkv": ProductShape("up", rows, h, sizes.kv_heads * unit, (1, unit)),
