@@ -179,12 +179,10 @@ class Axis:
         self._count("reduce_scatter", a, a.size - out.size, self.size - 1)
         return out
 
-    def begin_reduce_scatter(self, a: Array, dim: int = 0,
-                             counts: list[int] | None = None) -> Pending:
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
         """Start a `reduce_scatter` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        counts = counts or block_lengths(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], total_length(counts))
         pending = self.transport.begin_reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)

@@ -105,7 +105,8 @@ def test_sums_of_16_bits_over_ranks_are_rounded_once(comm, transport, columns, d
         found["all_reduce"] = x.all_reduce(term.copy())
         for dim in (0, 1):
             found[f"reduce_scatter {dim}"] = x.reduce_scatter(term.copy(), dim)
-            found[f"begun {dim}"] = x.begin_reduce_scatter(term.copy(), dim).take()
+            even = [term.shape[dim] // 4] * 4
+            found[f"begun {dim}"] = x.begin_reduce_scatter(term.copy(), dim, even).take()
         found["uneven"] = x.reduce_scatter(term.copy(), 0, [2, 1, 0, 1])
         for name, made, add in (("placed", split.term, split.reduce_scatter),
                                 ("reduce_term", split.reduce_term, lambda a: x.reduce(a, 1)),

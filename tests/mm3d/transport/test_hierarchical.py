@@ -277,7 +277,8 @@ def test_memory_is_used_again(comm, monkeypatch):
     found = []
     with on_grid(comm, x=8) as grid:
         for _ in range(8):
-            sums = [grid.x.begin_reduce_scatter(np.ones(8 * LARGE)) for _ in range(2)]
+            sums = [grid.x.begin_reduce_scatter(np.ones(8 * LARGE), 0, [LARGE] * 8)
+                    for _ in range(2)]
             gathered = grid.x.prefetch(np.ones(LARGE), 0, [LARGE] * 8)
             grid.x.all_reduce(np.ones(2 * LARGE))
             assert all((one.take() == 8).all() for one in sums) and gathered.take().all()
