@@ -220,15 +220,7 @@ def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, f
 def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
     """Return how links and waits are slowed; None where ranks compute or no cluster is emulated.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks; rank 0 reads the machine.
-
-    Raises
-    ------
-    UsageError
-        On every rank, when ``--software-share`` is given where nothing can be slowed.
+    Parameters are those of `modelled_work`, errors also those of `check_share`.
     """
     share, cluster = arguments.software_share, Cluster.from_environment()
     check_share(arguments)
@@ -249,7 +241,7 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
 
 
 def check_share(arguments: argparse.Namespace) -> None:
-    """Raise UsageError when ``--software-share`` is given where nothing can be slowed."""
+    """Raise UsageError, on every rank, for ``--software-share`` where nothing can be slowed."""
     share = arguments.software_share
     if share and (Cluster.from_environment() is None or chosen_work(arguments) == "compute"):
         raise UsageError(f"--software-share {share:g}: waits and the links of an emulated cluster "

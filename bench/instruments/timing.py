@@ -78,7 +78,7 @@ class Repetitions:
         Repetitions before the first that counts.
     stop : callable, optional
         Called on rank 0 after each repetition, also of the warm-up; if it returns true, none
-        follows.
+        follows, even if there are fewer than the least number, or none that counts.
 
     Attributes
     ----------
@@ -130,8 +130,7 @@ class Measured:
         Seconds by which each rank began after the first one, the skew that the barrier leaves, for
         the same phases, repetitions and ranks.
     ended_by : str
-        The limit that ended it, "width", "repetitions" or "seconds"; "stopped" if `stop` of
-        `measure` did.
+        See `Repetitions`.
     clock_resolution, clock_offset_error : float
         Seconds, of the worst rank.
     """
@@ -184,11 +183,8 @@ def measure(step: Step, warmup: int, limits: Limits,
 
     Parameters
     ----------
-    warmup : int
-        Repetitions before the first that counts.
-    stop : callable, optional
-        Called on rank 0 after each repetition; if it returns true, none follows, even if there are
-        fewer than the least number, or none that counts.
+    warmup, stop
+        See `Repetitions`.
 
     Raises
     ------

@@ -133,10 +133,6 @@ class Pool(IdleMemory):
     A training step allocates the same sizes again and again.  Every view of an array from `take`
     keeps that array alive; when the last of them is gone its memory becomes idle.
 
-    After each `take` at most twice the bytes that were recently in use are idle, or 16 MiB if that
-    is more; memory is less than an eighth larger than the array needs, in whole units of
-    `granularity` bytes.
-
     Attributes
     ----------
     in_use, peak : int

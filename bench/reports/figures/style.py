@@ -112,16 +112,14 @@ def _write(path: str | os.PathLike, image: bytes) -> Path:
     return Path(path)
 
 
-def save_animation(path: str | os.PathLike, frames: Iterable[tuple[Callable[[], Any], int]],
-                   colours: int = 48) -> Path:
-    """Draw a picture that moves, a GIF, into a file; return the file.
+def save_animation(path: str | os.PathLike,
+                   frames: Iterable[tuple[Callable[[], Any], int]]) -> Path:
+    """Draw a picture that moves, a GIF of 48 colours, into a file; return the file.
 
     Parameters
     ----------
     frames : iterable of (callable, int)
         Functions that make the figure of each frame, and the milliseconds that it is shown.
-    colours : int
-        Colours of the file, from those of its first frames and the last.
 
     Errors are those of `save_picture`.
     """
@@ -129,10 +127,11 @@ def save_animation(path: str | os.PathLike, frames: Iterable[tuple[Callable[[], 
     makers, durations = zip(*frames)
     images = [Image.open(io.BytesIO(draw_image(make, "png", dpi=90))).convert("RGB")
               for make in makers]
+    # The colours are chosen from those of three frames.
     joined = Image.new("RGB", (images[0].width, 3 * images[0].height))
     for place, image in enumerate((images[0], images[len(images) // 2], images[-1])):
         joined.paste(image, (0, place * image.height))
-    palette = joined.quantize(colours, dither=Image.Dither.NONE)
+    palette = joined.quantize(48, dither=Image.Dither.NONE)
     first, *rest = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images)
     found = io.BytesIO()
     first.save(found, "gif", save_all=True, append_images=rest, duration=durations, loop=0,
