@@ -187,13 +187,7 @@ def _product(batch: int, a: DryArray, b: DryArray) -> Gemm:
 
 
 class WaitedRequest:
-    """A request of MPI that waits for the rank's own work before it ends.
-
-    Parameters
-    ----------
-    pending : Pending
-        The collective in flight.
-    """
+    """A request of MPI that waits for the rank's own work, then for the collective `pending`."""
 
     def __init__(self, pending: Pending, clock: WorkClock) -> None:
         self._pending, self._clock = pending, clock
