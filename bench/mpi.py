@@ -4,6 +4,7 @@ MPI libraries keep files in ``/dev/shm``, which stay there when a process is kil
 that only starts ``mpirun``, or an emulated cluster, must have none.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -29,7 +30,7 @@ def expect_interrupt(starting: bool) -> None:
     """Let an interrupt end a program that is `starting` with a word instead of a traceback."""
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
+            os.write(2, b"interrupted\n")    # what prints may be imported by half
         else:
             sys.__excepthook__(kind, error, trace)
     if starting:

@@ -283,7 +283,7 @@ def check_file(file: str | os.PathLike, option: str) -> None:
     if path.is_dir():
         raise StoreError(f"{option} {file} is a folder: the name of a file would do")
     if path.is_file() or not path.exists():    # else a device or a pipe
-        check_folder(path.parent, f"the folder of {option},", option)
+        check_folder(path.parent, f"{option}'s folder", option)
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -14,6 +14,7 @@ from mm3d.grid.shape import GridShape
 
 Setting = str | int | float | bool
 MOST_BYTES = 2 ** 30    # of a dataset: far more than any run has, yet any machine can read it
+FEW_LABELS = 32    # that are stored as they are
 
 
 @dataclass(frozen=True)
@@ -295,8 +296,16 @@ def parse_created(file: h5py.Group) -> str:
 
 
 def write_scale(group: h5py.Group, name: str, values) -> None:
-    """Write a dimension scale: the labels or numbers along the dimension `name`."""
-    group.create_dataset(name, data=values).make_scale(name)
+    """Write a dimension scale: the labels or numbers along the dimension `name`.
+
+    Many labels are compressed, which HDF5 does with texts of one length alone.
+    """
+    stored: dict[str, Any] = {}
+    if len(values) > FEW_LABELS and all(isinstance(one, str) for one in values):
+        encoded = np.char.encode(values, "utf-8")
+        values = encoded.astype(h5py.string_dtype("utf-8", encoded.dtype.itemsize))
+        stored = dict(chunks=values.shape, compression="gzip")
+    group.create_dataset(name, data=values, **stored).make_scale(name)
 
 
 def write_dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,

@@ -30,6 +30,7 @@ COMPILER_OPTIONS = ("--std=c++17",)
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
 MAX_ACROSS = 16384           # blocks beside each other that can sum columns
+SUM_BLOCKS = 2048            # that sum columns in all, if they are so many: two rounds of an H100
 MAX_THREADS = 1024           # of a block that computes a row
 ADAMW_PACKS = 8              # of 16 bytes, that a thread changes
 
@@ -269,7 +270,9 @@ class GpuKernels(GpuAttention):
         """
         (rows, cols), kind = _matrix_shape(a), self._sum_type(a)
         across = -(-cols // (32 * (16 // a.itemsize)))
-        down = max(1, min(-(-rows // 64), 256)) if across <= MAX_ACROSS else 1
+        # Parts are added by one block for all below each other, while others idle.
+        most = -(-SUM_BLOCKS // max(1, across)) if across <= MAX_ACROSS else 1
+        down = max(1, min(-(-rows // 64), 256, most))
         shape = (cols,) if count == 1 else (count, cols)
         parts = self.library.empty((down, *shape), kind) if down > 1 else 0
         sums = self.library.empty(shape, kind if keep_float32 else a.dtype)

@@ -204,6 +204,7 @@ __device__ void column_sums(long long rows, long long cols, W *parts, T *sum, W 
     };
     for (int i = 0; i < N * width; i++)
         own[i] = 0;
+#pragma unroll 2
     for (long long r = (long long)blockIdx.y * 8 + group; mine && r < rows; r += 8 * gridDim.y)
         f(r * cols + c, mine, own);
     add_groups(gridDim.y == 1);
@@ -223,6 +224,7 @@ __device__ void column_sums(long long rows, long long cols, W *parts, T *sum, W 
     __threadfence();    // parts are read after they are counted
     for (int i = 0; i < N * width; i++)
         own[i] = 0;
+#pragma unroll 4
     for (long long p = group; p < gridDim.y; p += 8)
         for (int i = 0; i < N * width; i++)
             own[i] += i % width < mine ? parts[(p * N + i / width) * cols + c + i % width] : 0;

@@ -135,7 +135,7 @@ def save_animation(path: str | os.PathLike,
     first, *rest = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images)
     found = io.BytesIO()
     first.save(found, "gif", save_all=True, append_images=rest, duration=durations, loop=0,
-               optimize=False)
+               optimize=True, disposal=1)    # a frame is what differs from the one before
     return _write(path, found.getvalue())
 
 

@@ -152,6 +152,6 @@ def test_a_wrong_result_is_not_measured(comm, monkeypatch, waits):
     ("--stages 2 --work wait --recompute full", "--recompute full is for --work compute"),
     ("--stages 2 --heads 3", "hidden=128 cannot be divided among heads=3"),
     ("--stages 2 --scheme 4d", "scheme '4d' is unknown"),
-    ("--stages 2 --trace /dev/null/a/b.json", "the trace's folder /dev/null/a cannot be written")])
+    ("--stages 2 --trace /dev/null/a/b.json", "--trace's folder /dev/null/a cannot be written")])
 def test_what_cannot_be_is_refused_before_anything_is_measured(comm, words, said):
     assert said in refused(comm, "measure", "pipeline", *words.split(), "--out", "/dev/null/none")

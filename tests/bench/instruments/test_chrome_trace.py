@@ -173,8 +173,8 @@ def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
     with pytest.raises(UsageError, match="--traced 0: nothing would be traced"):
         check_trace_file("t.json", comm, 0)
     with pytest.raises(StoreError, match=(
-            r"^the trace's folder /dev/null/a cannot be written \(Not a directory\): name another "
-            "with --trace$")):
+            r"^--trace's folder /dev/null/a cannot be written \(Not a directory\): name "
+            "another with --trace$")):
         check_trace_file("/dev/null/a/t.json", comm, 1)
 
 

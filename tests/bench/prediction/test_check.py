@@ -224,7 +224,7 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
     (["--matmul", "8", "--table", "weak"], "--table would do nothing here"),
     (["--matmul", "8", "--rounds", "0"], "--rounds: '0': a whole number of at least 1"),
     (["--layer", "64,4,8,16", "--inside", "x,t"], "no grid has a direction 't'"),
-    (["--layer", "64,4,8,16", "--inside", ""], "no grid has a direction ''"),
+    (["--layer", "64,4,8,16", "--inside", ""], "--inside: its value is empty"),
     (["--layer", "64,4,8,16", "--scheme", "2d,four"], "'four' is unknown: choose one of 1d, "),
     (["--layer", "30,4,4,8"], "hidden=30"),
     (["--layer", "64,4,8,16", "--machine", "abacus"], "is unknown")])

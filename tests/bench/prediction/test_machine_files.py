@@ -150,5 +150,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(co
         check_writable(shared_tmp_path / "mine.txt", comm)
     if comm.rank == 0:
         (shared_tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="the machine file's folder .* cannot be written"):
+    with pytest.raises(StoreError, match="--out's folder .* cannot be written"):
         check_writable(shared_tmp_path / "file" / "mine.toml", comm)

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import time
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -30,6 +31,18 @@ def test_read_returns_what_was_written(tmp_path):
         for key, values in getattr(run, name).items():
             np.testing.assert_array_equal(getattr(found, name)[key], values)
     np.testing.assert_array_equal(found.expected_words, run.expected_words)
+
+
+def test_many_labels_are_compressed(tmp_path):
+    """Texts of one length, in UTF-8; few are stored as they are."""
+    run = made_up(ROW)
+    run = replace(run, checks=[replace(run.checks[0], quantity=f"\u00b5 {n}") for n in range(50)])
+    path = run_file.write_run(run, tmp_path, "a")
+    assert run_file.read_run(path).checks == run.checks
+    with h5py.File(path) as file:
+        stored = file["verification/quantity"]
+        assert stored.compression == "gzip" and stored.asstr()[49] == "\u00b5 49"
+        assert file["samples/repetition"].compression is None
 
 
 def test_datasets_have_units_and_named_dimensions(tmp_path):

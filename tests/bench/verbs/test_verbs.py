@@ -217,11 +217,11 @@ def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
     assert ("differ in word 2 (--seed=0 on rank 0, --seed=1 on rank 1)" in said) == (not comm.rank)
 
 
-def test_an_interrupt_while_modules_are_imported_is_a_word(monkeypatch, capsys):
+def test_an_interrupt_while_modules_are_imported_is_a_word(monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", None)
     mpi.expect_interrupt(True)
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("words, name", [(["--help"], ""), ([], "MM3D_BACKEND")])

@@ -325,8 +325,10 @@ def test_attention(cupy, monkeypatch, name, batch, heads, limit, first, queries,
     dq[...], dkv[...] = 7, 7    # what is not written shows
     found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
     kernels[1](there[0], Q, K, V, lse, first, limit, *found)
+    # Of one key dQ and dK are roundings of zero, and compared beside 1.
+    least = float(prefix == "window_" and limit == 1)
     for a, e in zip(found, expected):    # 36 on an H200: each P is a few off, dK 8 times that
-        close(cupy.to_host(a), e, name, 64)
+        close(cupy.to_host(a).astype(np.float64) + least, e + least, name, 64)
 
 
 def attend(cupy, shape, positions: int, name: str) -> list[np.ndarray]:

@@ -1,12 +1,15 @@
 """Activations of some thousands, as trained models have them, in types of 16 bits: no square, no
 score and no sum of them goes beyond the range of float16, in NumPy and in the GPU's kernels."""
 
+import sys
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mm3d
 from mm3d.arrays import backend
+from mm3d.arrays.cudnn_attention import Saved
 from mm3d.model import functional
 from reference import relative_error
 
@@ -14,13 +17,18 @@ EPS = {"float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 
 
 @pytest.fixture(params=["numpy", pytest.param("fake", marks=pytest.mark.slow),
+                        pytest.param("cudnn", marks=pytest.mark.slow),
                         pytest.param("gpu", marks=pytest.mark.gpu)])
-def library(request):
-    """NumPy, the GPU's kernels on this processor, and a GPU where there is one."""
+def library(request, monkeypatch):
+    """NumPy, the GPU's kernels on this processor, also with cuDNN's, and a GPU where there is one.
+    """
     if request.param == "numpy":
         return backend.get("numpy")
-    if request.param == "fake":
+    if request.param != "gpu":
         request.getfixturevalue("compiled_cupy")
+    if request.param == "cudnn":
+        import fakecudnn
+        monkeypatch.setitem(sys.modules, "cudnn", fakecudnn.module())
     backend.get("numpy")
     return backend.get("cupy")
 
@@ -107,7 +115,7 @@ def test_attention(library, dtype, head, centre, value, gradient, causal):
     Y, LSE = functional.attention_forward(Q, K, V, 0, causal, like(library, Q))
     y, lse = functional.attention_forward(*wide[:3], 0, causal, np.empty(shape))
     assert_close(library, dtype, Y, y, 16)
-    sums = LSE[0] if isinstance(LSE, tuple) else LSE    # cuDNN's come with the output
+    sums = LSE.array if isinstance(LSE, Saved) else LSE    # cuDNN's come with the output
     assert np.allclose(library.to_host(sums), lse, rtol=1e-5, atol=1e-5)
     found, expected = [like(library, a) for a in (Q, K, V)], [np.empty(shape) for _ in range(3)]
     functional.attention_backward(DO, Q, K, V, LSE, 0, causal, *found)
