@@ -122,7 +122,7 @@ def merge(total: Array, lse: Array, out: Array, more: Array) -> None:
     lse, more : Array
         Their log-sum-exps, (batch, heads, queries); -inf where there are no keys yet.
     """
-    xp = namespace(total)
+    xp, more = namespace(total), getattr(more, "array", more)    # cuDNN's has the output, too
     top = xp.where(more > lse, more, lse)
     old, new = xp.exp(lse - top), xp.exp(more - top)
     both = old + new

@@ -3,10 +3,12 @@ import sys
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from mm3d.arrays import backend, cudnn_attention
 from mm3d.arrays.cudnn_attention import Saved
+from mm3d.grid.activations import Context
 from mm3d.model import functional
 from mm3d.model.attention import windows
 from rounded import DTYPES, close, numbers
@@ -125,6 +127,19 @@ def test_a_layer_is_planned_once(cupy, monkeypatch, window):
     monkeypatch.setattr(cupy.kernels, "flash", None)
     assert kept == model.saved_bytes(model.forward(x)[1])
     assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_a_ring_merges_what_cudnn_finds(cupy):
+    """Two chunks of a rank, of which the later meets both, have the output of the whole."""
+    scheme, found = mm3d.scheme("serial", None, None, "cupy"), []
+    x = cupy.asarray(numbers((2, 7, 32), "float16", 5))
+    for context in (None, Context(mm3d.Grid(MPI.COMM_SELF, "cupy", c=1).c, 7, "ring")):
+        model = mm3d.Transformer(scheme, layers=1, hidden=32, heads=4, batch=2, seq=7,
+                                 causal=True, dtype="float16", context=context)
+        y, saved = model.forward(x)
+        found.append([cupy.to_host(a).astype(np.float64) for a in (y, model.backward(x, saved))])
+    for whole, merged in zip(*found):
+        close(merged, whole, "float16", 64)
 
 
 def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch, tmp_path):
