@@ -308,7 +308,7 @@ class AdamW(Optimizer):
         change = trained and getattr(backend_of(trained[0].master).kernels, "adamw_of_all", None)
         parameters = [(t.master, t.grad, m, v, getattr(t, "rounded", None))
                       for t, m, v in zip(trained, *map(self.state.get, self.moments)) if change]
-        decay = list(map(self.decays, trained))
+        decay = [bool(self.decays(t)) for t in trained]    # of any truth value, such as a match
         return change(parameters, decay, self._numbers(factors)) if change else ((), ())
 
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,

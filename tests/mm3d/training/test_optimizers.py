@@ -1,5 +1,6 @@
 """Optimizers compute their formulas, and the same bits however a model is divided."""
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -154,13 +155,15 @@ def test_pieces_of_what_is_not_contiguous_are_as_large_as_others(dims, block, vi
 @pytest.mark.parametrize("kind, launches", [
     ("AdamW", ["adamw"]), pytest.param("momentum", ["round_into"] * 28, marks=pytest.mark.slow)])
 def test_a_step_on_a_gpu_is_one_launch(monkeypatch, compiled_cupy, kind, launches):
-    """With a tied head; values are the rounded masters, whoever rounds them."""
+    """With a tied head; values are the rounded masters, whoever rounds them.  Any truth value says
+    what decays."""
     models, launched = [], []
     for name in ("numpy", "cupy"):
         model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial", backend=name), layers=2,
                          hidden=8, heads=2, vocab=9, batch=1, seq=4, dtype="float16",
                          master="float32", tied=True, seed=3)
-        models.append((model, optimizer_of(kind, model, None)))
+        models.append((model, optimizer_of(
+            kind, model, decays=lambda t: re.search("weight$", t.name))))
     library = backend.get("cupy")
     launch = library.kernels._launch
     monkeypatch.setattr(library.kernels, "_launch", lambda name, *rest, **how: (
