@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.arrays.plain_numbers import PlainNumbers, is_number
 
 
 class LossScaling(PlainNumbers):
@@ -40,8 +40,9 @@ class LossScaling(PlainNumbers):
 
     def __init__(self, initial: float = 65536.0, growth: float = 2.0, backoff: float = 0.5,
                  interval: int = 2000, hysteresis: int = 1, smallest: float = 1.0) -> None:
-        if not (0 < smallest <= initial < math.inf and growth >= 1 >= backoff > 0
-                and interval >= 1 and hysteresis >= 1):
+        every = initial, growth, backoff, interval, hysteresis, smallest
+        if not (all(map(is_number, every)) and 0 < smallest <= initial < math.inf
+                and growth >= 1 >= backoff > 0 and interval >= 1 and hysteresis >= 1):
             raise ValueError("loss scaling needs 0 < smallest <= initial, growth >= 1, 0 < "
                              "backoff <= 1, and interval and hysteresis of at least 1")
         self.growth, self.backoff, self.interval = growth, backoff, interval

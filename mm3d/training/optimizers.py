@@ -80,6 +80,9 @@ class Optimizer(PlainNumbers, ABC):
         with same_arguments(comm_of(model, type(self).__name__), type(self).__name__) as given:
             given |= {name: value for name, value in vars(self).items()
                       if name not in ("model", "loss_scaling")}
+            check_range("loss_scaling", loss_scaling, lambda one: one is None or isinstance(
+                one, LossScaling), "mm3d.LossScaling(), or None")
+            check_range("decays", decays, callable, "a function of a parameter")
             given["loss_scaling"] = loss_scaling and vars(loss_scaling)
             self._check()
         self.steps, self.norm = 0, None
@@ -336,7 +339,7 @@ def check_range(name: str, value: Any, good: Callable[[Any], bool], wanted: str)
     """Raise ValueError with one line for a number that is out of range, or no number."""
     try:
         fits = good(value)
-    except TypeError:
+    except (TypeError, ValueError):    # also of an array
         fits = False
     if not fits:
         raise ValueError(f"{name}={value!r}: {wanted} would do")

@@ -9,6 +9,7 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.plain_numbers import check_whole
 from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, same_arguments
@@ -154,6 +155,7 @@ class Pipeline(Staged):
                 if microbatches is None:
                     raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "
                                      f"their number")
+                check_whole("microbatches", microbatches)
                 schedule = build(schedule, mesh.shape["s"], microbatches)
             elif not isinstance(schedule, Schedule):
                 raise TypeError(f"schedule={schedule!r}: a name or a Schedule would do")

@@ -332,7 +332,11 @@ def test_gradients_that_are_not_finite_are_named_before_anything_changes():
     (lambda m: mm3d.AdamW(Plain(drawn(0), "float16"), 1), "master='float32'"),
     (lambda m: mm3d.SGD(Plain(drawn(0), "float16"), 1, loss_scaling=mm3d.LossScaling()),
      "loss_scaling cannot train in float16: .* master='float32'"),
-    (lambda m: mm3d.LossScaling(initial=0), "loss scaling")])
+    (lambda m: mm3d.SGD(m, 1, loss_scaling=3), "loss_scaling=3: mm3d.LossScaling.., or None"),
+    (lambda m: mm3d.SGD(m, 1, decays=3), "decays=3: a function of a parameter would do"),
+    (lambda m: mm3d.SGD(m, np.ones(2)), "lr=array.*: at least 0 would do"),
+    (lambda m: mm3d.LossScaling(initial=0), "loss scaling"),
+    (lambda m: mm3d.LossScaling("1"), "loss scaling")])
 def test_numbers_out_of_range_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make(Plain(drawn(0)))

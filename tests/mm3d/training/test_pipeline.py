@@ -240,8 +240,9 @@ WRONG = "F0 F1 BW0 BW1\nF0 BW1 F1 BW0\n"
      "a batch of 3 sequences cannot be divided into 4 equal micro-batches: 4 would do"),
     (dict(schedule="dualpipe-v", microbatches=3, batch=3), ValueError,
      "at least 4 micro-batches are needed"),
+    (dict(microbatches="2"), ValueError, "microbatches='2' should be a whole number"),
     (dict(microbatches=None), ValueError, "schedule '1f1b': a name needs microbatches too"),
-    (dict(microbatches=0), ValueError, "2 ranks and 0 micro-batches: at least 1 of each"),
+    (dict(microbatches=0), ValueError, "microbatches=0 should be a whole number"),
     (dict(schedule=build("1f1b", 2, 2)), ValueError,
      "a schedule of 2 micro-batches: 4 were asked for")], ids=str)
 def test_what_does_not_fit_is_named_on_all_ranks_before_messages(comm, changed, error, said):
