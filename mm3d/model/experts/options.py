@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.plain_numbers import PlainFields, check_whole, is_number
+from mm3d.arrays.plain_numbers import PlainFields, check_types, check_whole, is_number
 
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
@@ -60,6 +60,7 @@ class ExpertDesign(PlainFields):
             if value is None and name in ("width", "shared"):
                 continue
             check_whole(name, value)
+        check_types(self)
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate=True without a shared expert: shared=1024 would do, or "
                              "shared_gate=False")

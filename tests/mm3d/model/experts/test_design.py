@@ -125,6 +125,7 @@ def test_gradients_are_those_of_central_differences(experts, fields):
 @pytest.mark.parametrize("design, more, said", [
     (dict(width=0), {}, "width=0 should be a whole number of at least 1"),
     (dict(shared=1.5), {}, "shared=1.5 should be a whole number of at least 1"),
+    (dict(shared=4, shared_gate="no"), {}, "shared_gate='no': True or False would do"),
     (dict(shared_gate=True), {}, "shared_gate=True without a shared expert: shared=1024 would"),
     (dict(factor=0), {}, "factor=0 should be a number above 0"),
     (dict(top_groups=2), {}, "top_groups=2 of groups=1 cannot be chosen: top_groups=1 at most"),
