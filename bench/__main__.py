@@ -138,7 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, ranks = arguments.verb_file.run, arguments.verb_file.ON_ALL_RANKS
     on_all_ranks = ranks(arguments) if callable(ranks) else ranks
     cluster = getattr(arguments, "cluster", None)
-    if cluster and cluster != Cluster.from_environment():
+    try:
+        inside = cluster and Cluster.from_environment()
+    except UsageError as error:
+        if not launcher.launcher_rank():
+            complain(f"error: {error}")
+        return 2
+    if cluster != inside:
         if launcher.launcher_rank():
             return 0    # one rank is enough to refuse
         from bench.cluster.run import run_verb_inside
@@ -162,7 +168,7 @@ def refuse_different_words() -> None:
     words = {f"word {place}": word for place, word in enumerate(sys.argv[1:], 1)}
     try:
         compare(MPI.COMM_WORLD, PROGRAM,
-                {"MM3D_BACKEND": os.environ.get("MM3D_BACKEND", "")} | variables() | words)
+                {"MM3D_BACKEND": os.environ.get("MM3D_BACKEND") or "numpy"} | variables() | words)
     except ValueError as error:
         if MPI.COMM_WORLD.rank == 0:
             complain(f"error: {error}")
@@ -175,12 +181,14 @@ def command() -> NoReturn:
     protect()
     if launcher.has_launched():
         refuse_different_words()
+    sys.excepthook = sys.__excepthook__    # the guard prints at once what this would print
     try:
         sys.exit(main())
     except KeyboardInterrupt as error:    # before the verb began, whose ranks would wait
-        if not launcher.has_launched():
-            raise
-        guard.end_job(error)
+        if launcher.has_launched():
+            guard.end_job(error)
+        complain("interrupted")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ class Parser(argparse.ArgumentParser):
                            f"{suggestion(option, self._option_string_actions)}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # Where a value is looked for, an empty one would be taken for none.
-        if "" in arg_strings and action.nargs not in (argparse.PARSER, argparse.REMAINDER):
+        # Where a value is looked for, an empty one would be taken for none; some options mean it.
+        if ("" in arg_strings and action.const != ""
+                and action.nargs not in (argparse.PARSER, argparse.REMAINDER)):
             raise argparse.ArgumentError(action, "its value is empty: give one" + (
                 ", or leave the option out" if action.option_strings else ""))
         return super()._get_values(action, arg_strings)

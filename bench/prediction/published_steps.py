@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from bench.cases.variants import VARIANT_DTYPES
-from bench.errors import UsageError, as_usage_error
+from bench.errors import UsageError
 from bench.least_squares import solve_bounded
 from bench.prediction.machine_model import Achieved, Machine, missing_rate
 from bench.prediction.logs import rates
@@ -67,8 +67,10 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
         When there is no such file, or a column is missing or there twice.
     """
     text = read_text(path, f"--steps {path}", "a .csv file with a step a row")
-    with as_usage_error():
+    try:
         lines = rates.read_rows(text)
+    except ValueError as error:
+        raise UsageError(f"--steps {path}: {error}") from error
     names = [_plain(name) for name in next(iter(lines), [])]
     heads = {name: place for place, name in enumerate(names)}
     missing = [name for name in COLUMNS.values() if _plain(name) not in heads]

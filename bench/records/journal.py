@@ -277,12 +277,17 @@ def check_file(file: str | os.PathLike, option: str) -> None:
     Raises
     ------
     StoreError
-        When it is a folder, or its folder cannot be written.
+        When it is a folder, or it or its folder cannot be written.
     """
     path = Path(file)
-    if path.is_dir():
-        raise StoreError(f"{option} {file} is a folder: the name of a file would do")
-    if path.is_file() or not path.exists():    # else a device or a pipe
+    try:
+        if path.is_dir():
+            raise StoreError(f"{option} {file} is a folder: the name of a file would do")
+        is_device = path.exists() and not path.is_file()    # or a pipe
+    except OSError as error:    # such as of a name that is too long
+        raise StoreError(f"{option} {file} cannot be written ({error.strerror}): the name of "
+                         f"another file would do") from error
+    if not is_device:
         check_folder(path.parent, f"{option}'s folder", option)
 
 

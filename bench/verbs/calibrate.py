@@ -1,6 +1,7 @@
 """Measure this machine with all ranks, or read others' logs; write the machine's model."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Callable
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def log_file(text: str) -> LogFile:
     """Return the log that ``FILE``, ``LINK=FILE`` or ``LINK:RANKS=FILE`` names."""
     place, equals, file = text.partition("=")
-    if not equals or "/" in place or Path(text).exists():
+    if not equals or "/" in place or os.path.exists(text):
         return LogFile(text)
     if found := re.fullmatch(r"(node|network)(?::([1-9]\d{0,6}))?", place):
         return LogFile(file, found[1], int(found[2] or 0))

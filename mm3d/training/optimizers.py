@@ -309,10 +309,12 @@ class AdamW(Optimizer):
     def _update_together(self, factor: float) -> tuple[Collection[int], Collection[int]]:
         trained, factors = self.model.trained, (factor, 1 - self.lr * self.weight_decay)
         change = trained and getattr(backend_of(trained[0].master).kernels, "adamw_of_all", None)
+        if not change or type(self)._update is not AdamW._update:    # a rule of its own
+            return (), ()
         parameters = [(t.master, t.grad, m, v, getattr(t, "rounded", None))
-                      for t, m, v in zip(trained, *map(self.state.get, self.moments)) if change]
+                      for t, m, v in zip(trained, *map(self.state.get, self.moments))]
         decay = [bool(self.decays(t)) for t in trained]    # of any truth value, such as a match
-        return change(parameters, decay, self._numbers(factors)) if change else ((), ())
+        return change(parameters, decay, self._numbers(factors))
 
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:

@@ -1,6 +1,7 @@
 """Read tables of the rates of products, in CSV: dtype, m, n, k, and seconds or operations."""
 
 import csv
+import io
 import math
 
 from bench.prediction.calibration.fit import Shape
@@ -66,7 +67,7 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
 def read_rows(text: str) -> list[list[str]]:
     """Return the rows of a text in CSV, its lines ending as on any system; ValueError if none."""
     try:
-        return list(csv.reader(text.splitlines()))
+        return list(csv.reader(io.StringIO(text, newline=None)))    # cells may have lines
     except csv.Error as error:
         raise ValueError(f"no CSV: {error}") from error
 

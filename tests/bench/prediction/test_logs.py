@@ -12,6 +12,7 @@ from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import MESSAGE, STREAM, LogFile, LogReader
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import collective_terms, gemm_seconds, message_steps, ring_bytes
+from bench.verbs.calibrate import log_file
 from mm3d.tracing.events import Collective, Gemm
 
 LATENCY, RATE = 5e-6, 80e9    # of all links
@@ -151,6 +152,15 @@ def test_a_bad_line_is_named_and_the_rest_goes_on(line):
 def test_what_a_log_does_not_say_is_asked_for(text, more, said):
     reader = read(text, name="x.txt", **more)
     assert reader.series == [] and said in reader.problems[0]
+
+
+def test_a_log_is_named_with_or_without_its_link(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b.log").touch()
+    for name in ("a=b.log", "x/y=z.log"):
+        assert log_file(name) == LogFile(name)
+    long = 300 * "a"    # longer than any file's name
+    assert log_file(f"network:16={long}") == LogFile(long, "network", 16)
 
 
 RATES = "\n".join(["DType, M, N, K, TFLOPS", "# a comment", *(

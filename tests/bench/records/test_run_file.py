@@ -186,3 +186,11 @@ def test_folders_are_made_and_must_be_writable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written .Not a directory.*--out"):
         journal.check_folder(tmp_path / "file" / "results")
+
+
+def test_a_file_that_cannot_be_is_refused_and_a_device_is_not(tmp_path):
+    journal.check_file("/dev/null", "--trace")
+    for name, why in ((tmp_path, "is a folder"),
+                      (tmp_path / ("a" * 300), "cannot be written .File name too long")):
+        with pytest.raises(StoreError, match=f"--trace .* {why}"):
+            journal.check_file(name, "--trace")

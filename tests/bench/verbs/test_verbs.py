@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench import mpi, verbs
-from bench.__main__ import main, parser, refuse_different_words
+from bench.__main__ import command, main, parser, refuse_different_words
 from bench.cases.selection import select_rows
 from bench.prediction.machine_model import load_machine
 from mm3d import selftest
@@ -196,11 +196,13 @@ def test_a_wrong_word_is_refused_in_one_line(words, said, capfd):
     assert said in found.err and found.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name, said", [
-    ("MM3D_NODE_SIZE", "give the number of ranks"), ("MM3D_CLUSTER", "describes no cluster")])
-def test_a_wrong_variable_is_refused_in_one_line(name, said, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("name, said, words", [
+    ("MM3D_NODE_SIZE", "give the number of ranks", []),
+    ("MM3D_CLUSTER", "describes no cluster", []),
+    ("MM3D_CLUSTER", "describes no cluster", ["--cluster", "2x1"])])
+def test_a_wrong_variable_is_refused_in_one_line(name, said, words, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv(name, "nonsense")
-    assert main(["measure", "matmul", "--shape", "8", "--out", str(tmp_path)]) == 2
+    assert main(["measure", "matmul", "--shape", "8", "--out", str(tmp_path), *words]) == 2
     found = capsys.readouterr().err
     assert found.startswith(f"error: {name}='nonsense'") and said in found
     assert found.count("\n") == 1
@@ -215,6 +217,13 @@ def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
     said = capfd.readouterr().err
     assert ended.value.code == 2
     assert ("differ in word 2 (--seed=0 on rank 0, --seed=1 on rank 1)" in said) == (not comm.rank)
+    monkeypatch.setattr(sys, "argv", ["bench", "run"])
+    monkeypatch.setenv("MM3D_BACKEND", "numpy" * comm.rank)
+    refuse_different_words()    # which by default is NumPy
+
+
+def test_an_empty_value_is_taken_where_an_option_means_it():
+    assert parser().parse_args(["report", ".", "--figures="]).figures == ""
 
 
 def test_an_interrupt_while_modules_are_imported_is_a_word(monkeypatch, capfd):
@@ -222,6 +231,21 @@ def test_an_interrupt_while_modules_are_imported_is_a_word(monkeypatch, capfd):
     mpi.expect_interrupt(True)
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_before_a_verb_is_a_word_and_errors_are_printed_at_once(monkeypatch, capfd):
+    """By the guard, which does that where nobody else prints errors."""
+    def interrupted():
+        assert sys.excepthook is sys.__excepthook__
+        raise KeyboardInterrupt
+    for name in ("protect", "refuse_different_words"):
+        monkeypatch.setattr(f"bench.__main__.{name}", lambda: None)
+    monkeypatch.setattr("bench.__main__.launcher.has_launched", lambda: False)
+    monkeypatch.setattr("bench.__main__.main", interrupted)
+    monkeypatch.setattr(sys, "excepthook", None)
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 130 and capfd.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("words, name", [(["--help"], ""), ([], "MM3D_BACKEND")])
