@@ -1,4 +1,4 @@
-"""Compute the functions of `mm3d.model.functional`, which document them, on a GPU.
+"""Compute on a GPU the functions of `mm3d.model` that prefer a backend's kernels.
 
 The kernels are in the files ``*.cu``; attention is in `cupy_attention`.
 """

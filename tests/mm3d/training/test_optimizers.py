@@ -181,6 +181,23 @@ def test_a_step_on_a_gpu_is_one_launch(monkeypatch, compiled_cupy, kind, launche
             assert np.array_equal(library.to_host(there.value), master.astype("float16"))
 
 
+class Descent(mm3d.AdamW):
+    def _update(self, xp, factors, scratch, w, g, *moments):
+        xp.subtract(w, g, out=w)
+
+
+def test_a_rule_of_its_own_is_kept_on_a_gpu(compiled_cupy):
+    library = backend.get("cupy")
+    model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial", backend=library), layers=1,
+                     hidden=8, heads=2, vocab=9, batch=1, seq=4, dtype="float32")
+    before = [library.to_host(t.master) for t in model.trained]
+    for t in model.trained:
+        t.grad[...] = 2
+    Descent(model, 0.1).step()
+    for t, old in zip(model.trained, before):
+        assert np.array_equal(library.to_host(t.master), old - 2)
+
+
 # --- The norm --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype, scale", [
