@@ -124,8 +124,7 @@ def check_pictures(folder: str | None, comm) -> None:
         The same on every rank, when it cannot.
     """
     if folder:
-        make_on_rank_0(
-            lambda: journal.check_folder(folder, "the pictures' folder", "--pictures"), comm)
+        make_on_rank_0(lambda: journal.check_folder(folder, "--pictures"), comm)
 
 
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:

@@ -242,17 +242,11 @@ def utc_now() -> str:
     return datetime.now(timezone.utc).isoformat()
 
 
-def check_folder(folder: str | os.PathLike, what: str = "results folder",
-                 option: str = "--out", keep: bool = False) -> Path:
-    """Make `folder` if need be, and make sure that files can be written in it.
+def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = False) -> Path:
+    """Make the `folder` of an `option` if need be, and make sure that files can be written in it.
 
     A folder that it made and that is empty when the program ends is removed, unless `keep`: a
     refused command leaves nothing behind.
-
-    Parameters
-    ----------
-    what, option : str
-        A name for the folder, and the option that sets it, for the message of the error.
 
     Raises
     ------
@@ -266,8 +260,8 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
         atexit.register(_remove_empty, [] if keep else made)
         atomic.probe_folder(folder)
     except OSError as error:
-        raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
-                         f"with {option}") from error
+        raise StoreError(f"{option}'s folder {folder} cannot be written ({error.strerror}): name "
+                         f"another with {option}") from error
     return folder
 
 
@@ -288,7 +282,7 @@ def check_file(file: str | os.PathLike, option: str) -> None:
         raise StoreError(f"{option} {file} cannot be written ({error.strerror}): the name of "
                          f"another file would do") from error
     if not is_device:
-        check_folder(path.parent, f"{option}'s folder", option)
+        check_folder(path.parent, option)
 
 
 def _remove_empty(folders: list[Path]) -> None:

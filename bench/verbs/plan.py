@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         When there are fewer than 2 ranks or no plan to print.
     """
     if arguments.pictures:
-        check_folder(arguments.pictures, "the pictures' folder", "--pictures")
+        check_folder(arguments.pictures, "--pictures")
     if "help" in (arguments.machine, arguments.model, arguments.rules):
         return _formats(arguments)
     if arguments.rules:

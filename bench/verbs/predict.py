@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     if arguments.pictures:
-        check_folder(arguments.pictures, "the pictures' folder", "--pictures")
+        check_folder(arguments.pictures, "--pictures")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     parts = [tables.prediction_table(outcome, name) for name in HEADINGS if name in wanted]
     arguments.show([*parts, *tables.prediction_remarks(outcome)])

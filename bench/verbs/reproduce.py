@@ -107,10 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     cases = make_cases(arguments)
     check_cluster(cases)
     check_verifiable(cases)
-    out = journal.check_folder(arguments.out)
-    log = Journal(out)
+    log = Journal(journal.check_folder(arguments.out))
     log.claim()
-    resume.remove_parts_of_files(out)
+    resume.remove_parts_of_files(log.folder)
     predict_rows(arguments, cases)
     if not arguments.precise:
         return measure_round(arguments, cases, wanted, log)

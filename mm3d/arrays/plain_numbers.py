@@ -8,7 +8,7 @@ where a number came from, such as a learning rate before and after a checkpoint.
 import numbers
 from dataclasses import fields
 from decimal import Decimal
-from typing import Any
+from typing import Any, Callable
 
 
 def plain_number(value: Any) -> Any:
@@ -44,6 +44,16 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless the value is a whole number of at least `least`."""
     if not is_whole(value, least):
         raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
+
+
+def check_range(name: str, value: Any, good: Callable[[Any], bool], wanted: str) -> None:
+    """Raise ValueError with one line for a number that is out of range, or no number."""
+    try:
+        fits = good(value)
+    except (TypeError, ValueError):    # also of an array
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}={value!r}: {wanted} would do")
 
 
 class PlainFields:

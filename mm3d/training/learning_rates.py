@@ -2,8 +2,7 @@
 
 import math
 
-from mm3d.arrays.plain_numbers import plain_number
-from mm3d.training.optimizers import check_range
+from mm3d.arrays.plain_numbers import check_range, plain_number
 
 
 def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,

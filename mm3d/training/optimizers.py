@@ -12,7 +12,7 @@ from typing import Any, Callable, Collection
 
 from mm3d.arrays.backend import Array, backend_of
 from mm3d.arrays.elementwise import pieces
-from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.arrays.plain_numbers import PlainNumbers, check_range
 from mm3d.grid.agreement import same_arguments, text_of
 from mm3d.model.parameters import comm_of
 from mm3d.training.loss_scaling import LossScaling, check_masters
@@ -335,16 +335,6 @@ class AdamW(Optimizer):
         xp.divide(m, scratch, out=scratch)
         xp.multiply(scratch, numbers[5], out=scratch)
         xp.subtract(w, scratch, out=w)
-
-
-def check_range(name: str, value: Any, good: Callable[[Any], bool], wanted: str) -> None:
-    """Raise ValueError with one line for a number that is out of range, or no number."""
-    try:
-        fits = good(value)
-    except (TypeError, ValueError):    # also of an array
-        fits = False
-    if not fits:
-        raise ValueError(f"{name}={value!r}: {wanted} would do")
 
 
 def _zeros_like(a: Array) -> Array:

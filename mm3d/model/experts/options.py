@@ -235,7 +235,7 @@ def check_experts_given(experts: Any, layers: Any = None) -> None:
     experts.check()
     if isinstance(layers, int) and 1 <= layers < experts.every:
         raise ValueError(f"experts in one of every={experts.every} layers are in none of "
-                         f"layers={layers}: every={layers} or less would do")
+                         f"layers={layers}: every=1 would do")
 
 
 def _check_name(name: str, value: Any, known: tuple[str, ...]) -> None:

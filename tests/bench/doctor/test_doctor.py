@@ -94,7 +94,7 @@ def worlds_of_one(ranks):
     ("blas", ["--ranks", "2"], {"OMP_NUM_THREADS": "999", "OPENBLAS_NUM_THREADS": "64"},
      "threads fight for them; set OMP_NUM_THREADS="),
     ("hdf5", ["--out", "/dev/null/results"], {},
-     "results folder /dev/null/results cannot be written (Not a directory)")])
+     "--out's folder /dev/null/results cannot be written (Not a directory)")])
 def test_broken_environments(check, options, env, message):
     done, states, text = doctor(*options, **env)
     assert done.returncode == 1 and states[check] == "failed", done.stdout + done.stderr
