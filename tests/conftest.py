@@ -357,11 +357,14 @@ def pytest_runtest_protocol(item, nextitem):
     if WORLD.rank < n:
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     else:    # it only hears the verdict, and undoes what the next test does not need
-        item.session._setupstate.teardown_exact(nextitem)
-        reports = [pytest.TestReport(item.nodeid, item.location, {}, "passed", None, "call")]
+        undone = pytest.CallInfo.from_call(
+            lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
+        reports = [item.ihook.pytest_runtest_makereport(item=item, call=undone)]
     verdict = judge(reports)
     watch.finished(verdict[0], verdict[-1])
-    share(reports, meet(verdict)[:n])
+    everyone = meet(verdict)
+    idle_failed = any(outcome != "passed" for outcome, _, _ in everyone[n:])
+    share(reports, everyone if idle_failed else everyone[:n])
     watch.close()
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)

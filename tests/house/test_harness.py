@@ -170,9 +170,15 @@ def test_a_skip_on_all_is_a_skip_and_on_one_a_failure(run):
 def test_a_failure_in_a_fixture_fails_all(run):
     done = run("@pytest.fixture\ndef odd(comm):\n    assert comm.rank != 3\n    yield\n"
                "    assert comm.rank != 1\n"
-               "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm, odd): pass\n")
+               "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm, odd): pass\n"
+               "@pytest.fixture(scope='module')\ndef whole():\n    yield\n"
+               "    assert MPI.COMM_WORLD.rank != 3, 'undone'\n"
+               "@pytest.mark.ranks(4)\ndef test_whole(comm, whole): pass\n"
+               "@pytest.mark.ranks(2)\ndef test_idle(comm): pass\n")    # 3 undoes it, idle
     assert done.returncode == 1
     assert "failed on rank 3 of 4" in done.stdout and "failed on rank 1 of 2" in done.stdout
+    assert re.search(r"_ test_idle\[2ranks\] _+\n"
+                     "failed on rank 3 of 4: AssertionError: undone", done.stdout), done.text
 
 
 @pytest.mark.slow
