@@ -9,15 +9,14 @@ from bench.cases.selection import shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
 from bench.command_line.progress import RowProgress
+from bench.command_line.row_options import LIMITS, limits_of, share_of
 from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
-from bench.instruments.timing import Limits
 from bench.records import journal
 from bench.records.journal import Journal
 from mm3d.console import say
 
-LIMITS = ("repetitions", "max_repetitions", "max_seconds")
 PASSED_ON = (*LIMITS, "width", "software_share", "stall")    # options of ``measure meshes``
 
 
@@ -32,7 +31,7 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
     Raises
     ------
     UsageError
-        For options that these rows do not have, or numbers of ranks without any.
+        For options that these rows do not have, impossible limits, or ranks without a row.
     StoreError
         When the results folder cannot be written, or is in use.
     """
@@ -42,12 +41,13 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
     if not cases:
         raise UsageError(f"--table {TABLE} has no row of these --ranks: "
                          f"{', '.join(map(str, known))} would do")
+    limits = limits_of(arguments, load())
     if Cluster.from_environment() is None:
         return run_verb_inside(Cluster.parse(load().cluster), arguments.words, False)
     log = Journal(journal.check_folder(arguments.out))
     log.claim()
     resume.remove_parts_of_files(log.folder)
-    wanted = {"table": TABLE, **vars(limits_of(arguments)), "software_share": share_of(arguments),
+    wanted = {"table": TABLE, **vars(limits), "software_share": share_of(arguments, load()),
               **resume.machine_settings("numpy")}
     begun, finished = resume.begin_or_resume(log, [one.name for one in cases], wanted,
                                              arguments.order, arguments.fresh, say)
@@ -69,16 +69,3 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
     if progress.measured:
         report(log.folder)
     return stopped.status if stopped else int(not complete)
-
-
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    """Return the limits of repetitions: those given, or else the file's."""
-    chosen = {name: getattr(arguments, name) or getattr(load(), name) for name in LIMITS}
-    chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
-    return Limits(**chosen, width=arguments.width)
-
-
-def share_of(arguments: argparse.Namespace) -> float:
-    """Return the share of a step that software may take."""
-    given = arguments.software_share
-    return load().software_share if given is None else given

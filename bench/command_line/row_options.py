@@ -26,6 +26,8 @@ from bench.command_line.number_types import MOST_SECONDS, SEEDS, number
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
 
+LIMITS = ("repetitions", "max_repetitions", "max_seconds")    # whose defaults a preset has
+
 
 def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
     """Add the options that ``run`` and ``reproduce`` share.
@@ -74,7 +76,7 @@ def _preset_values(name: str) -> str:
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--warmup", type=options.whole(0), metavar="N",
+    parser.add_argument("--warmup", type=options.whole(1), metavar="N",
                         help="steps before the first that is timed, the verified one included "
                              f"({_preset_values('warmup')})")
     add_limits(parser)
@@ -222,22 +224,25 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
 
     Parameters are those of `modelled_work`, errors also those of `check_share`.
     """
-    share, cluster = arguments.software_share, Cluster.from_environment()
+    cluster, preset = Cluster.from_environment(), load_tables().presets[arguments.preset]
     check_share(arguments)
     found = waited_machine(arguments, comm)
     if cluster is None or found is None:
         return None
     machine, scale = found
-    if share is None:
-        share = load_tables().presets[arguments.preset].software_share
 
     def predict(one: Case, grid: GridShape, order: str,
                 link: float | None) -> dict[str, tuple[float, float]]:
-        shrink = load_tables().presets[arguments.preset].of_table(one.row.table).shrink
+        shrink = preset.of_table(one.row.table).shrink
         model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
         return predict_phases(model, one.row.scheme, grid, order, one.sizes, one.variant,
                               arguments.recompute)
-    return Dilation(share, cluster.link, predict, change_links)
+    return Dilation(share_of(arguments, preset), cluster.link, predict, change_links)
+
+
+def share_of(arguments: argparse.Namespace, defaults: object) -> float:
+    """Return the share of a step that software may take, else that of `defaults`."""
+    return _given(arguments, "software_share", defaults)
 
 
 def check_share(arguments: argparse.Namespace) -> None:
@@ -280,38 +285,36 @@ def node_memory(arguments: argparse.Namespace) -> float | None:
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
     """Return the number of warm-up steps and the limits of repetitions, by default the preset's.
 
+    Errors are those of `limits_of`.
+    """
+    preset = load_tables().presets[arguments.preset]
+    return _given(arguments, "warmup", preset), limits_of(arguments, preset)
+
+
+def limits_of(arguments: argparse.Namespace, defaults: object) -> Limits:
+    """Return when to stop repeating, as the options of `add_limits`, else `defaults`, say.
+
     Raises
     ------
     UsageError
-        When they are not valid.
+        When at most fewer repetitions are asked for than at least.
     """
-    chosen = {name: _given(arguments, name)
-              for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
+    chosen = {name: _given(arguments, name, defaults) for name in LIMITS}
     if arguments.max_repetitions is None:
         chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
-    for name in ("warmup", "repetitions"):
-        if chosen[name] < 1:
-            raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
     with as_usage_error():
-        return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
+        return Limits(**chosen, width=arguments.width)
 
 
 def traced_steps(arguments: argparse.Namespace) -> int:
     """Return the number of steps to trace, by default the preset's; with ``--trace`` at least 1.
-
-    Raises
-    ------
-    UsageError
-        When it is negative.
     """
-    steps = _given(arguments, "traced")
-    if steps < 0:
-        raise UsageError(f"--traced {steps}: 0 would do, or a number of steps")
+    steps = _given(arguments, "traced", load_tables().presets[arguments.preset])
     wanted = arguments.traced is None and getattr(arguments, "trace", None)
     return max(steps, 1) if wanted else steps
 
 
-def _given(arguments: argparse.Namespace, name: str) -> Any:
-    """Return the value of an option, by default the preset's."""
+def _given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
+    """Return the value of an option, else that field of `defaults`."""
     given = getattr(arguments, name)
-    return getattr(load_tables().presets[arguments.preset], name) if given is None else given
+    return getattr(defaults, name) if given is None else given

@@ -11,7 +11,7 @@ from bench.cases.combined import TrainingCase, cases_by_name, load
 from bench.cases.selection import shuffle_cases
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
-from bench.command_line import combined_rows, measuring, row_options
+from bench.command_line import measuring, row_options
 from bench.command_line.publish import publish_row
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows.dilation import Dilation, set_links
@@ -100,9 +100,9 @@ def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
                         machine.elementwise_block, scale, file.shrink)
     link = cluster.link if cluster else None
     emulated = emulating_machine(machine, file.shrink, scale, cluster)
-    share = combined_rows.share_of(arguments) if cluster else 0.0
+    share = row_options.share_of(arguments, file) if cluster else 0.0
     return TrainingSettings(
-        combined_rows.limits_of(arguments), arguments.order or 0, work,
+        row_options.limits_of(arguments, file), arguments.order or 0, work,
         Dilation(share, link, lambda *given: {}, change_links if cluster else lambda rate: None),
         lambda config, ranks: predict_waited(config, ranks, emulated), arguments.watched)
 
@@ -128,5 +128,5 @@ def computing_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSett
         say(f"predicted before: {config.division}: {sum(found.values()):.3g} s by {placed.name}")
         return found
     return TrainingSettings(
-        combined_rows.limits_of(arguments), arguments.order or 0, None, None, predict,
+        row_options.limits_of(arguments, load()), arguments.order or 0, None, None, predict,
         arguments.watched, arguments.backend, placed.name if placed else "", reason)

@@ -181,6 +181,8 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("measure step --vocab 1", "--vocab 1: at least 2 would do"),
          ("measure layer --hidden 64 --torch /bin/echo", "an interpreter with torch and numpy"),
          ("reproduce --preset tiny --software-share .5", "--software-share 0.5: waits and"),
+         ("reproduce --table combined --repetitions 5 --max-repetitions 2",
+          "at most 2 repetitions: must be at least the 5 that are asked for"),
          ("report . --page --out .", "--out .: a file in a folder that is there"),
          ("plan --ranks 8 --hidden 64 --pictures /dev/null", "folder /dev/null cannot be written"),
          ("cube --shape 1", "some of the 8 ranks have nothing to multiply: sizes from 8"),
