@@ -17,19 +17,15 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
     Raises
     ------
     UsageError
-        When one is less than 1, or the heads do not divide the features.
+        When the heads do not divide the features.
     """
     if heads is None:
         heads = load_tables().settings.heads.get(hidden) or max(1, hidden // 128)
-    chosen = ModelSizes(layers, hidden, heads, batch, seq)
-    for name, value in chosen.items():
-        if value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1")
     if hidden % heads:
         near = heads * max(1, round(hidden / heads))
         raise UsageError(f"--hidden {hidden}: must be a multiple of --heads {heads}, such as "
                          f"{near}, or --heads another number")
-    return chosen
+    return ModelSizes(layers, hidden, heads, batch, seq)
 
 
 def divide_among_replicas(arguments: argparse.Namespace) -> None:

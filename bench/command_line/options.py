@@ -20,16 +20,16 @@ SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
          "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
 
 
-def add_sizes(parser: argparse.ArgumentParser, least: int = 1, **defaults: int | str) -> None:
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
     """Add options for some of `SIZES`, with their defaults.
 
-    A text describes a default that is no number; "" is for sizes that must be given.
+    A text describes a default that is no number.
     """
     for name, default in defaults.items():
         number = default if isinstance(default, int) else None
-        said = f" (default{':' * (number is None)} {default})" if default != "" else ""
-        parser.add_argument(f"--{name}", type=whole(least), default=number, metavar="N",
-                            required=default == "", help=f"{SIZES[name]}{said}")
+        said = f"default{':' * (number is None)} {default}"
+        parser.add_argument(f"--{name}", type=whole(1), default=number, metavar="N",
+                            help=f"{SIZES[name]} ({said})")
 
 
 def add_dtype(parser: argparse.ArgumentParser, *choices: str) -> None:

@@ -185,14 +185,7 @@ def measure(step: Step, warmup: int, limits: Limits,
     ----------
     warmup, stop
         See `Repetitions`.
-
-    Raises
-    ------
-    ValueError
-        When `warmup` is less than 0.
     """
-    if warmup < 0:
-        raise ValueError(f"warm-up {warmup}: must not be negative")
     comm, clock = step.comm, step.clock
     errors = np.array(comm.allgather((clock.resolution(), clock.offset_error))).max(axis=0)
     kept: list[np.ndarray] = []

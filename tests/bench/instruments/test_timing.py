@@ -69,13 +69,6 @@ def test_statistics():
     assert step_seconds.average_step_time(samples, 4) == (3 + 8) / 4
 
 
-@pytest.mark.ranks(1)
-def test_nothing_to_measure(comm):
-    with pytest.raises(ValueError, match="must not be negative"):
-        timing.measure(timing.Step(lambda: None, lambda saved: None, comm, lambda: None), -1,
-                       timing.Limits(1, 1))
-
-
 @pytest.mark.parametrize("limits, message", [
     ((0, 1), "repetitions 0: must be at least 1"), ((3, 2), "at most 2 .* at least the 3"),
     ((1, 1, 0.0), "0 seconds: both must"), ((1, 1, 1.0, -0.5), "width -0.5")])
