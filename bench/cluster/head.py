@@ -24,7 +24,7 @@ from typing import NoReturn
 from bench.cluster import namespaces
 from bench.cluster.spec import FOLDER, NETWORK, VARIABLE, Cluster
 
-STARTED = "started"
+STARTED = b"started"    # what the process that asked for the cluster is told
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NO_NAMESPACES = (
     "this kernel does not let this user make namespaces ({}): as root, allow them by sysctl "
@@ -183,7 +183,7 @@ def run_command(cluster: Cluster, command: Sequence[str], reports: socket.socket
             pass
     catch(pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    report(reports, STARTED)
+    reports.sendall(STARTED)
     reports.close()
     while True:    # orphans of the cluster end here too
         process, status = os.wait()

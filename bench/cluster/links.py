@@ -25,6 +25,9 @@ ANY_FRAMES = 65535                       # the limit of a new device: none
 ROUNDING = 2e-6                          # seconds: the filter stores a bucket as a rounded time
 SPARE = 200                              # bytes of a bucket beyond the largest packet
 CONGESTION_CONTROL = "reno"
+# What a queueing discipline is for, and what does without it.
+FILTERS = {"tbf": ("limits the rate of a link", "unlimited links would do"),
+           "netem": ("delays what a link carries", "leave the latency out")}
 
 
 class Refused(Exception):
@@ -113,15 +116,14 @@ def add_filter(net: Any, kind: str, index: int, **options: Any) -> None:
     Refused
         When the kernel lacks it.
     """
-    wanted = {"tbf": "limits the rate of a link", "netem": "delays what a link carries"}
     try:
         net.tc("add", kind, index=index, **options)
     except NetlinkError as error:
         if error.code not in (errno.ENOENT, errno.EOPNOTSUPP):
             raise
-        without = {"tbf": "unlimited links would do", "netem": "leave the latency out"}
-        raise Refused(f"this kernel has no {kind}, which {wanted.get(kind, 'is needed')} (module "
-                      f"sch_{kind}): {without.get(kind, 'load it')}") from error
+        purpose, remedy = FILTERS[kind]
+        raise Refused(f"this kernel has no {kind}, which {purpose} (module sch_{kind}): "
+                      f"{remedy}") from error
 
 
 def create(net: Any, what: str, **options: Any) -> None:

@@ -10,19 +10,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
+from bench.cluster.head import ROOT, SIGNALS, STARTED
 from bench.cluster.launchers import find_launcher
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError, as_usage_error
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT
 
-ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0    # seconds that a command has to end after a signal; its job has 15
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STARTED = b"started"
 PROBE_SECONDS = 60    # that `mpi_refusal` waits for ranks
 
 
