@@ -61,12 +61,14 @@ PROGRAMS = {
     "bench run": Program(_keys(
         run__backend="backend", inside="inside",
         none="table scheme rows preset equal-tokens out stop-file grid layers hidden heads batch "
-             "seq dtype keep overlap causal work recompute cluster help"), {"h": "help"}),
+             "seq dtype keep overlap causal work work-scale machine software-share links "
+             "recompute cluster help"), {"h": "help"}),
     "bench train": Program(_keys(
         run__backend="backend", none="out checkpoints stop-file stop-after compare help"),
         {"h": "help"}),
     "bench measure meshes": Program(_keys(
-        run__backend="backend", none="out machine cluster help"), {"h": "help"}),
+        run__backend="backend", run__machine="machine", none="out software-share cluster help"),
+        {"h": "help"}),
     "bench measure pipeline": Program(
         _keys(run__backend="backend", none="out help"), {"h": "help"}),
 }

@@ -16,6 +16,8 @@ from mm3d.console import say
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
+OF_CHECKS = ("launcher", "ranks_per_node", "gpus_per_node", "backend", "variable",
+             "device_buffers", "module", "seen", "clean")    # not of ``--gpu whole``
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,11 +118,15 @@ def test_gpu(arguments: argparse.Namespace) -> int:
     Raises
     ------
     UsageError
-        When there is no ``--out``, or no such step.
+        When there is no ``--out``, no such step, or an option of the checks.
     """
     from bench.doctor import gpu_suite
     if not arguments.out:
         raise UsageError("--gpu whole writes logs and results: give --out DIR too")
+    for name in OF_CHECKS:
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} would do nothing here: it is of checks, "
+                             f"which --gpu whole makes as one of its steps; leave it out")
     out = Path(arguments.out).absolute()
     steps = gpu_suite.list_steps(out, arguments.ranks or 8, arguments.limit or 600,
                                  arguments.rehearse)

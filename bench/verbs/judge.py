@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
 from bench.experiments.dump.names import TABLES
@@ -23,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "a dump of the same step by other ranks: say whether the difference is rounding"))
     parser.add_argument("--names", default="huggingface", metavar="TABLE", help=(
         f"names of tensors: {', '.join(TABLES)}, or a file of TOML or JSON (default huggingface)"))
+    measuring.add_stall(parser)
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:

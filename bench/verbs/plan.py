@@ -37,6 +37,7 @@ DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
 # What a training needs to be planned.
 SUCH = {"gpus": "512", "model": "llama-3-70b", "batch": "512"}
 MOST_CONTEXT = 1024    # of --contexts: a dry run for each
+OF_TRAININGS = ("gpus", "all", "hide_sums")
 OF_LAYERS = ("ranks", "recompute", "data", "stages", *pipeline_options.OF_STAGES, "costs",
              "pictures")
 
@@ -182,7 +183,8 @@ def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
     from bench.reports.plans.rule_tables import rule_parts
-    options.refuse(arguments, ("gpus", "model", "all", "experts", *SIZES, *OF_LAYERS),
+    options.refuse(arguments, ("model", *model_options.EXPERTS, *SIZES, "map", "contexts",
+                               *OF_TRAININGS, *OF_LAYERS),
                    f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
@@ -197,7 +199,8 @@ def _map(arguments: argparse.Namespace) -> int:
     from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
     from bench.reports.plans.kind_map import map_parts
     _require(arguments, "model", "batch")
-    options.refuse(arguments, ("gpus", "all", *(name for name in OF_LAYERS if name != "pictures")),
+    options.refuse(arguments, ("contexts", *OF_TRAININGS,
+                               *(name for name in OF_LAYERS if name != "pictures")),
                    "with --map the plans say it; leave it, or --map, out")
     if max(arguments.map) > MOST_RANKS:
         raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
@@ -219,7 +222,7 @@ def _contexts(arguments: argparse.Namespace) -> int:
     from bench.prediction.meshes.context_ways import Asked, LENGTHS, list_places
     from bench.reports.plans.context_ways import context_parts
     _require(arguments, "model")
-    options.refuse(arguments, ("gpus", "all", "batch", "layers", *OF_LAYERS), (
+    options.refuse(arguments, ("batch", "layers", *OF_TRAININGS, *OF_LAYERS), (
         "with --contexts one sequence of one layer is counted; leave it, or --contexts, out"))
     if max(arguments.contexts) > MOST_CONTEXT or min(arguments.contexts) < 2:
         raise UsageError(f"--contexts {','.join(map(str, arguments.contexts))}: numbers from 2 to "

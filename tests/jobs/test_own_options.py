@@ -127,6 +127,8 @@ def test_options_of_the_launcher_that_the_site_may_choose(tmp_path, launcher, wo
     (["--backend=numpy"], "--backend"), (["--preset=tiny"], "--preset"),
     (["--stop=x"], "--stop (--stop-file)"), (["--recompute=full"], "--recompute"),
     (["--inside=z"], "--inside"), (["--hidden=8"], "--hidden"), (["--grid=2x2x2"], "--grid"),
+    # What is of emulated clusters would be refused when the job has begun.
+    (["--links=50Mbit"], "--links"), (["--software-share=0.2"], "--software-share"),
     (["--dtype=float64"], "--dtype"), (["--cau"], "--cau (--causal)"), (["-h"], "-h (--help)")])
 def test_options_of_the_row_that_the_job_sets_itself(tmp_path, words, name):
     with pytest.raises(UsageError, match=re.escape(f"run.options: {name}: the job says it")):
