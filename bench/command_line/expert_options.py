@@ -80,11 +80,12 @@ def add_design(parser: argparse.ArgumentParser) -> None:
                         help="what gates are multiplied by at last (default 1)")
 
 
-def add_expert_parallel(parser: argparse.ArgumentParser) -> None:
-    """Add the number of replicas that divide the experts."""
-    parser.add_argument("--expert-parallel", type=options.whole(1), default=1, metavar="N", help=(
-        "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
-        "(default 1)"))
+def add_expert_parallel(parser: argparse.ArgumentParser, default: int | None = 1) -> None:
+    """Add the number of replicas that divide the experts; None is for all."""
+    parser.add_argument("--expert-parallel", type=options.whole(1), default=default, metavar="N",
+                        help=(
+        f"neighbouring replicas that divide the experts, a divisor of --data; with 1 each has "
+        f"all (default {default or '--data'})"))
 
 
 def read_capacity(text: str) -> float:
@@ -152,7 +153,5 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
 
 def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:
     """Return the error of an option that would do nothing."""
-    value = getattr(arguments, name)
-    value = "" if value is True else " none" if value == math.inf else f" {value}"
-    return UsageError(f"--{name.replace('_', '-')}{value} would do nothing here: "
+    return UsageError(f"{options.written(name, getattr(arguments, name))} would do nothing here: "
                       f"{remedy} would do, or leave it out")

@@ -1,7 +1,6 @@
 """Define and read ``--model``, which names a model or a file instead of sizes."""
 
 import argparse
-import math
 import shlex
 from typing import Iterable
 
@@ -81,6 +80,5 @@ def words_of(arguments: argparse.Namespace) -> str:
 def _words(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Return those of some options that were given, as words."""
     given = {name: getattr(arguments, name, None) for name in names}
-    return [f"--{name.replace('_', '-')}" + (
-        "" if value is True else " none" if value == math.inf else f" {value}")
-        for name, value in given.items() if value is not None and value is not False]
+    return [options.written(name, value) for name, value in given.items()
+            if value is not None and value is not False]

@@ -1,6 +1,7 @@
 """Define the options that several verbs share, and the types of options."""
 
 import argparse
+import math
 from typing import Any, Callable, Iterable
 
 from bench.command_line.number_types import MOST, refused, whole
@@ -105,15 +106,22 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
                         help="also draw the figures into this folder")
 
 
-def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
-    """Raise UsageError if one of these options was given, with its value as it was written."""
+def written(name: str, value: Any) -> str:
+    """Return an option with its value as it is written on a command line."""
     def as_given(value: Any) -> str:
         if isinstance(value, tuple):
             return "x".join(map(str, value))
-        return ",".join(map(as_given, value)) if isinstance(value, list) else str(value)
+        if isinstance(value, list):
+            return ",".join(map(as_given, value))
+        return "none" if value == math.inf else str(value)
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {as_given(value)}")
+
+
+def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
+    """Raise UsageError if one of these options was given, as it was written."""
     for name in names:
         if value := getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} {as_given(value)}: {remedy}")
+            raise UsageError(f"{written(name, value)}: {remedy}")
 
 
 def recompute(text: str) -> str:

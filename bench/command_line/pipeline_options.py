@@ -84,8 +84,8 @@ def check_stages(arguments: argparse.Namespace) -> None:
             check_size(arguments.stages, arguments.microbatches or 2 * arguments.stages)
     for name in OF_STAGES:
         if arguments.stages is None and getattr(arguments, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: give "
-                             f"--stages too" + ", such as --stages 1" * (name in OF_STAGES[2:]))
+            raise UsageError(f"{options.written(name, getattr(arguments, name))}: give --stages "
+                             f"too" + ", such as --stages 1" * (name in OF_STAGES[2:]))
     several = (arguments.context or 1) > 1
     for name in ("zero", "shards"):
         if getattr(arguments, name) and not (arguments.data or several):

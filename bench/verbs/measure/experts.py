@@ -24,9 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
         "features between the two products of an expert (default 4 times --hidden)"))
     expert_options.add_choice(parser, None)
-    parser.add_argument("--expert-parallel", type=options.whole(1), metavar="N", help=(
-        "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
-        "(default --data)"))
+    expert_options.add_expert_parallel(parser, None)
     options.add_dtype(parser)
     add_scheme(parser, "1d")
     options.add_grid(parser)
@@ -41,8 +39,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
     chosen = expert_options.experts_from(arguments, None, every=1)
     case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
                        arguments.batch, arguments.seq, arguments.dtype, arguments.seed)
-    words = 2 * case.hidden * (4 * chosen.count * case.wide + case.batch * case.seq)
-    measuring.check_memory(words, arguments.backend, comm)
+    # Values and gradients of both matrices of an expert, and the input, in 16 bits.
+    measuring.check_memory(2 * case.hidden * (4 * chosen.count * case.wide
+                                              + case.batch * case.seq), arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
     mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
     subject = ExpertsSubject(mesh, case, arguments.expert_parallel)

@@ -183,7 +183,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("reproduce --preset tiny --software-share .5", "--software-share 0.5: waits and"),
          ("reproduce --table combined --repetitions 5 --max-repetitions 2",
           "at most 2 repetitions: must be at least the 5 that are asked for"),
-         *((f"plan {mode} --hide-sums", "--hide-sums True: ") for mode in (
+         *((f"plan {mode} --hide-sums", "--hide-sums: ") for mode in (
              "--rules", "--map 8 --model gpt2 --batch 8", "--contexts 2 --model gpt2")),
          ("plan --rules --expert-top 3", "--expert-top 3: the rules of --rules overview say it"),
          ("doctor --gpu whole --out /tmp --variable A=b", "--variable would do nothing here"),
