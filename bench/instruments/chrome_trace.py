@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from bench.errors import StoreError
-from bench.instruments.clock import Clock
+from bench.instruments.clock import ROUND_TRIPS, Clock
 from bench.instruments.spans import Span
 from bench.records import atomic
 from mm3d.console import say
@@ -77,7 +77,8 @@ def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict
     tracks, names, offsets, errors = zip(*everyone)
     about = {"title": title, "grid": " x ".join(f"{axis}={n}" for axis, n in grid.shape.items()),
              "clock": "rank 0's; the offset of a rank on another kernel was measured by the "
-                      "fastest of 100 round trips, and is wrong by at most half of that one",
+                      f"fastest of {ROUND_TRIPS} round trips, and is wrong by at most half of "
+                      f"that one",
              "clock_offset_s": list(offsets), "clock_offset_error_s": list(errors),
              "spans": "each collective follows a barrier of its ranks, a span of its own"}
     return make_trace(tracks, names, title, about)

@@ -7,6 +7,8 @@ from typing import Any, Callable
 
 import numpy as np
 
+ROUND_TRIPS = 100    # of messages by which an offset is measured
+
 
 class Clock:
     """Rank 0's clock, read on every rank, in seconds.
@@ -44,9 +46,9 @@ class Clock:
         """Return the time in seconds."""
         return self._read() + self.offset
 
-    def _synchronize(self, comm, rank: int, rounds: int = 100) -> None:
+    def _synchronize(self, comm, rank: int) -> None:
         best = np.inf
-        for _ in range(rounds):
+        for _ in range(ROUND_TRIPS):
             if comm.rank == 0:
                 comm.recv(source=rank)
                 comm.send(self._read(), dest=rank)
@@ -61,9 +63,9 @@ class Clock:
                 self.offset_error = best / 2
 
     @staticmethod
-    def resolution(readings: int = 1000) -> float:
-        """Return the least nonzero difference of two readings, in seconds."""
-        times = [perf_counter() for _ in range(readings)]
+    def resolution() -> float:
+        """Return the least nonzero difference of two readings of 1000, in seconds."""
+        times = [perf_counter() for _ in range(1000)]
         steps = [b - a for a, b in zip(times, times[1:]) if b > a]
         return min(steps, default=np.inf)
 

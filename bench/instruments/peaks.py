@@ -10,9 +10,9 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.instruments.clock import Clock, time_on_all_ranks
+from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Resident
-from bench.instruments.sampling import repeat_calls
+from bench.instruments.sampling import makespan_of
 from bench.records.measurements import Group, Variable
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
@@ -118,12 +118,7 @@ def add_arrays(backend: Backend, total: int) -> Step:
 def best_rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
               team) -> float:
     """Measure the best rate per rank of `team`, all of which work at once."""
-    clock = Clock(team)
-
-    def makespan(calls: int) -> float:
-        times, _ = time_on_all_ranks(repeat_calls(step, calls), team, synchronize, clock)
-        return float(times.max())
-
+    makespan = makespan_of(step, team, synchronize, Clock(team))
     makespan(1)    # touches the memory
     calls = math.ceil(SAMPLE / makespan(1))
     return amount * calls / min(makespan(calls) for _ in range(ROUNDS))

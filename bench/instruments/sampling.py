@@ -149,6 +149,15 @@ def repeat_calls(step: Callable[[], Any], calls: int) -> Callable[[], Any]:
     return repeat
 
 
+def makespan_of(step: Callable[[], object], comm, synchronize: Callable[[], None],
+                clock: Clock) -> Callable[[int], float]:
+    """Return a function that measures the seconds of a number of calls of all ranks at once."""
+    def span(calls: int) -> float:
+        times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
+        return float(times.max())
+    return span
+
+
 def calls_needed(span: Callable[[int], float], least: float = SAMPLE) -> int:
     """Find how many calls take `least` seconds, at most `CALLS`.
 
@@ -170,10 +179,7 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
     It returns the makespan of as many calls as take `least` seconds, over their number; the same
     on every rank.
     """
-    def span(calls: int) -> float:
-        times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
-        return float(times.max())
-
+    span = makespan_of(step, comm, synchronize, clock)
     many = calls_needed(span, least)
     return lambda: span(many) / many
 

@@ -37,10 +37,10 @@ class WireCount:
     sent_packets: np.ndarray
 
 
-def read_counters(device: str = DEVICE, source: Path = DEVICES) -> np.ndarray | None:
+def read_counters(device: str = DEVICE) -> np.ndarray | None:
     """Return the counts of a `WireCount` by a device since it was made; None if there is none."""
     try:
-        lines = source.read_text("utf-8", "replace").splitlines()
+        lines = DEVICES.read_text("utf-8", "replace").splitlines()
     except OSError:
         return None
     for line in lines:
@@ -72,23 +72,19 @@ class WireRecorder:
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks, which make the recorder and call its methods together.
-    device : str
-        The network device of each node.
     """
 
-    def __init__(self, comm: Any, device: str = DEVICE) -> None:
-        self.comm, self.device = comm, device
-        self.nodes = physical_node_numbers(comm)
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.nodes = comm, physical_node_numbers(comm)
         self.reads = self.nodes.index(self.nodes[comm.rank]) == comm.rank
-        mine = read_counters(device) if self.reads else None
-        self.available = all(comm.allgather(not self.reads or mine is not None))
-        self._first = mine
+        self._first = read_counters() if self.reads else None
+        self.available = all(comm.allgather(not self.reads or self._first is not None))
 
     def start(self) -> None:
         """Read the counters, where all ranks are done with what came before."""
         self.comm.Barrier()
         if self.reads and self.available:
-            self._first = read_counters(self.device)
+            self._first = read_counters()
         self.comm.Barrier()
 
     def stop(self) -> WireCount | None:
@@ -105,7 +101,7 @@ class WireRecorder:
         self.comm.Barrier()
         mine = None
         if self.reads and self.available:
-            mine = read_counters(self.device) - self._first
+            mine = read_counters() - self._first
         found = self.comm.gather(mine)
         if self.comm.rank or not self.available:
             return None

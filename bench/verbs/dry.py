@@ -173,16 +173,12 @@ def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
 def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack: Stack,
               machine: machine_model.Machine | None, limit: int) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
-    data = arguments.data or 1
-    count = data * (arguments.context or 1) * arguments.ranks
-    if not 0 <= arguments.rank < count:
-        raise ValueError(f"--rank {arguments.rank}: 0 to {count - 1} would do")
+    replica, place = _split_rank(arguments)
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, stack,
         options=tuple(_scheme_options(arguments).items()), vocab=arguments.vocab or 0,
         expert_parallel=arguments.expert_parallel, tied=not arguments.untied)
     experts = stack.experts
-    replica, place = divmod(arguments.rank, arguments.ranks)
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
     trace = model.trace(layers, place, stage, replica)
@@ -197,7 +193,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, replica, stage, place)]
     if experts:
-        parts.append(dry_tables.expert_notes(experts, trace, data, model.micro.tokens))
+        parts.append(dry_tables.expert_notes(experts, trace, model.data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
         whole = replace(model, data=1, context=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, model.dividing, arguments.dtype))
@@ -220,6 +216,14 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
     return int(not fits)
 
 
+def _split_rank(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Return the replica of ``--rank`` and its place there; ValueError for no such rank."""
+    count = (arguments.data or 1) * (arguments.context or 1) * arguments.ranks
+    if arguments.rank >= count:
+        raise ValueError(f"--rank {arguments.rank}: 0 to {count - 1} would do")
+    return divmod(arguments.rank, arguments.ranks)
+
+
 def _scheme_options(arguments: argparse.Namespace) -> dict:
     """Return the options of the scheme that were given."""
     return {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
@@ -227,9 +231,8 @@ def _scheme_options(arguments: argparse.Namespace) -> dict:
 
 def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) -> str:
     """Name the rank and the model."""
-    several = arguments.data or 1 if arguments.experts or arguments.stages else 1
     context = arguments.context or 1
-    several *= context
+    several = context * (arguments.data or 1 if arguments.experts or arguments.stages else 1)
     of = f"{several} replicas of " * (several > 1)
     return (f"scheme {arguments.scheme}, {of}grid {grid}, rank {arguments.rank} of "
             f"{several * arguments.ranks}; "
@@ -268,14 +271,10 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
     block = machine.elementwise_block if machine else sys.maxsize
     asked = _scheme_options(arguments)
     if stack.experts:
-        data = arguments.data or 1
-        if not 0 <= arguments.rank < data * arguments.ranks:
-            raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would "
-                             f"do")
+        replica, place = _split_rank(arguments)
         model = PipelineModel(
             build("gpipe", 1, 1), arguments.scheme, (grid,), stack, tuple(asked.items()),
-            data=data, expert_parallel=arguments.expert_parallel)
-        replica, place = divmod(arguments.rank, arguments.ranks)
+            data=arguments.data or 1, expert_parallel=arguments.expert_parallel)
         return model.trace(stack.layers, place, 0, replica, block, parts=PASSES)
     return dry_run.extrapolate_step(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank,
                                     options=asked, block=block, **stack.fields())
