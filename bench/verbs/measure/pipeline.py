@@ -102,10 +102,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
             file = chrome_trace.trace_file(arguments.trace, name, len(cases))
             status = max(status, comm.bcast(
                 record and chrome_trace.write_file(file, make_action_trace(record))))
+        if arguments.pictures:
+            status = max(status, comm.bcast(
+                record and draw(record, Path(arguments.pictures) / f"{name}.png")))
         if record is not None:
             records.append(record)
-            if arguments.pictures:
-                draw(record, Path(arguments.pictures) / f"{name}.png")
     if records:
         say()
         arguments.show(make_parts(records))
@@ -153,11 +154,11 @@ def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
     return found if waits else None
 
 
-def draw(record: Measurements, path: Path) -> None:
-    """Draw the measured timeline above the clock's."""
+def draw(record: Measurements, path: Path) -> int:
+    """Draw the measured timeline above the clock's; 1 if that cannot be, else 0."""
     from bench.reports.figures import measured_timelines, schedules
-    style.draw_pictures([partial(schedules.picture, path, measured_timelines.timelines(record),
-                                 "s", "group of ranks")])
+    return style.draw_pictures([partial(
+        schedules.picture, path, measured_timelines.timelines(record), "s", "group of ranks")])
 
 
 def duration(text: str) -> Fraction:
