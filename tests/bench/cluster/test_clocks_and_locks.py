@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT, run_python
+from support import ROOT, run_in_cluster, run_python, unless_refused
 
 CLOCKS = str(Path(__file__).parent / "clocks_of_nodes.py")
 CLAIM = ("import sys, time; from bench.records.journal import Journal; from bench.errors import "
@@ -18,10 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.limit(400)]
 
 
 def inside(*words, **options):
-    done = run_python("-m", "bench", "cluster", "2x2:100Mbit", "--",
-                      *words, cwd=ROOT, timeout=300, **options)
-    if done.returncode == 2 and "error: this kernel" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    done = run_in_cluster("2x2:100Mbit", *words, cwd=ROOT, timeout=300, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,12 +42,10 @@ def test_clocks_that_differ_are_aligned():
 
 def test_a_trace_across_nodes(tmp_path):
     """The nodes share one kernel's clock, so that no event may be out of order at all."""
-    done = run_python("-m", "bench", "run", "--cluster=2x2:100Mbit", "--scheme=1d-sp",
-                      "--table=weak", "--preset=tiny", "--repetitions=1", "--max-repetitions=1",
-                      "--traced=1", f"--trace={tmp_path / 'trace.json'}", f"--out={tmp_path}",
-                      timeout=300, cwd=ROOT)
-    if done.returncode == 2 and "error: this kernel" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    done = unless_refused(run_python(
+        "-m", "bench", "run", "--cluster=2x2:100Mbit", "--scheme=1d-sp", "--table=weak",
+        "--preset=tiny", "--repetitions=1", "--max-repetitions=1", "--traced=1",
+        f"--trace={tmp_path / 'trace.json'}", f"--out={tmp_path}", timeout=300, cwd=ROOT))
     assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for kind in ("wait", "collective"):

@@ -14,7 +14,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 from bench.cluster import links
 from bench.cluster.run import find_mpirun
 from bench.cluster.spec import parse_rate
-from support import ROOT, clean_environment, run_python
+from support import ROOT, clean_environment, run_in_cluster, run_python, unless_refused
 
 RANKS_OF_NODES = str(Path(__file__).parent / "ranks_of_nodes.py")
 SHARE = 2 ** 20
@@ -22,10 +22,7 @@ SHARE = 2 ** 20
 
 def cluster(*words, nodes=2, ranks=2, link="100Mbit", **options):
     """Run ``bench cluster``; the test is skipped where the kernel refuses."""
-    done = run_python("-m", "bench", "cluster", f"{nodes}x{ranks}:{link}", "--", *words, **options)
-    if done.returncode == 2 and "error: this kernel" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    return done
+    return run_in_cluster(f"{nodes}x{ranks}:{link}", *words, **options)
 
 
 def test_ranks_on_nodes():
@@ -167,11 +164,9 @@ def test_two_clusters_beside_each_other():
 
 @pytest.mark.slow
 def test_a_verb_and_its_file(tmp_path):
-    done = run_python("-m", "bench", "measure", "matmul", "--shape=64", "--repetitions=1",
-                      "--max-repetitions=1", "--cluster=2x2:1Gbit", "--grid=2x2x1",
-                      f"--out={tmp_path}")
-    if done.returncode == 2 and "error: this kernel" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    done = unless_refused(run_python(
+        "-m", "bench", "measure", "matmul", "--shape=64", "--repetitions=1",
+        "--max-repetitions=1", "--cluster=2x2:1Gbit", "--grid=2x2x1", f"--out={tmp_path}"))
     assert done.returncode == 0, done.stderr
     assert "emulated cluster, 2 nodes x 2 ranks, 1 Gbit/s" in " ".join(done.stdout.split())
     from bench.records import run_file

@@ -14,7 +14,7 @@ from bench.experiments.rows import reproduction
 from bench.instruments import slow_links
 from bench.records import run_file
 from mm3d.child_process import start_child
-from support import ROOT, run_python
+from support import ROOT, run_in_cluster
 
 BREAK = str(Path(__file__).parent / "break_cluster.py")
 STALL = 15
@@ -23,11 +23,8 @@ pytestmark = pytest.mark.limit(600)
 
 def broken(fault, node, line, size, *command, nodes=2, ranks=2):
     """Run a command that is broken in the middle; what it printed, errors, and how it ended."""
-    done = run_python("-m", "bench", "cluster", f"{nodes}x{ranks}:100Mbit", "--", sys.executable,
-                      BREAK, str(node), fault, line,
-                      str(size), *command, timeout=400, cwd=ROOT)
-    if done.returncode == 2 and "error: this kernel" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    done = run_in_cluster(f"{nodes}x{ranks}:100Mbit", sys.executable, BREAK, str(node), fault,
+                          line, str(size), *command, timeout=400, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     *printed, last = done.stdout.splitlines()
     return "\n".join(printed), done.stderr, json.loads(last)

@@ -7,7 +7,7 @@ import pytest
 
 from bench.records import run_file
 from open_mpi import python_with_open_mpi
-from support import ROOT, run_command
+from support import ROOT, run_command, unless_refused
 
 RANKS_OF_NODES = str(Path(__file__).parent / "ranks_of_nodes.py")
 BREAK = str(Path(__file__).parent / "break_cluster.py")
@@ -20,10 +20,8 @@ def bench(tmp_path):
     python, variables = python_with_open_mpi(tmp_path / "environment")
 
     def run(*words):
-        done = run_command([python, "-m", "bench", *words], cwd=ROOT, **variables)
-        if done.returncode == 2 and "error: this kernel" in done.stderr:
-            pytest.skip(done.stderr.strip())
-        return done
+        return unless_refused(run_command([python, "-m", "bench", *words], cwd=ROOT,
+                                          **variables))
     return run
 
 

@@ -9,7 +9,7 @@ from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.records.folder import read_folder
 from bench.reports.emulation.at_rates import join_rates
-from support import run_python
+from support import run_in_cluster, run_python, unless_refused
 
 MEASURE = """
 import time
@@ -44,33 +44,27 @@ def test_rates_of_links():
         measuring.rates("50Mbit,1bit")
 
 
-def in_cluster(*words):
-    done = run_python(*words)
-    if done.returncode == 2 and "error: this kernel" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_a_rate_is_changed_while_ranks_run():
-    words = in_cluster("-m", "bench", "cluster", "2x1:1Gbit", "--",
-                       "mpirun", sys.executable, "-c", MEASURE)
-    fast, slow, free = map(float, words.split())
+    done = run_in_cluster("2x1:1Gbit", "mpirun", sys.executable, "-c", MEASURE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fast, slow, free = map(float, done.stdout.split())
     assert slow >= 0.9 * 2 ** 23 / 2e7 > fast >= 0.9 * 2 ** 23 / 2e8 and free < slow / 4
 
 
 @pytest.mark.slow
 def test_rows_at_two_rates(tmp_path):
     for inside in "xz":
-        text = in_cluster("-m", "bench", "run", "--preset=emulated-tiny", "--rows=strong:3d",
-                          "--cluster=4x2:50Mbit", "--links=10Mbit,unlimited",
-                          f"--inside={inside}", "--repetitions=2", "--max-repetitions=2",
-                          "--software-share=none", "--traced=0", f"--out={tmp_path}")
+        done = unless_refused(run_python(
+            "-m", "bench", "run", "--preset=emulated-tiny", "--rows=strong:3d",
+            "--cluster=4x2:50Mbit", "--links=10Mbit,unlimited", f"--inside={inside}",
+            "--repetitions=2", "--max-repetitions=2", "--software-share=none", "--traced=0",
+            f"--out={tmp_path}"))
+        assert done.returncode == 0, done.stdout + done.stderr
     assert len([*tmp_path.glob("strong-3d-p008-*.h5")]) == 4
     assert list(tmp_path.glob("where-each-is-fastest-*.png"))
     [record] = join_rates(read_folder(tmp_path).rows)
     slow, free = record.values("samples").sum(axis=2).min(axis=-1).T
     assert (slow > 1.5 * free).all()
     assert {label.split()[2][-1] for label in record.scales["plan"]} == {"x", "z"}
-    assert "3-D 2 x 2 x 2, x inside, batch 24" in text
+    assert "3-D 2 x 2 x 2, x inside, batch 24" in done.stdout
