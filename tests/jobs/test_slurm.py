@@ -8,20 +8,17 @@ import time
 from dataclasses import replace
 
 import pytest
-from mpi4py import MPI
 
-import slurm_cluster
 from bench.cases import combined
 from bench.cases.selection import select_rows
 from bench.records import journal, run_file
 from jobs.__main__ import main
 from records import computed_step
-from slurm_cluster import Cluster
-from slurm_user import ENDLESS, PATIENCE, User, check_run
+from slurm_cluster import running
+from slurm_user import ENDLESS, ON_SLURM, PATIENCE, User, check_run
 from support import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
-    MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
+pytestmark = ON_SLURM
 
 
 def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_path):
@@ -135,12 +132,7 @@ def test_a_task_that_is_killed(cluster, tmp_path):
 
 
 def test_a_full_queue(tmp_path, monkeypatch, capsys):
-    if slurm_cluster.missing():
-        pytest.skip(slurm_cluster.missing())
-    folder = tmp_path / "full"
-    folder.mkdir()
-    full = Cluster(folder, nodes=1, most_jobs=3).start()
-    try:
+    with running(tmp_path / "full", nodes=1, most_jobs=3) as full:
         user = User(full, tmp_path, ("--table", "all", "--ranks", "8"), ranks=8, gpus=0)
         for name, value in full.environment().items():
             monkeypatch.setenv(name, value)
@@ -157,20 +149,13 @@ def test_a_full_queue(tmp_path, monkeypatch, capsys):
         assert main(user.argv("status")) == 0
         out = capsys.readouterr().out
         assert out.count(": waiting, job ") == 2 and out.count(": not submitted") == 2
-    finally:
-        full.stop()
 
 
 @pytest.mark.parametrize("site, nodes, cpus, gpus, partition", [
     ("cpu", 4, 64, 0, "compute"), ("gpu4", 16, 32, 4, "v100"), ("gpu8", 8, 64, 8, "gpu"),
     ("local", 4, 16, 4, "all")])
 def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus, partition):
-    if slurm_cluster.missing():
-        pytest.skip(slurm_cluster.missing())
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    cluster = Cluster(folder, nodes, cpus, gpus, partition).start()
-    try:
+    with running(tmp_path / "slurm", nodes, cpus, gpus, partition) as cluster:
         done = cluster.command(sys.executable, "-m", "jobs", "submit", "--test-only", "--site",
                                site, "--out", str(tmp_path / "out"), cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -185,8 +170,6 @@ def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus,
                                site, "--scheme", "3d", "--ranks", "64", "--table", "weak",
                                "--out", str(tmp_path / "out"), cwd=ROOT)
         assert done.returncode == 1 and "weak-3d-p064-paper.sh: refused: " in done.stdout
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.skipif("MM3D_SLURM_TABLE" not in os.environ, reason=(
@@ -198,20 +181,13 @@ def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus,
     ("8,16", 4, 4), ("36,64", 1, 64)])
 def test_every_row_of_a_table(tmp_path, ranks, nodes, slots):
     """8 to 64 tasks, all schemes, as under mpirun."""
-    if slurm_cluster.missing():
-        pytest.skip(slurm_cluster.missing())
     table = os.environ["MM3D_SLURM_TABLE"]
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    wide = Cluster(folder, nodes, cpus=slots, gpus=0).start()
-    try:
+    with running(tmp_path / "slurm", nodes, cpus=slots, gpus=0) as wide:
         user = User(wide, tmp_path, ("--table", table, "--ranks", ranks), time="2:00:00",
                     ranks=slots, gpus=0,
                     options='"--repetitions=1", "--max-repetitions=1", "--traced=0"')
         jobs = user.submit()
         assert wide.quiet(7000), user.logs()
-    finally:
-        wide.stop()
     runs = user.runs()
     for run in runs:
         check_run(run)

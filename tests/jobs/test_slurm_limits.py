@@ -3,13 +3,11 @@ import re
 import sys
 
 import pytest
-from mpi4py import MPI
 
-from slurm_user import ENDLESS, User, check_run
+from slurm_user import ENDLESS, ON_SLURM, User, check_run
 from support import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
-    MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
+pytestmark = ON_SLURM
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,12 @@ import re
 import sys
 
 import pytest
-from mpi4py import MPI
 
-import slurm_cluster
-from slurm_cluster import Cluster
-from slurm_user import PATIENCE, User, check_run
+from slurm_cluster import running
+from slurm_user import ON_SLURM, PATIENCE, User, check_run
 from support import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
-    MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
+pytestmark = ON_SLURM
 # A Python that only says where it was started, and as which rank.
 WITNESS = """#!/bin/bash
 echo "$SLURM_PROCID $SLURMD_NODENAME-$MEANT" >> "{said}-$2-$3"
@@ -25,11 +22,8 @@ echo "$SLURM_PROCID $SLURMD_NODENAME-$MEANT" >> "{said}-$2-$3"
 @pytest.fixture(scope="module", params=[64, 40])
 def spare(request, tmp_path_factory):
     """Three nodes, of which four ranks of eight cores leave half, or a fifth, unused."""
-    if slurm_cluster.missing():
-        pytest.skip(slurm_cluster.missing())
-    running = Cluster(tmp_path_factory.mktemp("spare"), nodes=3, cpus=request.param).start()
-    yield running
-    running.stop()
+    with running(tmp_path_factory.mktemp("spare"), nodes=3, cpus=request.param) as started:
+        yield started
 
 
 def places(said):

@@ -4,16 +4,14 @@ import re
 import sys
 
 import pytest
-from mpi4py import MPI
 
-import slurm_cluster
 from jobs import scripts, site
 from jobs.scripts import Work
-from slurm_cluster import Cluster
+from slurm_cluster import running
+from slurm_user import ON_SLURM
 from support import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
-    MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
+pytestmark = ON_SLURM
 SITE = """
 about = "nodes with four A100 each"
 [slurm]
@@ -36,12 +34,9 @@ gpu_binding = "{binding}"
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
     """Sixteen nodes with four A100 each, in two partitions."""
-    if slurm_cluster.missing():
-        pytest.skip(slurm_cluster.missing())
-    cluster = Cluster(tmp_path_factory.mktemp("typed"), 16, 64, 4, "gpu", gpu_type="a100").start()
-    cluster.command("scontrol", "create", "PartitionName=login", "Nodes=ALL", "State=UP")
-    yield cluster
-    cluster.stop()
+    with running(tmp_path_factory.mktemp("typed"), 16, 64, 4, "gpu", gpu_type="a100") as cluster:
+        cluster.command("scontrol", "create", "PartitionName=login", "Nodes=ALL", "State=UP")
+        yield cluster
 
 
 def ranks_of(cluster, folder, ranks=8, gpus="a100:4", binding="task", slurm=""):

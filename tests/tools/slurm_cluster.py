@@ -18,7 +18,9 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Iterable
+from typing import Iterable, Iterator
+
+import pytest
 
 from support import clean_environment
 
@@ -231,3 +233,16 @@ class Cluster:
                 return True
             time.sleep(0.2)
         return False
+
+
+@contextlib.contextmanager
+def running(folder: Path, *shape, **more) -> Iterator[Cluster]:
+    """A Slurm in a folder within the block; the test is skipped where none can be started."""
+    if missing():
+        pytest.skip(missing())
+    folder.mkdir(exist_ok=True)
+    cluster = Cluster(folder, *shape, **more).start()
+    try:
+        yield cluster
+    finally:
+        cluster.stop()

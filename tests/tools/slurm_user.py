@@ -5,12 +5,18 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from mpi4py import MPI
+
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports.paper_tables import words_agree
 from support import ROOT
 
+# Of tests that start a Slurm.
+ON_SLURM = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
+    MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
 PATIENCE = 300    # seconds that jobs may take on a busy machine; on an idle one it is a tenth
 
 SITE = """
