@@ -202,19 +202,17 @@ def describe_environment(site: Site) -> list[tuple[str, list[Part], list[str]]]:
 def launch_command(site: Site, ranks: int) -> list[str]:
     """Return the command that starts the ranks, without the program."""
     if site.launch.launcher == "mpirun":
-        words = ["mpirun", "-n", str(ranks), *site.launch.options]
-    else:
-        # Consecutive ranks fill one node after the other: placement relies on it.  Blocks with
-        # Pack would fill all cores of a node, without it they are of equal sizes; planes are of
-        # the size given, and blocks within a node.
-        uneven = ranks > site.node.ranks and ranks % site.node.ranks
-        words = ["srun", f"--mpi={site.launch.mpi}", f"--ntasks={ranks}",
-                 f"--distribution={f'plane={site.node.ranks}' if uneven else EVEN}",
-                 "--export=ALL", "--kill-on-bad-exit=1",
-                 # Not --gpus-per-task: beside GPUs that have a type it is refused, or binds none.
-                 *["--gpu-bind=single:1"] * (site.launch.gpu_binding == "task"),
-                 *site.launch.options]
-    return words
+        return ["mpirun", "-n", str(ranks), *site.launch.options]
+    # Consecutive ranks fill one node after the other: placement relies on it.  Blocks with Pack
+    # would fill all cores of a node, without it they are of equal sizes; planes are of the size
+    # given, and blocks within a node.
+    uneven = ranks > site.node.ranks and ranks % site.node.ranks
+    return ["srun", f"--mpi={site.launch.mpi}", f"--ntasks={ranks}",
+            f"--distribution={f'plane={site.node.ranks}' if uneven else EVEN}",
+            "--export=ALL", "--kill-on-bad-exit=1",
+            # Not --gpus-per-task: beside GPUs that have a type it is refused, or binds none.
+            *["--gpu-bind=single:1"] * (site.launch.gpu_binding == "task"),
+            *site.launch.options]
 
 
 def row_script(work: Work, case: Row) -> str:

@@ -153,12 +153,9 @@ def _measured(arguments: argparse.Namespace) -> int:
     """Print predictions beside the measurements in the files of a folder."""
     from bench.prediction import beside_measured
     from bench.reports.measured_tables import compare_predictions
-    idle = [f"--{name} {value}" for name in ("table", "stages", "pictures")
-            if (value := getattr(arguments, name)) is not None]
-    if idle:
-        raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured is "
-                         f"no row of the paper's tables and has no figures; give --results "
-                         f"without {' and '.join(name.split()[0] for name in idle)}")
+    options.refuse(arguments, ("table", "stages", "pictures"),
+                   f"leave it out: what --results {arguments.results} has is no row of the "
+                   f"paper's tables, and has no figures")
     found, problems = beside_measured.read_measured_folder(arguments.results)
     parts = compare_predictions(machine_model.load_machine(arguments.machine), found)
     if problems:

@@ -164,13 +164,13 @@ def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
     """
     if arguments.rows is None:
         rows = select_rows(arguments.table, arguments.scheme, ranks)
-        return rows + (equal_token_rows(rows) if arguments.equal_tokens else [])
-    for option, default in (("table", "all"), ("scheme", "paper")):
-        value = getattr(arguments, option)
-        if value != default:
-            raise UsageError(f"--rows {arguments.rows} --{option} {value}: leave one of them out; "
-                             f"--rows names both the table and the scheme")
-    rows = rows_by_name(arguments.rows, ranks)
+    else:
+        for option, default in (("table", "all"), ("scheme", "paper")):
+            value = getattr(arguments, option)
+            if value != default:
+                raise UsageError(f"--rows {arguments.rows} --{option} {value}: leave one of them "
+                                 f"out; --rows names both the table and the scheme")
+        rows = rows_by_name(arguments.rows, ranks)
     return rows + (equal_token_rows(rows) if arguments.equal_tokens else [])
 
 

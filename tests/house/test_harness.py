@@ -108,14 +108,6 @@ def test_what_is_slow_needs_an_option(run):
 
 
 @pytest.mark.slow
-def test_too_few_ranks_skip_and_say_so(run):
-    done = run("@pytest.mark.ranks(4, 5)\ndef test_it(comm): pass\n")
-    assert done.returncode == 0, done.text
-    assert "1 passed, 1 skipped" in done.stdout
-    assert "needs mpirun -n 5" in done.stdout
-
-
-@pytest.mark.slow
 def test_one_failure_ends_the_others_that_wait_for_it(run):
     done = run(on_four("assert comm.rank != 2", "comm.barrier()"), limit=15)
     assert done.returncode != 0 and "not finished" not in done.stderr

@@ -1,12 +1,11 @@
 """The words of the command lines: few verbs, and options that mean the same wherever they are."""
-import argparse
 import functools
 import re
 
 from bench.__main__ import parser as bench
 from jobs.__main__ import parser as jobs
+from refused import has_verbs, parsers_of
 
-MOST = 16
 # Options of one name and several helps: one meaning, of which these say what is particular.
 PARTICULAR = {
     **dict.fromkeys(("--data", "--zero", "--shards", "--stages", "--schedule", "--microbatches",
@@ -23,35 +22,18 @@ PARTICULAR = {
                     "what is done with it differs")}
 
 
-def leaves(parser: argparse.ArgumentParser, name: str):
-    """The parsers that have options, each with its words."""
-    below = [action for action in parser._actions
-             if isinstance(action, argparse._SubParsersAction)]
-    if not below:
-        yield name, parser
-    for action in below:
-        for word, one in action.choices.items():
-            yield from leaves(one, f"{name} {word}")
-
-
 @functools.cache
-def options() -> dict[str, dict[tuple, list[str]]]:
-    """The commands that have each option, by its type, metavar and help without defaults."""
-    found: dict[str, dict[tuple, list[str]]] = {}
+def options() -> dict[str, set[tuple]]:
+    """Types, metavars and helps without defaults that each option has in some command."""
+    found: dict[str, set[tuple]] = {}
     for program in (bench, jobs):
-        for name, parser in leaves(program(), program.__module__):
-            for action in parser._actions:
+        for _, parser in parsers_of(program()):
+            for action in [] if has_verbs(parser) else parser._actions:
                 text = re.sub(r"\s*\(default.*", "", action.help or "")
                 kind = getattr(action.type, "__qualname__", ""), action.metavar, action.nargs, text
                 for option in action.option_strings:
-                    found.setdefault(option, {}).setdefault(kind, []).append(name)
+                    found.setdefault(option, set()).add(kind)
     return found
-
-
-def test_there_are_few_verbs():
-    below = next(action for action in bench()._actions
-                 if isinstance(action, argparse._SubParsersAction))
-    assert len(below.choices) <= MOST
 
 
 def test_an_option_means_the_same_wherever_it_is():
@@ -60,9 +42,9 @@ def test_an_option_means_the_same_wherever_it_is():
 
 
 def test_verbs_that_print_tables_have_a_format():
-    without = {name.partition(" ")[2] for name, one in leaves(bench(), "bench")
-               if "--format" not in one._option_string_actions}
-    assert without == {"cluster", "merge", "validate"}
+    without = {words for words, one in parsers_of(bench())
+               if not has_verbs(one) and "--format" not in one._option_string_actions}
+    assert without == {("cluster",), ("merge",), ("validate",)}
 
 
 def test_files_that_are_written_and_sizes_of_the_job_have_one_name():

@@ -12,6 +12,7 @@ import pytest
 from bench.__main__ import parser as bench
 from bench.command_line import grids
 from jobs.__main__ import parser as jobs
+from refused import parsers_of
 from support import ROOT
 
 PROGRAMS = {"bench": functools.cache(bench), "jobs": functools.cache(jobs)}
@@ -30,12 +31,7 @@ TESTED = {"MM3D_CUDA_MPI"}    # variables that README gives to the tests
 
 def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """The parser of each verb, and of each kind of one."""
-    found = {}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, one in action.choices.items():
-                found |= {name: one} | verbs(one)
-    return found
+    return {words[-1]: one for words, one in parsers_of(parser) if words}
 
 
 def commands() -> set[tuple[str, str]]:

@@ -1,6 +1,8 @@
-"""Command lines on the ranks of a test, without a process for each."""
+"""Command lines on the ranks of a test, without a process for each, and their parsers."""
+import argparse
 import io
 from contextlib import redirect_stderr, redirect_stdout
+from typing import Iterator
 
 from bench.__main__ import parser
 from bench.errors import StoreError, UsageError
@@ -21,6 +23,21 @@ def run_verb(comm, *words: str) -> tuple[int, str]:
     everyone = comm.allgather((status, error))
     assert everyone == everyone[:1] * comm.size, everyone
     return status, "".join(comm.allgather(printed.getvalue())) + error
+
+
+def parsers_of(top: argparse.ArgumentParser,
+               *words: str) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """A parser, below it those of verbs and kinds, each with the words that begin its line."""
+    yield words, top
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, one in action.choices.items():
+                yield from parsers_of(one, *words, word)
+
+
+def has_verbs(parser: argparse.ArgumentParser) -> bool:
+    """Whether it only chooses among verbs or kinds, which have the options."""
+    return any(isinstance(one, argparse._SubParsersAction) for one in parser._actions)
 
 
 def refused(comm, *words: str) -> str:

@@ -12,7 +12,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports.paper_tables import words_agree
-from support import ROOT
+from support import ROOT, processes_of
 
 # Of tests that start a Slurm.
 ON_SLURM = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
@@ -118,16 +118,8 @@ class User:
 
     def measuring(self):
         """The processes of ranks that measure a row (not srun, which has the same words)."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().decode().split("\0")
-            except OSError:    # it has just ended
-                continue
-            if words[0] == sys.executable and words[2:4] == ["bench", "run"] and any(
-                    str(self.out) in word for word in words):
-                found.append(int(path.parent.name))
-        return found
+        return processes_of(lambda words: words[2:4] == ["bench", "run"] and any(
+            str(self.out) in word for word in words))
 
     def worked(self):
         """Processor seconds of the rank that has used least; what a rank needs to start is 2."""

@@ -137,6 +137,19 @@ def runs(pid: int | str) -> bool:
         return False
 
 
+def processes_of(wanted: Callable[[list[str]], bool]) -> list[int]:
+    """The living processes of this interpreter whose command line is `wanted`, by number."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = os.fsdecode(path.read_bytes()).split("\0")
+        except OSError:    # it has just ended
+            continue
+        if words[0] == sys.executable and wanted(words):
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
 def _kill(process: subprocess.Popen, grace: float = 3.0) -> None:
     """End a program and what it started.
 

@@ -28,7 +28,7 @@ import numpy as np
 from bench.instruments.leftover_memory import abandoned_segments, remove_segments
 from mm3d import launcher
 from mm3d.checkpoints.folder import checkpoints
-from support import ROOT, clean_environment
+from support import ROOT, clean_environment, processes_of
 
 STEPS, PATIENCE = 60, 10.0    # the latter in seconds
 OPTIONS = ("--layers", "2", "--hidden", "16", "--heads", "2", "--batch", "4", "--seq", "8",
@@ -64,15 +64,7 @@ class Job:
 
     def ranks(self) -> list[int]:
         """The processes of its ranks."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().decode().split("\0")
-            except OSError:    # it has just ended
-                continue
-            if words[0] == sys.executable and str(self.folder / "saved") in words:
-                found.append(int(path.parent.name))
-        return sorted(found)
+        return processes_of(lambda words: str(self.folder / "saved") in words)
 
     def kill(self, all_of_it: bool) -> bool:
         """Kill it, or its last rank; whether it was still running."""

@@ -9,20 +9,10 @@ import pytest
 from bench.__main__ import parser
 from bench.command_line.number_types import fraction, fractions, number, whole
 from jobs.__main__ import parser as jobs_parser
+from refused import parsers_of
 
 HUGE = "9" * 400
 BAD = ("nan", "inf", "-inf", "1e400", "-1", HUGE, "", "abc", f"{HUGE}/7")
-
-
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Every verb's parser, by the words that begin its command line."""
-    found, left = {}, [*enumerate((parser(), jobs_parser()))]
-    while left:
-        name, top = left.pop()
-        below = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
-        left += [(f"{name} {word}", one) for a in below for word, one in a.choices.items()]
-        found |= {str(name): top} if not below else {}
-    return found
 
 
 def numeric(action: argparse.Action) -> bool:
@@ -35,8 +25,8 @@ def numeric(action: argparse.Action) -> bool:
     return False
 
 
-OPTIONS = [(verb, action) for verb, one in parsers().items() for action in one._actions
-           if action.type and not action.choices and numeric(action)]
+OPTIONS = [(words, action) for top in (parser(), jobs_parser()) for words, one in parsers_of(top)
+           for action in one._actions if action.type and not action.choices and numeric(action)]
 
 
 def test_there_are_such_options():
@@ -46,13 +36,13 @@ def test_there_are_such_options():
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:8])
 def test_none_takes_what_is_no_number_or_too_large(text):
     taken = []
-    for verb, action in OPTIONS:
+    for words, action in OPTIONS:
         try:
             action.type(text)
         except argparse.ArgumentTypeError as error:
-            assert len(str(error)) < 200 and "would do" in str(error), (verb, action.dest, error)
+            assert len(str(error)) < 200 and "would do" in str(error), (words, action.dest, error)
         else:
-            taken.append((verb, action.dest))
+            taken.append((words, action.dest))
     assert not taken
 
 
