@@ -8,8 +8,9 @@ from bench.cases.combined import TABLE, list_cases, load, refuse_options
 from bench.cases.selection import shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
+from bench.command_line.measuring import LIMITS, limits_of
 from bench.command_line.progress import RowProgress
-from bench.command_line.row_options import LIMITS, limits_of, share_of
+from bench.command_line.row_options import share_of
 from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases

@@ -1,6 +1,7 @@
 """Define the options of verbs that measure: repetitions, the seed, the backend, the cluster."""
 
 import argparse
+from typing import Any, Callable
 
 from bench.agreement import agree
 from bench.cluster.spec import Cluster
@@ -14,6 +15,8 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 
 CLUSTER = "NxR[:LINK[,LATENCY]]"
+LIMITS = ("repetitions", "max_repetitions", "max_seconds")
+MOST_REPETITIONS = 30    # of a microbenchmark, by default
 
 
 def add_stall(parser: argparse.ArgumentParser) -> None:
@@ -45,19 +48,35 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
                         help="array library: numpy or cupy (default MM3D_BACKEND, or numpy)")
 
 
+def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str],
+               **defaults: float) -> None:
+    """Add the options that limit repetitions, for `limits_of`.
+
+    Parameters
+    ----------
+    said : callable
+        Returns, for a name of `LIMITS`, the text of the help on its default.
+    **defaults
+        Default values of options that are not to be given to `limits_of`.
+    """
+    for name, kind, letter, about in (
+            ("repetitions", whole(1), "N", "repeat at least this often"),
+            ("max_repetitions", whole(1), "N", "repeat at most this often"),
+            ("max_seconds", number(above=True, most=MOST_SECONDS), "SECONDS",
+             "begin no repetition beyond --repetitions after this time")):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=letter,
+                            default=defaults.get(name), help=f"{about} (default{said(name)})")
+    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
+                        help="repeat until the 95 %% confidence intervals are no wider than this "
+                             "fraction of the medians (default 0.05)")
+
+
 def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
-    parser.add_argument("--repetitions", type=whole(1), default=repetitions, metavar="N",
-                        help=f"repeat at least this often (default {repetitions})")
-    parser.add_argument("--max-repetitions", type=whole(1), metavar="N",
-                        help="repeat at most this often (default 30, or --repetitions if greater)")
-    parser.add_argument("--max-seconds", default=seconds,
-                        type=number(above=True, most=MOST_SECONDS), metavar="SECONDS",
-                        help=f"begin no repetition beyond --repetitions after this time in a "
-                             f"measurement (default {seconds:g})")
-    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
-                        help="repeat until the 95 %% confidence interval is no wider than this "
-                             "fraction of the median (default 0.05)")
+    said = {"repetitions": str(repetitions), "max_seconds": f"{seconds:g}",
+            "max_repetitions": f"{MOST_REPETITIONS}, or --repetitions if greater"}
+    add_limits(parser, lambda name: f" {said[name]}", repetitions=repetitions,
+               max_seconds=seconds)
     add_seed(parser)
     add_stall(parser)
 
@@ -76,19 +95,26 @@ def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: 
     add_repetitions(parser, repetitions, seconds)
 
 
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    """Return when to stop repeating, as the options of `add_repetitions` say.
+def limits_of(arguments: argparse.Namespace,
+              defaults: object = Limits(1, MOST_REPETITIONS)) -> Limits:
+    """Return when to stop repeating, as the options of `add_limits`, else `defaults`, say.
 
     Raises
     ------
     UsageError
-        When the limits are not valid.
+        When at most fewer repetitions are asked for than at least.
     """
-    most = arguments.max_repetitions
+    chosen = {name: given(arguments, name, defaults) for name in LIMITS}
+    if arguments.max_repetitions is None:
+        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
     with as_usage_error():
-        return Limits(arguments.repetitions,
-                      max(30, arguments.repetitions) if most is None else most,
-                      arguments.max_seconds, arguments.width)
+        return Limits(**chosen, width=arguments.width)
+
+
+def given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
+    """Return the value of an option, else that field of `defaults`."""
+    value = getattr(arguments, name)
+    return getattr(defaults, name) if value is None else value
 
 
 def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:

@@ -3,7 +3,7 @@
 import argparse
 import math
 from dataclasses import replace
-from typing import Any, Callable
+from typing import Callable
 
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.case import Case
@@ -12,7 +12,7 @@ from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
-from bench.errors import UsageError, as_usage_error
+from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
@@ -22,11 +22,9 @@ from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
                                          work_scale)
 from bench.command_line import measuring, options
-from bench.command_line.number_types import MOST_SECONDS, SEEDS, number
+from bench.command_line.number_types import SEEDS, number
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
-
-LIMITS = ("repetitions", "max_repetitions", "max_seconds")    # whose defaults a preset has
 
 
 def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
@@ -70,38 +68,25 @@ def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
 
 
 def _preset_values(name: str) -> str:
-    """Return the default of an option in each preset."""
-    return "default: " + ", ".join(f"{getattr(preset, name):g} ({which})"
-                                   for which, preset in load_tables().presets.items())
+    """Return the text of a help on the default of an option, which is that of each preset."""
+    return ": " + ", ".join(f"{getattr(preset, name):g} ({which})"
+                            for which, preset in load_tables().presets.items())
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=options.whole(1), metavar="N",
                         help="steps before the first that is timed, the verified one included "
-                             f"({_preset_values('warmup')})")
+                             f"(default{_preset_values('warmup')})")
     add_limits(parser)
     parser.add_argument("--traced", type=options.whole(0), metavar="N",
                         help="trace this number of steps after the timed ones, to show where the "
-                             f"time goes; 0 for none ({_preset_values('traced')})")
+                             f"time goes; 0 for none (default{_preset_values('traced')})")
 
 
 def add_limits(parser: argparse.ArgumentParser,
                values: Callable[[str], str] = _preset_values) -> None:
-    """Add the options that limit the repetitions of rows, whose defaults are `values`."""
-    parser.add_argument("--repetitions", type=options.whole(1), metavar="N",
-                        help="time at least this number of steps "
-                             f"({values('repetitions')})")
-    parser.add_argument("--max-repetitions", type=options.whole(1), metavar="N",
-                        help="time at most this number of steps "
-                             f"({values('max_repetitions')})")
-    parser.add_argument("--max-seconds", metavar="SECONDS",
-                        type=number(above=True, most=MOST_SECONDS),
-                        help="begin no step beyond --repetitions after this time "
-                             f"({values('max_seconds')})")
-    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
-                        help="time steps until the 95 %% confidence intervals of both medians are "
-                             "no wider than this fraction of them, or --max-seconds are over "
-                             "(default 0.05)")
+    """Add the options on the repetitions of rows and their order; `values` tells defaults."""
+    measuring.add_limits(parser, values)
     parser.add_argument("--order", type=options.whole(0, SEEDS), metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")
@@ -242,7 +227,7 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
 
 def share_of(arguments: argparse.Namespace, defaults: object) -> float:
     """Return the share of a step that software may take, else that of `defaults`."""
-    return _given(arguments, "software_share", defaults)
+    return measuring.given(arguments, "software_share", defaults)
 
 
 def check_share(arguments: argparse.Namespace) -> None:
@@ -285,36 +270,15 @@ def node_memory(arguments: argparse.Namespace) -> float | None:
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
     """Return the number of warm-up steps and the limits of repetitions, by default the preset's.
 
-    Errors are those of `limits_of`.
+    Errors are those of `measuring.limits_of`.
     """
     preset = load_tables().presets[arguments.preset]
-    return _given(arguments, "warmup", preset), limits_of(arguments, preset)
-
-
-def limits_of(arguments: argparse.Namespace, defaults: object) -> Limits:
-    """Return when to stop repeating, as the options of `add_limits`, else `defaults`, say.
-
-    Raises
-    ------
-    UsageError
-        When at most fewer repetitions are asked for than at least.
-    """
-    chosen = {name: _given(arguments, name, defaults) for name in LIMITS}
-    if arguments.max_repetitions is None:
-        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
-    with as_usage_error():
-        return Limits(**chosen, width=arguments.width)
+    return measuring.given(arguments, "warmup", preset), measuring.limits_of(arguments, preset)
 
 
 def traced_steps(arguments: argparse.Namespace) -> int:
     """Return the number of steps to trace, by default the preset's; with ``--trace`` at least 1.
     """
-    steps = _given(arguments, "traced", load_tables().presets[arguments.preset])
+    steps = measuring.given(arguments, "traced", load_tables().presets[arguments.preset])
     wanted = arguments.traced is None and getattr(arguments, "trace", None)
     return max(steps, 1) if wanted else steps
-
-
-def _given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
-    """Return the value of an option, else that field of `defaults`."""
-    given = getattr(arguments, name)
-    return getattr(defaults, name) if given is None else given

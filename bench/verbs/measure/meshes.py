@@ -35,7 +35,7 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure meshes``."""
     measuring.add_out(parser)
-    row_options.add_limits(parser, lambda name: f"default: {getattr(load(), name):g}")
+    row_options.add_limits(parser, lambda name: f": {getattr(load(), name):g}")
     row_options.add_software_share(parser)
     parser.add_argument("names", metavar="ROWS", help=(
         "rows of bench/cases/combined.toml, such as combined:dense-8-1,combined:dense-8-2. Their "
@@ -102,7 +102,7 @@ def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
     emulated = emulating_machine(machine, file.shrink, scale, cluster)
     share = row_options.share_of(arguments, file) if cluster else 0.0
     return TrainingSettings(
-        row_options.limits_of(arguments, file), arguments.order or 0, work,
+        measuring.limits_of(arguments, file), arguments.order or 0, work,
         Dilation(share, link, lambda *given: {}, change_links if cluster else lambda rate: None),
         lambda config, ranks: predict_waited(config, ranks, emulated), arguments.watched)
 
@@ -128,5 +128,5 @@ def computing_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSett
         say(f"predicted before: {config.division}: {sum(found.values()):.3g} s by {placed.name}")
         return found
     return TrainingSettings(
-        row_options.limits_of(arguments, load()), arguments.order or 0, None, None, predict,
+        measuring.limits_of(arguments, load()), arguments.order or 0, None, None, predict,
         arguments.watched, arguments.backend, placed.name if placed else "", reason)
