@@ -156,6 +156,12 @@ def stubs(tmp_path, **more):
     return {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path)}
 
 
+def bash(script, env, **more):
+    """Run a script as the job 7."""
+    return subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"} | more, text=True,
+                          capture_output=True, timeout=60)
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_no_value_becomes_a_command(tmp_path, text):
     """Run the script with programs that only write down their arguments."""
@@ -182,16 +188,14 @@ HOSTILE = {toml(text.replace("$", "$$").replace("`", ""))}
     script.write_text("module() { printf '%s\\n' \"$@\" >> " + str(tmp_path / "said") + "; }\n"
                       + scripts.row_script(mine, ROW).replace(f"cd -- {scripts.ROOT}",
                                                               f"cd -- {tmp_path}"))
-    done = subprocess.run(["bash", str(script)], env=env, text=True, capture_output=True,
-                          timeout=60)
+    done = bash(script, env)
     assert done.returncode == 0, done.stderr
     assert not [path for path in tmp_path.rglob("*") if "hit" in path.name]
     said = (tmp_path / "said").read_text().splitlines()
     assert said.count(text) >= 5
     assert {f"--mpi={text}", f"--inside={text}", f"--trace={text}"} < {*said}
     collect = scripts.collect_script(mine, ["--site", text])
-    bash = subprocess.run(["bash", "-n"], input=collect, text=True, capture_output=True)
-    assert bash.returncode == 0 and shutil.which("bash")
+    assert subprocess.run(["bash", "-n"], input=collect, text=True).returncode == 0
 
 
 def training(number=3, preset="tiny"):
@@ -240,8 +244,7 @@ def test_the_script_of_a_training_step_starts_it(tmp_path, capsys):
     assert main(["render", *given]) == 0
     assert "rows of 16 ranks: predicted before by longhorn" in capsys.readouterr().out
     script = tmp_path / "out" / "jobs" / "combined-dense-p016-2-tiny.sh"
-    done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
-                          capture_output=True, timeout=60)
+    done = bash(script, env)
     assert done.returncode == 0, done.stderr
     said = (tmp_path / "said").read_text().splitlines()
     place = said.index("meshes")
@@ -287,8 +290,7 @@ def executed(tmp_path, status=0, more="", variables=(), limit=scripts.LIMIT, **p
     text = scripts.row_script(mine, ROW)
     assert f"{clock}{scripts.LIMIT} " in text
     script.write_text(text.replace(f"{clock}{scripts.LIMIT} ", f"{clock}{limit} "))
-    done = subprocess.run(["bash", str(script)], text=True, timeout=60, capture_output=True,
-                          env=env | {"SLURM_JOB_ID": "7"} | dict(variables))
+    done = bash(script, env, **dict(variables))
     return done, (mine.runs(ROW) / "ended-7").read_text().strip()
 
 
@@ -380,8 +382,7 @@ def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
     script = Path(said.out.strip())
     assert said.err == "nothing is submitted: --submit would do that\n"
     assert script.stat().st_mode & stat.S_IXUSR and "#SBATCH --ntasks=8" in script.read_text()
-    done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
-                          capture_output=True, timeout=60)
+    done = bash(script, env)
     ended = out / "jobs" / "runs" / script.stem / "ended-7"
     assert done.returncode == 0 and ended.read_text() == "done\n", done.stderr
     said = (tmp_path / "said").read_text()
@@ -438,8 +439,7 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
     warned = "stopped near the time limit, status 0"
     for job, why in (("6", warned), ("7", warned), ("8", "done"), ("9", "done")):
         (tmp_path / "said").unlink(missing_ok=True)
-        done = subprocess.run(["bash", script], env=env | {"SLURM_JOB_ID": job}, text=True,
-                              capture_output=True, timeout=60)
+        done = bash(script, env, SLURM_JOB_ID=job)
         assert done.returncode == 0 and (ended / f"ended-{job}").read_text() == why + "\n", done
         assert (tmp_path / "said").exists() == (job < "9")
         assert ("all steps are done" in done.stdout) == (job == "9")
@@ -448,7 +448,7 @@ else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
             f"whale: {'complete' if job > '7' else 'step 10 is saved'}; its last job: {why}")
     # Another training is none that is complete.
     assert main([*again, "--", "--steps", "30"]) == 0
-    done = subprocess.run(["bash", script], env=env, text=True, capture_output=True, timeout=60)
+    done = bash(script, env)
     assert "all steps are done" not in done.stdout and "--steps 30" in Path(script).read_text()
 
 

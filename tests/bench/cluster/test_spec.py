@@ -8,6 +8,7 @@ from bench.cluster.links import bucket_bytes, burst_frames, queue_bytes
 from bench.cluster.spec import VARIABLE, Cluster
 from bench.errors import UsageError
 from mm3d import launcher
+from support import status_of
 
 
 @pytest.mark.parametrize("text, cluster, about", [
@@ -44,22 +45,11 @@ def test_no_cluster():
 def test_a_wrong_cluster_is_refused(text, message, capsys):
     with pytest.raises(UsageError, match=message):
         Cluster.parse(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["measure", "matmul", "--shape=8", f"--cluster={text}"])
-    assert ended.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("words, message", [
-    (["251x2", "--", "true"], "251 nodes: 1 to 250"),
-    (["2x2:quick", "--", "true"], "link 'quick'"),
-    (["2x2:unlimited,1", "--", "true"], "latency '1'"),
-])
-def test_a_wrong_verb_is_refused(words, message, capfd):
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", *words])
-    error = capfd.readouterr().err
-    assert ended.value.code == 2
-    assert message in error and error.count("\n") == 1
+    for words in (["measure", "matmul", "--shape=8", f"--cluster={text}"],
+                  ["cluster", text, "--", "true"]):
+        assert status_of(main, words) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
 
 def test_a_cluster_needs_a_command(capfd):
@@ -76,56 +66,48 @@ def test_mpirun_goes_inside(words, monkeypatch, capfd):
     assert "starts mpirun itself, in the emulated cluster: leave out" in capfd.readouterr().err
 
 
-def test_another_cluster_inside_is_refused(monkeypatch, capfd):
+@pytest.fixture
+def inside(monkeypatch):
+    """In a cluster of 4 nodes of 2, and no rank of mpirun."""
     for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(VARIABLE, Cluster(2, 2).to_environment())
+    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+
+
+def test_another_cluster_inside_is_refused(inside, capfd):
     assert main(["measure", "matmul", "--shape=8", "--cluster=2x2:1Gbit"]) == 2
     assert "inside an emulated cluster already" in capfd.readouterr().err
 
 
-def test_rows_that_do_not_fit_are_refused(monkeypatch, capfd, tmp_path):
-    for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+def test_rows_that_do_not_fit_are_refused(inside, capfd, tmp_path):
     assert main(["reproduce", "--preset=tiny", f"--out={tmp_path}"]) == 2
     assert "rows of 64 ranks do not fit into the emulated cluster 4x2:unlimited of 8" in \
         capfd.readouterr().err
 
 
-@pytest.mark.parametrize("words, ranks", [
-    ("-n 4 python -n 99", 4), ("-np 4 prog", 4), ("prog -n 3", None), ("", None),
-    ("-genv OMP_NUM_THREADS 1 -n 3 prog", 3), ("-l -n 2 prog", 2),
-])
-def test_ranks_of_a_command_line(words, ranks):
-    assert mpirun.count_ranks(words.split(), Cluster(2, 2), MPICH) == ranks
+@pytest.mark.parametrize("launcher, words, ranks", [
+    *((MPICH, *one) for one in (
+        ("-n 4 python -n 99", 4), ("-np 4 prog", 4), ("prog -n 3", None), ("", None),
+        ("-genv OMP_NUM_THREADS 1 -n 3 prog", 3), ("-l -n 2 prog", 2))),
+    *((OPEN_MPI, *one) for one in (
+        ("-np 4 prog", 4), ("--np 3 prog -n 1", 3), ("prog", None), ("-x A=1 -n 2 prog", 2),
+        ("--mca coll_tuned_priority 0 --tag-output -n 2 prog", 2),
+        ("--mca pml ob1 -n 1 prog", 1)))])
+def test_ranks_of_a_command_line(launcher, words, ranks):
+    assert mpirun.count_ranks(words.split(), Cluster(2, 2), launcher) == ranks
 
 
-@pytest.mark.parametrize("words, ranks", [
-    ("-np 4 prog", 4), ("--np 3 prog -n 1", 3), ("prog", None), ("-x A=1 -n 2 prog", 2),
-    ("--mca coll_tuned_priority 0 --tag-output -n 2 prog", 2), ("--mca pml ob1 -n 1 prog", 1)])
-def test_ranks_of_a_command_line_of_open_mpi(words, ranks):
-    assert mpirun.count_ranks(words.split(), Cluster(2, 2), OPEN_MPI) == ranks
-
-
-@pytest.mark.parametrize("words, message", [
-    ("-n 5 prog", "5 ranks on 2 nodes of 2: at most 4"), ("-n many prog", "-n many: a number"),
-    ("-n", "a number of ranks"), ("-hosts a,b -n 2 prog", "-hosts: the emulated cluster itself"),
-])
-def test_command_lines_that_do_not_fit(words, message):
+@pytest.mark.parametrize("launcher, words, message", [
+    (MPICH, "-n 5 prog", "5 ranks on 2 nodes of 2: at most 4"),
+    (MPICH, "-n many prog", "-n many: a number"), (MPICH, "-n", "a number of ranks"),
+    (MPICH, "-hosts a,b -n 2 prog", "-hosts: the emulated cluster itself"),
+    (OPEN_MPI, "--host a:2 -n 2 prog", "-host: the emulated cluster itself"),
+    (OPEN_MPI, "--map-by node prog", "-map-by: the emulated cluster itself"),
+    (OPEN_MPI, "--mca pml ucx prog", "OMPI_MCA_pml=ucx: .* needs OMPI_MCA_pml=ob1"),
+    (OPEN_MPI, "--prtemca plm_ssh_agent ssh prog", "PRTE_MCA_plm_ssh_agent=ssh: an emulated")])
+def test_command_lines_that_do_not_fit(launcher, words, message):
     with pytest.raises(ValueError, match=message):
-        mpirun.count_ranks(words.split(), Cluster(2, 2), MPICH)
-
-
-@pytest.mark.parametrize("words, message", [
-    ("--np 5 prog", "5 ranks on 2 nodes of 2: at most 4"),
-    ("--host a:2 -n 2 prog", "-host: the emulated cluster itself"),
-    ("--map-by node prog", "-map-by: the emulated cluster itself"),
-    ("--mca pml ucx prog", "OMPI_MCA_pml=ucx: .* needs OMPI_MCA_pml=ob1"),
-    ("--prtemca plm_ssh_agent ssh prog", "PRTE_MCA_plm_ssh_agent=ssh: an emulated")])
-def test_command_lines_of_open_mpi_that_do_not_fit(words, message):
-    with pytest.raises(ValueError, match=message):
-        mpirun.count_ranks(words.split(), Cluster(2, 2), OPEN_MPI)
+        mpirun.count_ranks(words.split(), Cluster(2, 2), launcher)
 
 
 @pytest.mark.parametrize("launcher, name, value", [
