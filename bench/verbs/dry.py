@@ -164,10 +164,13 @@ def _judge_training(trace: Trace, arguments: argparse.Namespace,
 
 def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
     """Split ``--grid`` into one grid, or one per stage; UsageError for several without stages."""
-    texts = (arguments.grid or "").split(",")
+    texts = arguments.grid.split(",") if arguments.grid else [None]
     if len(texts) > 1 and not arguments.stages:
         raise UsageError(f"--grid {arguments.grid}: give --stages too, or one grid")
-    return [text or None for text in texts]
+    if "" in texts:
+        raise UsageError(f"--grid {arguments.grid}: sizes with x between, such as 2x2x2, or auto "
+                         f"would do for each stage")
+    return texts
 
 
 def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack: Stack,

@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from bench.agreement import make_on_rank_0
 from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.experiments.checkpoint import measure_checkpoint
-from bench.records.journal import claim_folder
+from bench.records.journal import check_folder, claim_folder
 from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
 
@@ -27,6 +28,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = measuring.limits_of(arguments)
     measuring.check_model_memory(arguments.layers, arguments.hidden, 1, arguments.backend, comm)
     out = claim_folder(arguments.out, comm)
+    if arguments.disk:
+        make_on_rank_0(lambda: check_folder(arguments.disk, "--disk"), comm)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
     return measure(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
         comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,

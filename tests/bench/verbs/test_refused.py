@@ -70,12 +70,11 @@ def test_what_is_in_use_keeps_its_journal(tmp_path):
 
 
 def test_a_measurement_leaves_its_file_alone(tmp_path):
-    out = tmp_path / "results"
-    done = run_python("-m", "bench", "measure", "gemm", "--sizes", "8", "--threads", "1",
-                      "--dtypes",
-                      "float32", "--max-seconds", "0.01", "--out", str(out))
+    done = run_python("-m", "bench", "measure", "checkpoint", "--layers", "1", "--hidden", "8",
+                      "--heads", "1", "--repetitions", "1", "--max-repetitions", "1", "--disk",
+                      str(tmp_path / "new" / "disk"), "--out", str(tmp_path / "results"))
     assert done.returncode == 0, done.stderr
-    assert [path.suffix for path in out.iterdir()] == [".h5"]
+    assert [path.suffix for path in tmp_path.rglob("*")] == ["", ".h5"]
 
 
 def test_refused_jobs_leave_nothing(tmp_path):

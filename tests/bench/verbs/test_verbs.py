@@ -170,6 +170,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("schedule --schedule zbh", "did you mean zb-h"), ("run --preset lap", "mean laptop?"),
          ("train --gate mixtrl", "did you mean mixtral?"), ("run --table wek", "mean weak?"),
          ("plan --ranks 8 --hidden 64 --machine long", "did you mean longhorn?"),
+         ("dry --ranks 8 --hidden 64 --stages 2 --grid 2x2x1,", "or auto would do for each stage"),
          ("dry --ranks 8 --grid=", "--grid: its value is empty"),
          ("dry --ranks 8 --hidden 64 --heads 5", "a multiple of --heads 5, such as 65"),
          ("dry --ranks 8 --hidden 64 --layers 1 --experts 4", "in none of --layers 1: --expert"),
