@@ -132,7 +132,9 @@ def table_cases(arguments, site: sites.Site) -> list[Row]:
         directions = find_scheme(scheme).directions
         inside = arguments.inside or site.inside.get(scheme, "auto")
         if inside not in ("auto", *directions):
-            raise UsageError(f"--inside {inside}: the grid of scheme {scheme!r} has the "
+            given = (f"--inside {inside}" if arguments.inside else
+                     f"--site {arguments.site}: inside.{scheme} = {inside!r}")
+            raise UsageError(f"{given}: the grid of scheme {scheme!r} has the "
                              f"directions {', '.join(directions)}; choose one of them, or auto")
     return [make_case(row, arguments.preset, variant) for row in chosen]
 

@@ -15,6 +15,7 @@ from jobs import environment
 from jobs.own_options import list_overrides, list_verb_problems
 from jobs.site_tables import Site, decode_site
 from mm3d.names import plain
+from mm3d.schemes import registry
 
 # Text allowed in a line that Slurm reads, with its own rules of quoting.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
@@ -81,6 +82,9 @@ def list_problems(site: Site) -> Iterator[str]:
         value = getattr(site.node, key)
         if isinstance(value, int) and value < least:
             yield f"node.{key} = {value}: must be at least {least}"
+    for scheme in site.inside:
+        if scheme not in registry():
+            yield f"inside: {scheme!r} is no scheme: {', '.join(registry())} would do"
     yield from environment.list_problems(site.environment)
     if isinstance(site.node.gpus, str) and not TYPED_GPUS.fullmatch(site.node.gpus):
         yield (f"node.gpus = {site.node.gpus!r}: give a number, or type and number such as "

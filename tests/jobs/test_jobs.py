@@ -102,6 +102,7 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
     ("ranks = 4", "ranks = 4\n[launch]\nlauncher = 'aprun'", "Invalid enum value 'aprun'"),
     ("ranks = 4", "ranks = 4\n[environment]\n'A=B; touch hit #' = 'x'",
      "'A=B; touch hit #' is no name of a variable"),
+    ("ranks = 4", "ranks = 4\n[inside]\n4d = 'x'", "inside: '4d' is no scheme: 1d, "),
     ("about =", "about", "Expected '='")])
 def test_one_message_for_each_mistake_in_a_site_file(tmp_path, old, new, message):
     name = site_file(tmp_path, GOOD, (old, new))
@@ -649,6 +650,13 @@ def test_wrong_arguments(options, message, capsys):
     assert main(["render", *options]) == 2
     said = capsys.readouterr()
     assert message in said.err and not said.out
+
+
+def test_a_direction_of_a_site_file_that_a_grid_has_not(tmp_path, capsys):
+    name = site_file(tmp_path, GOOD + "[inside]\n3d = 'q'\n")
+    assert main(["render", "--site", name, "--out", str(tmp_path / "out")]) == 2
+    assert (f"error: --site {name}: inside.3d = 'q': the grid of scheme '3d' has the directions "
+            "x, y, z") in capsys.readouterr().err
 
 
 def test_without_slurm(tmp_path, monkeypatch, capsys):
