@@ -1,6 +1,7 @@
 """Read how many bytes of memory this node can still give."""
 
 import ctypes
+import os
 from pathlib import Path
 
 from bench.cluster.spec import Cluster
@@ -19,7 +20,7 @@ def available_memory() -> int | None:
     this process' control groups (version 1 or 2) and those above them.  The nodes of an emulated
     cluster share it equally.
     """
-    rooms = [_meminfo_bytes("MemAvailable"),
+    rooms = [read_bytes(MEMINFO, "MemAvailable"),
              *(_left(folder, *files) for folder in group_folders("memory") for files in LIMITS)]
     least = min((room for room in rooms if room is not None), default=None)
     cluster = Cluster.from_environment()
@@ -28,7 +29,7 @@ def available_memory() -> int | None:
 
 def total_memory() -> int | None:
     """Return the bytes of memory that this node has; None where the system does not tell."""
-    return _meminfo_bytes("MemTotal")
+    return read_bytes(MEMINFO, "MemTotal")
 
 
 def release_heap() -> None:
@@ -38,9 +39,9 @@ def release_heap() -> None:
         trim(0)
 
 
-def _meminfo_bytes(name: str) -> int | None:
-    """Read one of the numbers of ``/proc/meminfo``; None if it is missing."""
-    for line in MEMINFO.read_text(encoding="ascii").splitlines() if MEMINFO.exists() else ():
+def read_bytes(file: Path, name: str) -> int | None:
+    """Read the line `name` of a file of the system, which is in kB, in bytes; None if missing."""
+    for line in os.fsdecode(file.read_bytes()).splitlines() if file.exists() else ():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return None

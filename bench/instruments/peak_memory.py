@@ -2,9 +2,9 @@
 
 import gc
 import math
-import os
 from pathlib import Path
 
+from bench.instruments.available_memory import read_bytes
 from mm3d.grid.grid import Grid
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -54,6 +54,5 @@ class Footprint:
 
 def _status(name: str) -> float:
     """Read a line of the system's status of this process, in bytes; NaN if it is missing."""
-    lines = os.fsdecode(STATUS.read_bytes()).splitlines() if STATUS.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return 1024.0 * int(found[0]) if found else math.nan
+    found = read_bytes(STATUS, name)
+    return math.nan if found is None else float(found)
