@@ -17,8 +17,8 @@ from mm3d.schemes import registry
 
 GROUP = "Plan and predict"
 # Options of predictions, and of measurements: each has no use beside the other's.
-PREDICTED = {"results": None, "steps": None, "fit": None, "table": None, "stages": None,
-             "data": None, "grid": None, "pictures": None}
+PREDICTED = dict.fromkeys(("results", "steps", "fit", "table", "stages",
+                           *pipeline_options.OF_STAGES, "data", "grid", "pictures"))
 MEASURED = {"layers": 1, "rounds": 20, "scheme": [], "inside": [], "dtype": "float32", "seed": 0,
             "out": host.default_out(), "stall": None, "cluster": None}
 
@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     """Print predictions: of the paper's tables, or beside measurements; return the exit status."""
     for name, default in (PREDICTED if measures(arguments) else MEASURED).items():
         if getattr(arguments, name) != default:
-            raise UsageError(f"--{name} would do nothing here: it is of predictions "
+            raise UsageError(f"--{name.replace('_', '-')} would do nothing here: it is of "
+                             f"predictions "
                              + ("that are not measured now; leave it, or --matmul and --layer, "
                                 "out" if measures(arguments) else
                                 "that are measured now; give --matmul or --layer too"))

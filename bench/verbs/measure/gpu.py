@@ -5,6 +5,7 @@ from functools import partial
 
 from bench.command_line import measuring, options
 from bench.command_line.publish import measure
+from bench.errors import UsageError
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
@@ -27,6 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the chosen parts on one rank; return the exit status."""
+    if arguments.graph and "layer" not in arguments.part:
+        raise UsageError(f"--graph would do nothing here: it is of --part layer, and not of "
+                         f"{','.join(arguments.part)}")
     backend = measuring.one_rank_backend("measure gpu", arguments.backend or "cupy", comm)
     limits = measuring.limits_of(arguments)
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
