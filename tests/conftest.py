@@ -308,11 +308,9 @@ def pytest_collection_modifyitems(config, items):
     seen.clear()
     for item in items:
         n, marker = rank_count(item), item.get_closest_marker("ranks")
-        shared = by_shared_memory(item)
-        if (marker and n in marker.kwargs.get("first", ()) or shared
-                or item.get_closest_marker("slow_but_first")):
-            test = item.path, item.originalname, n, shared and not (
-                marker and n in marker.kwargs.get("first", ()))
+        shared, first_only = by_shared_memory(item), marker and n in marker.kwargs.get("first", ())
+        if first_only or shared or item.get_closest_marker("slow_but_first"):
+            test = item.path, item.originalname, n, shared and not first_only
             if test in seen:
                 item.add_marker(pytest.mark.slow)
             elif not item.get_closest_marker("slow"):

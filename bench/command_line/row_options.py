@@ -170,13 +170,14 @@ def modelled_work(arguments: argparse.Namespace,
         return None
     machine, scale = found
     preset = load_tables().presets[arguments.preset]
+    return lambda one: work_of(machine, scale, preset.of_table(one.row.table).shrink)
 
-    def work(one: Case) -> ModelledWork:
-        shrink = preset.of_table(one.row.table).shrink
-        shrunk = shrink_machine(machine, shrink)
-        return ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
-                            machine.elementwise_block, scale, shrink)
-    return work
+
+def work_of(machine: Machine, scale: float, shrink: float) -> ModelledWork:
+    """Return the work of ranks that wait `scale` times the seconds of a machine that is shrunk."""
+    shrunk = shrink_machine(machine, shrink)
+    return ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
+                        machine.elementwise_block, scale, shrink)
 
 
 def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, float] | None:

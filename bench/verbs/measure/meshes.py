@@ -15,11 +15,9 @@ from bench.command_line import measuring, row_options
 from bench.command_line.publish import publish_row
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows.dilation import Dilation, set_links
-from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.training_row import TrainingSettings, measure_training
 from bench.prediction.machine_model import load_machine
-from bench.prediction.seconds import work_seconds
-from bench.prediction.similarity import emulating_machine, shrink_machine, work_scale
+from bench.prediction.similarity import emulating_machine, work_scale
 from bench.prediction.waited_step import find_machine, predict_waited
 from bench.records import run_file
 from bench.records.journal import claim_folder
@@ -95,9 +93,7 @@ def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
     machine = broadcast_from_rank_0(lambda: load_machine(file.machine), comm)
     scale = work_scale(machine, cluster if cluster and cluster.link else
                        Cluster.parse(file.cluster))
-    shrunk = shrink_machine(machine, file.shrink)
-    work = ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
-                        machine.elementwise_block, scale, file.shrink)
+    work = row_options.work_of(machine, scale, file.shrink)
     link = cluster.link if cluster else None
     emulated = emulating_machine(machine, file.shrink, scale, cluster)
     share = row_options.share_of(arguments, file) if cluster else 0.0
