@@ -17,7 +17,7 @@ from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
 from bench.experiments.dump.terms import gradient_terms
 from bench.experiments.dump.updates import update_causes
-from bench.experiments.dump.verdicts import Judged, Verdict, start_of
+from bench.experiments.dump.verdicts import Judged, Verdict
 from mm3d.model.layers import Linear
 
 FEW = 10       # elements for each number that is fitted, which fewer do not show
@@ -72,7 +72,7 @@ def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
         return None
     packed = one.place.kind == "activation" and region.dim == 1
     return f"wrong only in {region}" + packed * (
-        ": the mask is another, or documents are packed into sequences, which nothing here does")
+        ": the mask is another, or documents are packed with no token between them")
 
 
 def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
     if c == patterns.simple(c or 0):
         yield from scaled
     if dump.model.tied and one.place.name.endswith(("wte.weight", "embed_tokens.weight")):
-        yield from _tied(dump, one, comm)
+        yield from _tied(dump, verdict, one, comm)
     yield from _another(dump, verdict, one)
     region = patterns.wrong_shard(a, exact, one.envelope)
     if region is not None:
@@ -103,9 +103,9 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
                    f"{_said_of(dump, own)}, for one shard")
     if dump.model.dtype in ("float32", "float64") and (narrow := patterns.narrower(a)):
         yield f"all of its numbers are those of {narrow}: it was summed or sent in that type"
-    for dim, what in enumerate(("sequences", "positions")):
-        yield from _parts(dump, one, comm, dim, what)
-    yield from _missing_input_sum(dump, one, comm)
+    for dim in (0, 1):
+        yield from _parts(dump, verdict, one, comm, dim)
+    yield from _missing_input_sum(dump, verdict, one, comm)
     if c != patterns.simple(c or 0):    # of which a fit finds one for anything alike
         yield from scaled
     if len(alike) > 1 and all(other.outside for other in alike):
@@ -161,17 +161,12 @@ def _said_of(dump: Dump, c: float) -> str:
     return "scaled, by another count"
 
 
-def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
+def _tied(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield how the two gradients of a tied table are in the dump's."""
-    found: dict[str, np.ndarray] = {}
     gpts: list[Any] = []
-    exact = compute_step(start_of(dump), Way("float64"), comm, gpts.append)[one.place]
-    head = gpts[0].chains[-1].output.head.weight.grad
-    found["head"] = np.float64(head)
-    found["embedding"] = exact - found["head"]
-    a = np.float64(dump.tensors[one.place])
-    both = [found["embedding"], found["head"]]
-    c = patterns.coefficients(both, a, one.left)
+    exact = compute_step(verdict.start, Way("float64"), comm, gpts.append)[one.place]
+    head = np.float64(gpts[0].chains[-1].output.head.weight.grad)
+    c = patterns.coefficients([exact - head, head], np.float64(dump.tensors[one.place]), one.left)
     if c is not None:
         c = np.where(np.abs(c) < 1e-3, 0, c)
         embedding, output = map(patterns.say_number, c)
@@ -180,11 +175,12 @@ def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
                f"the head's: one of them is {kind}")
 
 
-def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[str]:
+def _parts(dump: Dump, verdict: Verdict, one: Judged, comm: Any,
+           dim: int) -> Iterator[str]:
     """Yield which parts of the sum over sequences or positions are in a gradient, how often."""
-    a = np.float64(dump.tensors[one.place])
+    a, what = np.float64(dump.tensors[one.place]), ("sequences", "positions")[dim]
     said = dump.ranks.get("data" if dim == 0 else "sequence") or dump.ranks.get("tensor")
-    terms = gradient_terms(start_of(dump), one.place.name, dim, comm)
+    terms = gradient_terms(verdict.start, one.place.name, dim, comm)
     for n in patterns.divisions(len(terms), said):
         sums = [part.sum(0) for part in np.array_split(terms, n)]
         counts = [(part != dump.model.ignored).sum() for part in np.array_split(dump.targets, n)]
@@ -205,7 +201,8 @@ def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[
         return    # of which other divisions are parts
 
 
-def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
+def _missing_input_sum(dump: Dump, verdict: Verdict, one: Judged,
+                       comm: Any) -> Iterator[str]:
     """Yield whether a norm's gradient has a part of the product after it alone."""
     a, found = np.float64(dump.tensors[one.place]), []
     names = tensor_names(dump.family, dump.model)
@@ -218,7 +215,7 @@ def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
                             one.place.name in names[p.name] for p in norm.parameters):
                         found.append(norm)
                         linear.backward = _shard_alone(linear, n, shard)
-            tensors = compute_step(start_of(dump), Way("float64"), comm, look)
+            tensors = compute_step(verdict.start, Way("float64"), comm, look)
             if not found:
                 return
             if patterns.explained(a, tensors[one.place], one.left):
@@ -242,9 +239,9 @@ def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
 ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
-def _row_parallel(dump: Dump, a: np.ndarray, one: Judged, comm: Any) -> Iterator[str]:
+def _row_parallel(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield what of a row-parallel layer explains an activation: its bias, or its sum."""
-    start = start_of(dump)
+    a, start = np.float64(dump.tensors[one.place]), verdict.start
 
     def same(name: str, other: np.ndarray) -> bool:
         weights = {**dump.weights, name: other}
@@ -286,7 +283,7 @@ def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         c = patterns.factor_of(region.of(a), region.of(exact), one.left)
         yield f"wrong only in {what} {region}" + (
             more if c is None else f", {patterns.say_number(c)} times the right one{more}")
-    start = start_of(dump)
+    start = verdict.start
     for epsilon in EPSILONS:
         how = dump.model.architecture
         if epsilon != how.epsilon:
@@ -299,7 +296,7 @@ def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
     if patterns.explained(a, other, one.left):
         names = ("by the error function", "by tanh")
         yield "GELU {}, and not {}".format(*names[::-1] if start.erf else names)
-    yield from _row_parallel(dump, a, one, comm)
+    yield from _row_parallel(dump, verdict, one, comm)
     if c is not None and c != patterns.simple(c):
         yield f"{patterns.say_number(c)} times the right one"
 

@@ -10,6 +10,7 @@ from scipy.special import ndtr
 from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names,
                                            tensor_names)
 from bench.experiments.dump.reordering import Reordering
+from bench.experiments.dump.roundings import straightforward_attention
 from bench.experiments.dump.said import DEFAULTS
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
@@ -41,6 +42,9 @@ class Start:
         Masks of dropout by module, where something is dropped.
     erf : bool
         Whether GELU is that of the error function, and not of tanh.
+    documents : ndarray of int, optional
+        The number of each position's document, (batch, seq), where a position attends only to
+        those of its own; such a step is computed by one rank, in one micro-batch.
     """
 
     family: str
@@ -50,6 +54,7 @@ class Start:
     targets: np.ndarray
     masks: Mapping[str, np.ndarray]
     erf: bool = False
+    documents: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,8 @@ def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
     for layer in (layer for block in gpt.chunks[0].layers.layers for layer in block.layers):
         if start.erf and isinstance(layer, Gelu):
             layer.__class__ = ErfGelu
+        if start.documents is not None and hasattr(layer, "pair"):
+            layer.pair = straightforward_attention(documents=order.sequences(start.documents))
     return gpt
 
 

@@ -120,11 +120,13 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     from mpi4py import MPI
     model = start.model
     program = program or Program(model.dtype, model.master or model.dtype)
-    exact = compute_step(start, exact_way(comm), comm)
+    whole = comm if start.documents is None else MPI.COMM_SELF
+    exact = compute_step(start, exact_way(whole), whole)
     own = []
     for number in range(comm.rank, SAMPLES, comm.size):
         found = compute_step(start, Way("float64"), MPI.COMM_SELF,
-                             lambda gpt, seed=number: imitate(gpt, program, seed))
+                             lambda gpt, seed=number: imitate(
+                                 gpt, program, seed, start.documents))
         own.append((number, {place: Sample.of(a, exact[place]) for place, a in found.items()}))
     every = sorted((one for some in comm.allgather(own) for one in some), key=lambda one: one[0])
     level = ALARMS / (2 * len(exact))

@@ -20,6 +20,7 @@ from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Way, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
+from bench.experiments.dump.patterns import packed_documents
 from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.tensor_files import read_tensors, write_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
@@ -172,6 +173,49 @@ def test_activations_of_padding_are_not_judged(right, reference):
         verdict = judge(padded, ALONE, reference)
         assert (verdict.first is not None) == outside
         assert verdict.left["padding"] == "activations at 5 positions after the last target"
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Documents packed into sequences, three of them in the first: 7 is the last token of each."""
+    shop = planted.make_shop("llama", "float32", ALONE)
+    tokens = np.where(shop.start.tokens == 7, 8, shop.start.tokens)
+    tokens[0, 4] = tokens[0, 10] = tokens[5, 8] = tokens[6, -1] = 7
+    documents = np.cumsum(np.roll(tokens == 7, 1, 1), 1)
+    documents[6] = 0    # whose only document ends at the end
+    return replace(shop, start=replace(shop.start, tokens=tokens, documents=documents))
+
+
+def test_packed_documents_are_told_by_their_activations(packed, tmp_path):
+    """And what else is wrong is found, where attention inside of each is right."""
+    place = Place("gradient", "model.layers.1.input_layernorm.weight")
+    for factor, first in ((1.0, None), (2.0, place)):
+        dump = planted.dump_of(packed, packed.with_gradient(place.name, factor),
+                               tmp_path / str(factor))
+        verdict = judge(dump, ALONE)
+        assert (verdict.first and verdict.first.place) == first, verdict.first
+        assert "token 7 is between" in verdict.left["attention between documents"]
+    assert explain(dump, verdict, ALONE).startswith("2 times the right one")
+
+
+def test_shards_that_see_themselves_alone_are_no_documents(packed, tmp_path):
+    documents = np.repeat([[0, 1]], 8, 1).repeat(8, 0)
+    shop = replace(packed, start=replace(packed.start, documents=documents))
+    verdict = judge(planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump"), ALONE)
+    assert verdict.first.place == Place("activation", "model.layers.0") and not verdict.left
+    found = packed_documents(np.arange(16)[None], documents[:1] == 1, np.ones((1, 16), bool))
+    assert found is None    # any token is before some shard
+
+
+def test_a_packed_document_is_computed_as_if_it_were_alone(packed):
+    """Where it begins does not matter to rotary angles."""
+    start = replace(packed.start, documents=np.repeat([[0, 1]], [5, 11], 1).repeat(8, 0))
+    alone = replace(start, tokens=start.tokens[:, 5:], targets=start.targets[:, 5:],
+                    model=replace(start.model, seq=11), documents=None)
+    whole, part = (compute_step(one, Way("float64"), ALONE) for one in (start, alone))
+    for name in ("model.layers.1", "lm_head"):
+        place = Place("activation", name)
+        assert np.abs(whole[place][:, 5:] - part[place]).max() <= 1e-13 * abs(part[place]).max()
 
 
 def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
