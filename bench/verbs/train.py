@@ -271,7 +271,9 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     else:
         status = publish(found, out, name, comm, showing(arguments.show)) or status
         draw(found, arguments.pictures, name, comm)
-    if arguments.sample:
+    if lost := trainer.lost_losses(training, outcome):
+        status = report_failure(name, lost, comm)
+    elif arguments.sample:
         state = training.model.state()
         if comm.rank == 0:
             written = plain_gpt.write_sample(state, training.plan, arguments.sample)

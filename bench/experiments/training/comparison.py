@@ -65,12 +65,15 @@ class MeshTraining:
 
 
 def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """Return the largest relative Frobenius difference of arrays; infinite if one is missing."""
+    """Return the largest relative Frobenius difference of arrays; infinite if one is missing.
+
+    It is not a number where that of any array is none, which Python's `max` would leave out.
+    """
     if found.keys() != expected.keys():
         return np.inf
     # Arrays of zeros, such as the gradient of a router's bias, must be zero on every mesh.
-    return max(float(np.linalg.norm(found[name] - a) / (
-        np.linalg.norm(a) or np.finfo(np.float64).tiny)) for name, a in expected.items())
+    return float(np.max([np.linalg.norm(found[name] - a) / (
+        np.linalg.norm(a) or np.finfo(np.float64).tiny) for name, a in expected.items()]))
 
 
 def compare_meshes(comm: Any, plan: Plan, text: Text,

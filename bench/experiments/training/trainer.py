@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import mm3d
-from bench.agreement import make_on_rank_0
+from bench.agreement import broadcast_from_rank_0, make_on_rank_0
 from bench.errors import StoreError, WrongResult, as_usage_error
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
@@ -228,6 +228,21 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
 def clipping_remedy(plan: Plan) -> str:
     """Return a further remedy against numbers that are not finite, where nothing is clipped."""
     return "" if plan.clip else ", or a --clip above 0"
+
+
+def lost_losses(training: Training, outcome: TrainingEnd) -> str:
+    """Return what is wrong with the last losses, on every rank; empty where they are finite.
+
+    Loss scaling skips a step whose gradients are not finite, also where every step is such a one.
+    """
+    def said() -> str:
+        history = outcome.history
+        last = [found[max(found)] for found in (history.losses, history.validation) if found]
+        return "" if all(map(math.isfinite, last)) else (
+            f"the losses after {outcome.steps} steps are not finite, which loss scaling cannot "
+            f"mend; all of it is saved; a lower --lr than {training.plan.lr:g} would do"
+            f"{clipping_remedy(training.plan)}")
+    return broadcast_from_rank_0(said, training.comm)
 
 
 def open_history(training: Training, course: Course) -> HistoryFile | None:
