@@ -30,7 +30,8 @@ from workshop import Workshop
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
-OPTIMIZERS = {"sgd": {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "clip": 0.1},
+OPTIMIZERS = {"sgd": {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "weight_decay": 0.0,
+                      "clip": 0.1},
               "matrices": OPTIMIZER | {"decayed": "matrices"}}
 LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=32,
                      biases="none", epsilon=1e-6)

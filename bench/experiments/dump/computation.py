@@ -11,7 +11,6 @@ from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask
                                            tensor_names)
 from bench.experiments.dump.reordering import Reordering
 from bench.experiments.dump.roundings import straightforward_attention
-from bench.experiments.dump.said import DEFAULTS
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
 from mm3d.model.functional import gelu_backward
@@ -270,14 +269,13 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
 
 
 def make_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
-    """Return the optimizer that the settings of a dump describe; others are those of PyTorch.
+    """Return the optimizer that settings describe, see `bench.experiments.dump.said.OPTIMIZER`.
 
-    There every parameter decays, unless groups say otherwise.
+    As in PyTorch every parameter decays, unless groups say otherwise.
     """
     decayed, names = settings.get("decayed", "all"), tensor_names(family, gpt.config.model)
     which = decays if decayed == "matrices" else lambda trained: decayed == "all" or any(
         name in decayed for name in names[trained.name])
-    settings = DEFAULTS[settings["name"]] | settings
     options = {"lr": settings["lr"], "clip": settings.get("clip"), "decays": which,
                "weight_decay": settings["weight_decay"]}
     if settings["name"] == "sgd":

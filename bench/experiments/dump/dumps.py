@@ -173,9 +173,11 @@ def _scalars(folder: Path) -> dict[Place, np.ndarray]:
 def check_same_start(one: Dump, other: Dump) -> None:
     """Raise UsageError unless two dumps begin with the same model, weights and batch."""
     both = f"{one.folder} and {other.folder}"
-    if replace(one.model, dtype="float32", master=None) != replace(
-            other.model, dtype="float32", master=None):
+    models = [replace(each.model, dtype="float32", master=None) for each in (one, other)]
+    if models[0] != models[1]:
         raise UsageError(f"{both} have different models: {one.model} and {other.model}")
+    if one.erf != other.erf:
+        raise UsageError(f"{both} have different models: GELU by the error function, and by tanh")
     for what in ("tokens", "targets"):
         if not np.array_equal(getattr(one, what), getattr(other, what)):
             raise UsageError(f"{both} have different {what}: dumps of the same step would do")

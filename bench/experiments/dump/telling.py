@@ -72,6 +72,9 @@ def tell_both(one: tuple[Dump, Verdict], other: tuple[Dump, Verdict]) -> list[st
         names = [str(dump.folder) for dump, _ in (one, other)]
     firsts = [verdict.first for _, verdict in (one, other)]
     (a, _), (b, verdict) = one, other
+    if any(place.kind == "mask" and not np.array_equal(mask, b.tensors.get(place, mask))
+           for place, mask in a.tensors.items()):
+        return ["dropout took other elements in either of them: what they differ by tells nothing"]
     ratios = {each.place: each.envelope for each in one[1].judged}
     envelopes = {each.place: each.envelope.widest(ratios.get(each.place, Distance()))
                  for each in verdict.judged}

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
 from bench.experiments.dump.patterns import packed_documents
 from bench.experiments.dump.places import LOSS, Place, in_order
+from bench.experiments.dump.telling import tell_both
 from bench.experiments.dump.tensor_files import read_tensors, write_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
 import planted
@@ -412,6 +414,16 @@ def test_dumps_of_other_weights_or_tokens_are_not_compared(right, copy):
     spoil(copy, "batch", lambda some: some["tokens"].fill(0))
     with pytest.raises(UsageError, match="different tokens"):
         check_same_start(right, read_dump(copy))
+    with pytest.raises(UsageError, match="different models: GELU by the error function, and by"):
+        check_same_start(right, replace(right, erf=True))
+
+
+def test_dumps_with_other_masks_tell_nothing_of_each_other(right):
+    place, nothing = Place("mask", "transformer.drop"), SimpleNamespace(first=None, judged=[])
+    one, other = ((replace(right, tensors={place: mask}), nothing)
+                  for mask in np.eye(2, dtype=bool))
+    assert tell_both(one, other)[0].startswith("dropout took other elements in either")
+    assert tell_both(one, one) == ["the two dumps have no tensor in common"]
 
 
 # --- Names ------------------------------------------------------------------------------------
