@@ -100,7 +100,7 @@ class ScalapackProducts:
     ----------
     library : ctypes.CDLL
         ScaLAPACK; see `load_libraries`.
-    gemm : fortran_blas.Gemm
+    gemm : fortran_blas.FortranGemm
         The function that both sides multiply with.
     comm : mpi4py.MPI.Intracomm
         All ranks of the job.
