@@ -11,7 +11,7 @@ longer than a small product.
 
 import gc
 from dataclasses import asdict, dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -106,6 +106,16 @@ class GpuBenchmark:
         """Take samples of the seconds of a call of `step`."""
         return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
 
+    def sample_sides(self, step: Step, theirs: Any, more: Sequence[Step] = ()) -> list[list[float]]:
+        """Take samples of mm3d's step, of PyTorch's and of `more` in turns.
+
+        PyTorch's are NaN where it is None.
+        """
+        sides = [self.sampler(step), *([self.sampler(theirs, theirs)] if theirs else []),
+                 *map(self.sampler, more)]
+        taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
+        return taken if theirs else [taken[0], [np.nan], *taken[1:]]
+
     def release_memory(self) -> None:
         """Give idle memory back to the device: pools of mm3d and PyTorch keep what is freed."""
         gc.collect()
@@ -177,17 +187,10 @@ class GpuBenchmark:
                         theirs = TorchLayerStep(*torch, heads, step.operands(), mode)
                         checks += device_checks.check_beside_torch(
                             mode, f"hidden {hidden}", step.check(), theirs.check())
-                    sides = [self.sampler(step)]
-                    if theirs:
-                        sides.append(self.sampler(theirs, theirs))
-                    if "mm3d, graph" in self.libraries:
-                        sides.append(self.sampler(scheme.grid.graph(step)))
-                    taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
-                    if not theirs:
-                        taken.insert(1, [np.nan])
-                    del step, theirs, sides
+                    more = [scheme.grid.graph(step)] if "mm3d, graph" in self.libraries else []
+                    found += self.sample_sides(step, theirs, more)
+                    del step, theirs, more
                     self.release_memory()
-                    found += taken
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
@@ -210,12 +213,8 @@ class GpuBenchmark:
                     checks += device_checks.check_beside_torch(
                         mode, "a GPT", step.check(), theirs.check(), sizes["layers"])
                     checks += device_checks.check_losses(mode, step, theirs)
-                sides = [self.sampler(step)]
-                if theirs:
-                    sides.append(self.sampler(theirs, theirs))
-                taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
-                found += taken if torch else [*taken, [np.nan]]
-                del step, theirs, sides
+                found += self.sample_sides(step, theirs)
+                del step, theirs
                 self.release_memory()
         tokens = float(sizes["batch"] * sizes["seq"])
         scales = {"mode": [str(mode) for mode in modes], "library": ["mm3d", "PyTorch"]}
