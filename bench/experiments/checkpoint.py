@@ -183,15 +183,16 @@ class SavedModel:
 
     def sample(self, limits: Limits) -> tuple[list[list[float]], str]:
         """Take samples of all operations in turns; a sample is the slowest rank's seconds."""
-        acts = (self.save, self.restore, self.write_plain, self.read_plain)
-        found: list[list[float]] = [[] for _ in acts]
-        repetitions = Repetitions(limits, self.comm, lambda: [*map(median_interval, found)])
+        acts = {"save": self.save, "disk write": self.write_plain, "restore": self.restore,
+                "disk read": self.read_plain}
+        found: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+        repetitions = Repetitions(limits, self.comm,
+                                  lambda: [*map(median_interval, found.values())])
         for _ in repetitions:
-            for act, seconds in zip((acts[0], acts[2], acts[1], acts[3]),
-                                    (found[0], found[2], found[1], found[3])):
-                self._do(self.remove_saved if act == self.save else self.drop_from_cache)
-                seconds.append(self._do(act))
-        return found, repetitions.ended_by
+            for name, act in acts.items():
+                self._do(self.remove_saved if name == "save" else self.drop_from_cache)
+                found[name].append(self._do(act))
+        return [*found.values()], repetitions.ended_by
 
     def _do(self, act: Callable[[], None]) -> float:
         """Return the seconds until all ranks have called `act`; OSError on all if one cannot."""

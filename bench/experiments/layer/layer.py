@@ -149,8 +149,8 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap:
         What the layer is verified with and measured beside.  Without it the layer is verified
         with the serial scheme and measured alone.
     overlap : int
-        Measure the layer also with communication that overlaps with products, in this many panels
-        of rows; 0 for no overlap.
+        Measure the layer also with communication that overlaps with products, see
+        `check_overlap`, in this many panels of rows; 0 for no overlap.
 
     Returns
     -------
@@ -162,14 +162,11 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap:
     Raises
     ------
     UsageError
-        On all ranks, when the scheme's products cannot overlap, or the other side cannot compute
-        the layer.
+        On all ranks, when the other side cannot compute the layer.
     WrongResult
         On all ranks, when a result or a gradient is wrong.
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
-    if overlap:
-        check_overlap(scheme.name)
     if beside and beside.name == COLOSSAL:
         check_colossal(scheme, subject.sizes)
     results = subject.step()

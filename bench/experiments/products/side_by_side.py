@@ -60,11 +60,11 @@ def usable_products(ranks: int, names: Sequence[str] | None = None
     for name in names or schemes_with_products():
         cls = find_product(name)
         try:
-            grids[name] = cls.grid_shape(cls.default_grid(ranks))
-            cls.check_grid(grids[name])
+            grid = cls.grid_shape(cls.default_grid(ranks))
+            cls.check_grid(grid)
+            grids[name] = grid
         except ValueError as error:
             missing[name] = str(error)
-            grids.pop(name, None)
     return grids, missing
 
 
@@ -145,11 +145,11 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
     def count_alone(name: str) -> tuple[list[Check], CountedProduct]:
         problem = make(name)
         with watched(problem.grid):
-            found = _check(problem, seed)
+            checks = _check(problem, seed)
             gc.collect()
-            found = found, count_product(problem)
+            counted = count_product(problem)
         problem.grid.free()
-        return found
+        return checks, counted
 
     checks, counted = zip(*measure_in_random_order([(name,) for name in grids], seed, count_alone))
     problems = [make(name) for name in grids]

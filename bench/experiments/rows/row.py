@@ -156,7 +156,7 @@ def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
     -------
     Step
         The step.
-    MeasuredRow or None
+    Measured or None
         Its times, on rank 0; None on the others.
     list of Span, Group or None
         See `bench.instruments.step_tracing.trace_steps`.
