@@ -17,13 +17,14 @@ from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
-from bench.experiments.dump.tensor_files import number_type, write_tensors
+from bench.experiments.dump.tensor_files import number_type
 from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
 from mm3d.config import Model
 from mm3d.hugging_face.config_file import config_of
 from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.architecture import Architecture
 from mm3d.model.experts.layer import Experts
+from mm3d.pretrained.files import safetensors
 from mm3d.pretrained.loading import model_pieces
 from planted_faults import Fault
 from workshop import Workshop
@@ -149,6 +150,12 @@ def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str,
         if some:
             write_tensors(folder / f"{name}.safetensors", some)
     return folder
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write tensors, as `bench.experiments.dump.tensor_files.read_tensors` reads them."""
+    safetensors().numpy.save_file(
+        {name: np.array(a, order="C") for name, a in tensors.items()}, path)
 
 
 def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:

@@ -81,11 +81,10 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
     if not a.any():
         yield "all zeros: it was lost, or never computed"
     alike = [other for other in verdict.judged if other.place.kind == "gradient"]
-    c = patterns.factor_of(a, exact, one.left)
-    scaled = []
+    c, scaled = _factor(dump, verdict, one), []
     if c is not None:
-        same = [other for other in alike if _factor(dump, verdict, other) and np.isclose(
-            _factor(dump, verdict, other), c, rtol=0.02)]
+        others = (_factor(dump, verdict, other) for other in alike)
+        same = [own for own in others if own and np.isclose(own, c, rtol=0.02)]
         where = f"in {len(same)} of {len(alike)} gradients" if len(same) > 1 else (
             "in this gradient alone")
         scaled = [f"{patterns.say_number(c)} times the right one, {where}: {_said_of(dump, c)}"]
@@ -135,7 +134,7 @@ def _another(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
 
 
 def _factor(dump: Dump, verdict: Verdict, one: Judged) -> float | None:
-    """Return the factor of another gradient, if it has one."""
+    """Return the factor of a tensor, if it has one."""
     return patterns.factor_of(np.float64(dump.tensors[one.place]), verdict.exact[one.place],
                               one.left)
 
@@ -268,7 +267,7 @@ def _row_parallel(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Itera
 def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield which other setting, or which place, explains an activation."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
-    c = patterns.factor_of(a, exact, one.left)
+    c = _factor(dump, verdict, one)
     if c is not None and c == patterns.simple(c):
         yield (f"{patterns.say_number(c)} times the right one: a sum over ranks that is missing "
                f"or done twice")
@@ -316,7 +315,6 @@ def _seen(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
 
 def _passed_back(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
     """Yield what explains the gradient of a module's output."""
-    a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
-    c = patterns.factor_of(a, exact, one.left)
+    c = _factor(dump, verdict, one)
     if c is not None:
         yield f"{patterns.say_number(c)} times the right one: {_said_of(dump, c)}"

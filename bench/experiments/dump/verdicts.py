@@ -288,8 +288,7 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
            if place.kind == "gradient" and not place.rank}
     after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
     norms = {place: a for place, a in dump.tensors.items() if place.kind == NORM}
-    whole = own and own.keys() >= {*names}
-    found, norm = [], Place(NORM)
+    whole, norm = own and own.keys() >= {*names}, Place(NORM)
     if norms and whole:
         exact[norm], spread = measure_norm(own)
     elif norms and reference is not None and not dump.absent:

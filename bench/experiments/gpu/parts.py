@@ -106,7 +106,8 @@ class GpuBenchmark:
         """Take samples of the seconds of a call of `step`."""
         return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
 
-    def sample_sides(self, step: Step, theirs: Any, more: Sequence[Step] = ()) -> list[list[float]]:
+    def sample_sides(self, step: Step, theirs: Any,
+                     more: Sequence[Step] = ()) -> list[list[float]]:
         """Take samples of mm3d's step, of PyTorch's and of `more` in turns.
 
         PyTorch's are NaN where it is None.

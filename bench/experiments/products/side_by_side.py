@@ -12,14 +12,14 @@ from bench.checks import freivalds
 from bench.errors import UsageError, reject
 from bench.experiments.products import operands
 from bench.experiments.products.matmul import LIMITS, check_results
-from bench.experiments.products.problem import (Problem, find_product, product_grid,
-                                                schemes_with_products)
+from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.grid.shape import GridShape
+from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Gemm
 from mm3d.tracing.observe import observed
@@ -56,9 +56,9 @@ class CountedProduct:
 def usable_products(ranks: int, names: Sequence[str] | None = None
                     ) -> tuple[dict[str, GridShape], dict[str, str]]:
     """Return the grid of each product on `ranks` ranks, and why the others have none."""
-    grids, missing = {}, {}
-    for name in names or schemes_with_products():
-        cls = find_product(name)
+    grids, missing, algorithms = {}, {}, algorithms_with_products()
+    for name in names or algorithms:
+        cls = algorithms[name]
         try:
             grid = cls.grid_shape(cls.default_grid(ranks))
             cls.check_grid(grid)

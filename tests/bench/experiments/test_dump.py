@@ -24,9 +24,10 @@ from bench.experiments.dump.envelopes import Distance, measure_reference
 from bench.experiments.dump.patterns import packed_documents
 from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.telling import tell_both
-from bench.experiments.dump.tensor_files import read_tensors, write_tensors
+from bench.experiments.dump.tensor_files import read_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
 import planted
+from planted import write_tensors
 from planted_faults import FAULTS as SIMPLE
 from reported_faults import REPORTED
 from support import ROOT

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from bench.__main__ import parser
 from bench.checks import freivalds, operation
 from bench.errors import WrongResult
-from bench.experiments.products import collectives, gemm
+from bench.experiments.products import collectives, gemm, operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct, product_grid
 from bench.instruments import sampling
 from bench.instruments.timing import Limits
@@ -168,17 +168,11 @@ def test_collectives_are_checked_exactly(comm, kind):
     split = Layout("y").split(grid, (13,), "y")
     length = split.counts[grid["y"].rank] if kind == "all_gather" else 13
     a = np.empty(length, np.float32)
-    steps = {"all_gather": lambda: split.all_gather(a),
-             "reduce_scatter": lambda: split.reduce_scatter(a),
-             "all_reduce": lambda: grid["y"].all_reduce(a),
-             "broadcast": lambda: grid["y"].broadcast(a, 0),
-             "reduce": lambda: grid["y"].reduce(a, 0),
-             "all_to_all": lambda: grid["y"].all_to_all(a, split.counts,
-                                                        [split.counts[split.axis.rank]] * 2)}
-    assert operation.check_collective(split, kind, steps[kind], a, comm).passed
+    step = operands.collective_call(split, kind, a)
+    assert operation.check_collective(split, kind, step, a, comm).passed
 
     def off():
-        found = steps[kind]()
+        found = step()
         if comm.rank == 0:
             found = np.array(found)
             found[-1] += 1
@@ -271,10 +265,7 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
         grid.reset_traffic()
         split = Layout("y").split(grid, (1 << 16,), "y")
         a = split.empty((1 << 14,), "float32") if kind == "all_gather" else np.zeros(1 << 16)
-        {"all_gather": lambda: split.all_gather(a), "broadcast": lambda: grid.y.broadcast(a, 0),
-         "reduce_scatter": lambda: split.reduce_scatter(a), "reduce": lambda: grid.y.reduce(a, 0),
-         "all_to_all": lambda: grid.y.all_to_all(a, split.counts, split.counts),
-         "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
+        operands.collective_call(split, kind, a)()
         moved, words = (comm.allreduce(getattr(grid.y.traffic[kind], name))
                         for name in ("moved", "words"))
         assert (moved < words) == (kind in in_place_collectives(transport)), kind
