@@ -171,4 +171,4 @@ def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:
                 references[fault.start] = measure_reference(
                     start_of(dump), comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
-            yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
+            yield Found(fault, verdict, explain(dump, verdict) if verdict.first else "")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping
 
 import numpy as np
+from mpi4py import MPI
 from scipy.special import ndtr
 
 from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names,
@@ -116,6 +117,11 @@ def compute_step(start: Start, way: Way, comm: Any,
     found.tensors |= {Place("gradient", name): a for name, a in named.items()}
     found.tensors[Place(NORM)] = np.sqrt(sum((a * a).sum() for a in named.values()))
     return found.tensors
+
+
+def compute_alone(start: Start, look: Callable[[GPT], None] | None = None) -> Tensors:
+    """Compute an exact step as `compute_step`, on this rank alone."""
+    return compute_step(start, Way("float64"), MPI.COMM_SELF, look)
 
 
 def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:

@@ -2,7 +2,7 @@
 
 import math
 from itertools import combinations
-from typing import Any, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from bench.experiments.dump.verdicts import Judged, Verdict
 SMOOTHED = (0.01, 0.02, 0.05, 0.1, 0.2)    # shares of a target that all words have
 
 
-def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def loss_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield which other mean of the losses of all targets the dump's loss is."""
     loss, exact = float(dump.tensors[one.place]), float(verdict.exact[one.place])
     ignored = dump.targets == dump.model.ignored
@@ -81,7 +81,7 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
                        f"before {', '.join(map(str, cuts))} and the rest")
 
 
-def norm_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def norm_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what other number of the gradients the dump's norm is, such as one of a part."""
     norm = float(dump.tensors[one.place])
     own = {place.name: np.float64(a) for place, a in dump.tensors.items()

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-REASONS = ("signal", "time", "file")
+REASONS = ("signal", "max_seconds", "stop_file")
 PAUSE = 0.5    # seconds between two looks for the file, which may be on a slow file system
 
 

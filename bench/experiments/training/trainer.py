@@ -19,7 +19,6 @@ from mm3d.config import Config, Division
 from mm3d.training.gpt import GPT
 from mm3d.training.norms import largest_magnitude
 
-ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
 VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow with it
 
 
@@ -61,7 +60,9 @@ class TrainingEnd:
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
-        "steps", "signal", "max_seconds" or "stop_file".
+        "steps", or one of `bench.experiments.training.stopping.REASONS`.
+    checks : list of Check
+        Those of the model before the first step.
     """
 
     history: History
@@ -222,7 +223,7 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
             save_checkpoint(training, course, done)
     if not reason:
         write({"complete": True})
-    return TrainingEnd(history, began, done, ENDINGS[reason], checks)
+    return TrainingEnd(history, began, done, reason or "steps", checks)
 
 
 def clipping_remedy(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.experiments.dump import names
 from bench.experiments.dump.causes import explain
-from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.computation import Way, compute_alone, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
 from bench.experiments.dump.patterns import packed_documents
@@ -120,8 +120,8 @@ def test_gelu_by_the_error_function_and_no_biases_are_nanogpts(tmp_path, capsys)
     step, losses = 1e-5 * random.normal(size=weights[name].shape), []
     for sign in (1, -1):
         moved = replace(start, weights={**weights, name: weights[name] + sign * step})
-        losses.append(compute_step(moved, Way("float64"), ALONE)[Place(LOSS)])
-    exact = compute_step(start, Way("float64"), ALONE)[Place("gradient", name)]
+        losses.append(compute_alone(moved)[Place(LOSS)])
+    exact = compute_alone(start)[Place("gradient", name)]
     assert np.isclose(losses[0] - losses[1], 2 * (step * exact).sum(), rtol=1e-6)
     shop = replace(shop, start=start)
     tensors = {place: a * (place.kind != "gradient" or not place.name.endswith("bias"))
@@ -162,7 +162,7 @@ def test_other_means_of_losses_are_named(right, reference, loss, cause):
     counts = right.targets != right.model.ignored
     own = -np.take_along_axis(logits, (right.targets * counts)[..., None], -1)[..., 0] * counts
     dump = replace(right, tensors={Place(LOSS): np.float32(loss(own, counts, logits))})
-    assert cause in explain(dump, judge(dump, ALONE, reference), ALONE)
+    assert cause in explain(dump, judge(dump, ALONE, reference))
 
 
 def test_activations_of_padding_are_not_judged(right, reference):
@@ -198,7 +198,7 @@ def test_packed_documents_are_told_by_their_activations(packed, tmp_path):
         verdict = judge(dump, ALONE)
         assert (verdict.first and verdict.first.place) == first, verdict.first
         assert "token 7 is between" in verdict.left["attention between documents"]
-    assert explain(dump, verdict, ALONE).startswith("2 times the right one")
+    assert explain(dump, verdict).startswith("2 times the right one")
 
 
 def test_shards_that_see_themselves_alone_are_no_documents(packed, tmp_path):
@@ -215,7 +215,7 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(packed):
     start = replace(packed.start, documents=np.repeat([[0, 1]], [5, 11], 1).repeat(8, 0))
     alone = replace(start, tokens=start.tokens[:, 5:], targets=start.targets[:, 5:],
                     model=replace(start.model, seq=11), documents=None)
-    whole, part = (compute_step(one, Way("float64"), ALONE) for one in (start, alone))
+    whole, part = (compute_alone(one) for one in (start, alone))
     for name in ("model.layers.1", "lm_head"):
         place = Place("activation", name)
         assert np.abs(whole[place][:, 5:] - part[place]).max() <= 1e-13 * abs(part[place]).max()
@@ -230,7 +230,7 @@ def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
 
 
 def test_orders_of_summation_change_rounding_alone(right):
-    exact = compute_step(start_of(right), Way("float64"), ALONE)
+    exact = compute_alone(start_of(right))
     for way in (Way("float64", seed=7), Way("float64", None, 4, 8)):
         for place, a in compute_step(start_of(right), way, ALONE).items():
             gap = Distance.between(a, exact[place]).whole

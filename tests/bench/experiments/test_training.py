@@ -86,7 +86,7 @@ def test_what_goes_wrong_with_its_files_is_one_line_on_every_rank_and_nothing_is
     """A full disk for the history and for a checkpoint, and a torn one; then it goes on."""
     course = replace(COURSE, checkpoints=str(shared_tmp_path / "saved"))
 
-    def refused(said: str, ranks=(0, 1)) -> None:
+    def refused(said: str) -> None:
         with pytest.raises(StoreError, match=said) as caught:
             run(comm, course)
         text = comm.allgather(str(caught.value))
