@@ -14,6 +14,7 @@ from bench.instruments import sampling
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
+from bench.validation.files import check_file
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
@@ -189,6 +190,7 @@ def test_gemm(tmp_path, capsys):
     assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
     run = only(tmp_path)
     assert run.kind == "gemm" and run.scales["size"] == [8, 32]
+    assert check_file(run_file.write_run(run, tmp_path, "again"))[0] == []
     assert run.scales["dtype"] == ["float32", "float64"]
     seconds, rate = (run.variables[name].values for name in ("seconds", "rate"))
     np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
