@@ -14,6 +14,7 @@ from bench.experiments.dump.reordering import Reordering
 from bench.experiments.dump.roundings import straightforward_attention
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
+from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.functional import gelu_backward
 from mm3d.model.layers import Gelu
 from mm3d.pretrained.loading import model_pieces
@@ -297,7 +298,7 @@ def to_parameters(family: str, model: Model,
         whole = np.empty(shapes[name])
         for piece in pieces:
             index, box = piece.within(tuple(slice(0, n) for n in shapes[name]))
-            part = np.float64(tensors[piece.tensor])[box]
+            part = np.float64(tensors[piece.tensor][box])
             whole[index] = part.T if piece.transposed else part
         found[name] = whole.reshape(_public(name, shapes[name]))
     return found
@@ -307,10 +308,7 @@ def to_tensors(family: str, model: Model,
                parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return tensors by the names of Hugging Face from parameters of this library."""
     shapes, pieces = parameter_shapes(model), model_pieces(family, model)
-    ends: dict[str, tuple[int, ...]] = {}
-    for piece in (one for some in pieces.values() for one in some):
-        ends[piece.tensor] = tuple(map(max, piece.end, ends.get(piece.tensor, piece.end)))
-    found = {name: np.zeros(shape) for name, shape in ends.items()}
+    found = {name: np.zeros(shape) for name, shape in tensor_shapes(pieces).items()}
     for name, some in pieces.items():
         whole = parameters[name].reshape(shapes[name])
         for piece in some:

@@ -243,7 +243,7 @@ class _Reading:
                 raise UsageError(f"{self.folder}: {file}: {own!r} is in {a.dtype}, of which "
                                  f"nothing here has gradients: {', '.join(COMPUTED)} would do")
             found[full], before[full] = self._shaped(own, root, file, a, how), own
-            if at and file == "weights":
+            if at and file in ("weights", "model"):
                 raise UsageError(f"{self.folder}: the weights of rank {rank} before the step are "
                                  f"not those of an earlier rank, in {root!r}: ranks that begin "
                                  f"alike, or whole tensors of ranks that have parts, would do")
@@ -274,8 +274,6 @@ class _Reading:
         """Return a tensor in the order of elements of Hugging Face's, after checking its shape."""
         model = self.model
         wanted = self.shapes.get(full)
-        if full == "lm_head.weight" and wanted is None and file == "weights":
-            return a
         if full in border_names(self.family, model.layers) or file == "masks":
             wanted = (model.batch, model.seq, model.vocab if full == "lm_head" else model.hidden)
         if wanted is None:

@@ -272,8 +272,10 @@ def test_copies_of_other_ranks_that_differ_are_judged(copy, capsys):
     with pytest.raises(UsageError, match="NAME@RANK would do"):
         read_dump(copy)
     spoil(copy, "weights", lambda some: some.update({f"{name}@3": 2 * some[name]}))
-    with pytest.raises(UsageError, match="weights of rank 3 before the step are not those of"):
-        read_dump(copy)
+    for file in ("weights", "model"):
+        (copy / "weights.safetensors").rename(copy / f"{file}.safetensors")
+        with pytest.raises(UsageError, match="weights of rank 3 before the step are not those of"):
+            read_dump(copy)
 
 
 def update(folder: Path, **about) -> None:
