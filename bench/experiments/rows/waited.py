@@ -7,6 +7,7 @@ from typing import Any, Iterator
 import numpy as np
 
 import mm3d
+from bench.agreement import agree
 from bench.cases.case import Case
 from bench.cases.row_stack import row_stack
 from bench.errors import Failed
@@ -123,8 +124,7 @@ def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, floa
         elif not abs(waited - modelled) <= ROUNDING * modelled:
             problem = (f"{name} waits {waited:g} s for its work, which takes {modelled:g} s by "
                        f"the model")
-    if problem := next(filter(None, comm.allgather(problem)), ""):
-        raise Failed(problem)
+    agree(problem, comm, Failed)
 
 
 def waits_group(comm, modelled: list[float], counted: list[float],

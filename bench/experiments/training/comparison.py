@@ -5,6 +5,7 @@ from typing import Any, Callable, ContextManager
 
 import numpy as np
 
+from bench.agreement import agree
 from bench.errors import UsageError
 from bench.experiments.training.meshes import MeshCase, list_mesh_cases, one_rank_of, reference_of
 from bench.experiments.training.plan import Plan, make_optimizer
@@ -148,9 +149,7 @@ def check_cases(comm: Any, cases: list[MeshCase], plan: Plan) -> None:
             except ValueError as error:
                 problem = problem or f"{case.name}: {error}"
         part.Free()
-    problem = comm.bcast(problem)    # rank 0 is part of every mesh
-    if problem:
-        raise UsageError(problem)
+    agree(problem, comm)
 
 
 def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
@@ -166,9 +165,7 @@ def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
             problem = f"{case.name}: {error}"
     wait_patiently(comm)
     part.Free()
-    problem = comm.bcast(problem)
-    if problem:
-        raise UsageError(problem)
+    agree(problem, comm)
     return result if comm.rank == 0 else None
 
 
