@@ -269,7 +269,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     else:
         status = publish(found, out, name, comm, showing(arguments.show)) or status
         draw(found, arguments.pictures, name, comm)
-    if lost := trainer.lost_losses(training, outcome):
+    if lost := trainer.lost_loss(training, outcome):
         status = report_failure(name, lost, comm)
     elif arguments.sample:
         state = training.model.state()

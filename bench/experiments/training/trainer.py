@@ -231,17 +231,17 @@ def clipping_remedy(plan: Plan) -> str:
     return "" if plan.clip else ", or a --clip above 0"
 
 
-def lost_losses(training: Training, outcome: TrainingEnd) -> str:
-    """Return what is wrong with the last losses, on every rank; empty where they are finite.
+def lost_loss(training: Training, outcome: TrainingEnd) -> str:
+    """Return what is wrong with the last loss, on every rank; empty where it is finite.
 
     Loss scaling skips a step whose gradients are not finite, also where every step is such a one.
     """
     def said() -> str:
-        history = outcome.history
-        last = [found[max(found)] for found in (history.losses, history.validation) if found]
-        return "" if all(map(math.isfinite, last)) else (
-            f"the losses after {outcome.steps} steps are not finite, which loss scaling cannot "
-            f"mend; all of it is saved; a lower --lr than {training.plan.lr:g} would do"
+        history, done = outcome.history, outcome.steps
+        last = history.validation.get(done, history.losses.get(done - 1, 0.0))
+        return "" if math.isfinite(last) else (
+            f"the loss after {done} steps is not finite, which loss scaling cannot mend; all of it "
+            f"is saved; a lower --lr than {training.plan.lr:g} would do"
             f"{clipping_remedy(training.plan)}")
     return broadcast_from_rank_0(said, training.comm)
 

@@ -156,12 +156,12 @@ def test_float16_skips_steps_that_overflow_and_says_so(comm, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_float16_that_ends_with_losses_of_nan_fails_with_all_of_it_saved(tmp_path, capsys):
+def test_float16_that_ends_with_a_loss_of_nan_fails_with_all_of_it_saved(tmp_path, capsys):
     options = ("train --layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --dtype float16 "
                "--lr 5000 --clip 0 --checkpoints").split()
     assert main([*options, str(tmp_path / "saved"), "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert re.search(r"^failed: train-.*: the losses after 3 steps are not finite, .* is saved; "
+    assert re.search(r"^failed: train-.*: the loss after 3 steps is not finite, .* is saved; "
                      r"a lower --lr than 5000 would do, or a --clip above 0$", text, re.M)
     assert (tmp_path / "saved" / "step-00000003").is_dir()
     (path,) = tmp_path.glob("*.h5")
