@@ -240,9 +240,8 @@ def lost_loss(training: Training, outcome: TrainingEnd) -> str:
         history, done = outcome.history, outcome.steps
         last = history.validation.get(done, history.losses.get(done - 1, 0.0))
         return "" if math.isfinite(last) else (
-            f"the loss after {done} steps is not finite, which loss scaling cannot mend; all of it "
-            f"is saved; a lower --lr than {training.plan.lr:g} would do"
-            f"{clipping_remedy(training.plan)}")
+            f"the loss after {done} steps is not finite, which loss scaling cannot mend: a lower "
+            f"--lr than {training.plan.lr:g} would do{clipping_remedy(training.plan)}")
     return broadcast_from_rank_0(said, training.comm)
 
 
