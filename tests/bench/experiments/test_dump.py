@@ -210,6 +210,12 @@ def test_shards_that_see_themselves_alone_are_no_documents(packed, tmp_path):
     assert found is None    # any token is before some shard
 
 
+def test_documents_may_begin_with_their_token():
+    _, numbers = packed_documents(np.array([[7, 5, 7, 2, 7, 3]]), np.arange(6)[None] > 1,
+                                  np.ones((1, 6), bool))
+    assert numbers.tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
 def test_a_packed_document_is_computed_as_if_it_were_alone(packed):
     """Where it begins does not matter to rotary angles."""
     start = replace(packed.start, documents=np.repeat([[0, 1]], [5, 11], 1).repeat(8, 0))
