@@ -33,7 +33,6 @@ from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 from mm3d.transport.communicators import DryCommunicator
 
-LIMITS = Limits(10, 30, 5.0)    # by default
 Step = Callable[[], object]
 
 
@@ -73,7 +72,8 @@ class GpuBenchmark:
     """
 
     def __init__(self, backend: str | Backend | None = "cupy", scale: str = "paper",
-                 graph: bool = False, limits: Limits = LIMITS, seed: int = 0) -> None:
+                 graph: bool = False, limits: Limits = Limits(10, 30, 5.0),
+                 seed: int = 0) -> None:
         self.backend, self.seed = backends.get(backend), seed
         self.limits, self.scale = limits, gpu_cases.SCALES[scale]
         self.settings = {"scale": scale, "seed": seed, **asdict(limits)}

@@ -33,11 +33,10 @@ from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Event
 
-LIMITS = Limits(5, 30, 30.0)    # by default
 ROUNDS = 40    # round trips to measure a hop
 
 
-def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
+def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
                      torch: str | None = None) -> Measurements | None:
     """Measure a pipeline; verify it before the first repetition, and the last one again.
 

@@ -20,8 +20,6 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 
-LIMITS = Limits(7, 30, 1.0)    # by default
-
 
 def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
     """Return the numbers of BLAS threads to measure with: one, and the number of cores.
@@ -38,9 +36,8 @@ def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
     return threads
 
 
-def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "float64"),
-                 threads: Sequence[int] = (1,), backend: str | Backend | None = None,
-                 limits: Limits = LIMITS, seed: int = 0,
+def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str], threads: Sequence[int],
+                 backend: str | Backend | None, limits: Limits, seed: int = 0,
                  progress: Callable[[str], None] = lambda line: None) -> Measurements:
     """Measure C = A B of square matrices on this rank alone; each product is verified first.
 

@@ -28,8 +28,6 @@ from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, t
 from bench.instruments.timing import Limits
 from mm3d import launcher
 
-LIMITS = Limits(7, 30, 30.0)    # by default
-
 
 @dataclass(frozen=True)
 class Side:
@@ -197,8 +195,8 @@ def use_transport(transport: str) -> Iterator[None]:
             os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
 
 
-def compare_products(products: ScalapackProducts, calls: int = 5,
-                     limits: Limits = LIMITS) -> ProductComparison | None:
+def compare_products(products: ScalapackProducts, calls: int,
+                     limits: Limits) -> ProductComparison | None:
     """Verify and measure all products in turns, until the limits are reached.
 
     Parameters

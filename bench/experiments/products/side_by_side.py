@@ -11,7 +11,7 @@ import numpy as np
 from bench.checks import freivalds
 from bench.errors import UsageError, reject
 from bench.experiments.products import operands
-from bench.experiments.products.matmul import LIMITS, check_results
+from bench.experiments.products.matmul import check_results
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
@@ -98,7 +98,7 @@ def count_dry(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int
 
 
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
-                         backend: str | None = None, limits: Limits = LIMITS, seed: int = 0,
+                         backend: str | None, limits: Limits, seed: int = 0,
                          names: Sequence[str] | None = None,
                          watched: Callable[..., ContextManager] = unwatched
                          ) -> Measurements | None:

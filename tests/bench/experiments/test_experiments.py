@@ -40,14 +40,14 @@ def product(comm):
 def layer(comm):
     scheme = mm3d.scheme("3d", comm, backend="numpy")
     subject = MeasuredLayer(scheme, mm3d.ModelSizes(1, 32, 4, 4, 8), dtype="float64")
-    record = measure_layer(subject, overlap=True, limits=TWICE)
+    record = measure_layer(subject, None, 1, TWICE)
     scheme.grid.free()
     return record
 
 
 def collective(comm):
     grid = collective_grid(comm, backend="numpy")
-    record = measure_collectives(grid, array_bytes(64, 256, "float32"), limits=TWICE)
+    record = measure_collectives(grid, array_bytes(64, 256, "float32"), "float32", TWICE)
     grid.free()
     return record
 

@@ -246,8 +246,8 @@ def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch):
         side, drawn = len(made) % 2, iter([1, 9, *[5] * 30])    # plain MPI's vary at first
         return lambda: taken.append(side) or 1e-6 * (5 if side else next(drawn))
     monkeypatch.setattr(sampling, "makespans", makespans)
-    record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64],
-                                             limits=Limits(2, 30, 60))
+    record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64], "float32",
+                                             Limits(2, 30, 60))
     rounds = np.reshape(taken, (len(COLLECTIVES), -1, 2))
     assert rounds.shape[1] > 2 and (rounds.sum(axis=-1) == 1).all()
     assert (rounds[..., 0] != rounds[0, 0, 0]).any()    # in random order
