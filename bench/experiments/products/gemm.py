@@ -21,8 +21,8 @@ from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 
 
-def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
-    """Return the numbers of BLAS threads to measure with: one, and the number of cores.
+def thread_counts(asked: Sequence[int] | None) -> list[int]:
+    """Return the numbers of BLAS threads to measure with: by default one, and that of the cores.
 
     Raises
     ------
@@ -37,8 +37,8 @@ def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
 
 
 def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str], threads: Sequence[int],
-                 backend: str | Backend | None, limits: Limits, seed: int = 0,
-                 progress: Callable[[str], None] = lambda line: None) -> Measurements:
+                 backend: str | Backend | None, limits: Limits, seed: int,
+                 progress: Callable[[str], None]) -> Measurements:
     """Measure C = A B of square matrices on this rank alone; each product is verified first.
 
     Parameters
@@ -49,7 +49,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str], threads: Sequence[
         Numbers of BLAS threads; see `thread_counts`.
     seed : int
         The seed of the numbers in A and B, and of the order of the products.
-    progress : callable, optional
+    progress : callable
         Given a line now and then, as of `measure_in_random_order`.
 
     Returns

@@ -104,8 +104,8 @@ class ScalapackProducts:
         All ranks of the job.
     shape : tuple of int
         M, N, K.
-    grid : tuple of int, optional
-        Sizes of the directions of the 3-D product; a cube unless given.
+    grid : tuple of int or None
+        Sizes of the directions of the 3-D product; None for a cube.
     blocks : sequence of int
         Rows and columns of ScaLAPACK's blocks, each a subject of its own.
     seed : int
@@ -118,9 +118,8 @@ class ScalapackProducts:
     """
 
     def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.FortranGemm, comm,
-                 shape: tuple[int, int, int],
-                 grid: tuple[int, ...] | None = None, blocks: Sequence[int] = (64, 128, 256),
-                 seed: int = 0) -> None:
+                 shape: tuple[int, int, int], grid: tuple[int, ...] | None,
+                 blocks: Sequence[int], seed: int) -> None:
         self.gemm, self.comm, self.shape, self.seed = gemm, comm, shape, seed
         self.dtype = str(gemm.dtype)
         self.ours: dict[str, Problem] = {}

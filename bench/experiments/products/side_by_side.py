@@ -53,7 +53,7 @@ class CountedProduct:
     memory: int
 
 
-def usable_products(ranks: int, names: Sequence[str] | None = None
+def usable_products(ranks: int, names: Sequence[str] | None
                     ) -> tuple[dict[str, GridShape], dict[str, str]]:
     """Return the grid of each product on `ranks` ranks, and why the others have none."""
     grids, missing, algorithms = {}, {}, algorithms_with_products()

@@ -44,7 +44,7 @@ class MeasuredRow:
 
 
 def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
-                 trace: bool = False) -> MeasuredRow:
+                 trace: bool) -> MeasuredRow:
     """Verify and measure one case.
 
     Parameters

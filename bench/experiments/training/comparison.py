@@ -153,7 +153,7 @@ def check_cases(comm: Any, cases: list[MeshCase], plan: Plan) -> None:
 
 
 def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
-               watched: Callable[..., ContextManager] = unwatched,
+               watched: Callable[..., ContextManager],
                begin: str | None = None) -> MeshTraining | None:
     """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
     part = comm.Split(comm.rank >= case.ranks, comm.rank)
@@ -170,8 +170,7 @@ def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
 
 
 def train_steps(comm: Any, case: MeshCase, plan: Plan, text: Text,
-                watched: Callable[..., ContextManager] = unwatched,
-                begin: str | None = None) -> MeshTraining:
+                watched: Callable[..., ContextManager], begin: str | None) -> MeshTraining:
     """Train the steps of a plan on all ranks of `comm`.
 
     With `begin` the first parameters are rounded to this type.
