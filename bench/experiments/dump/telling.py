@@ -10,13 +10,7 @@ from bench.experiments.dump.verdicts import (NAMES, Judged, Verdict, count_outsi
 
 
 def tell(dump: Dump, verdict: Verdict) -> list[str]:
-    """Return the lines of a verdict.
-
-    Parameters
-    ----------
-    dump, verdict : Dump, Verdict
-        The dump, and what was found.
-    """
+    """Return the lines of a verdict."""
     model = dump.model
     lines = [f"{dump.folder}: {dump.family}, {model.layers} layers of {model.hidden} features, "
              f"{model.batch} x {model.seq} tokens, {type_of(dump, verdict)}"]
