@@ -58,18 +58,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         When what was restored differs.
     """
     model, optimizer = create_model(comm, sizes, dtype, seed, backend)
-    return measure_model(comm, folder, model, optimizer, limits, seed)
-
-
-def measure_model(comm: MPI.Intracomm, folder: Path, model: mm3d.Transformer, optimizer: Any,
-                  limits: Limits, seed: int = 0,
-                  make_subject: Callable[..., "SavedModel"] | None = None) -> Measurements:
-    """Measure saving and restoring `model`, as `measure_checkpoint` does.
-
-    `make_subject` makes what is measured, a `SavedModel`.
-    """
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
-    subject = (make_subject or SavedModel)(comm, work, model, optimizer, seed)
+    subject = SavedModel(comm, work, model, optimizer, seed)
     try:
         differing = subject.verify()
         if differing:
@@ -98,8 +88,8 @@ def make_work_folder(folder: Path) -> Path:
         raise UsageError(f"--disk {folder}: {error}") from error
 
 
-def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int = 0,
-                 backend: str | None = None) -> tuple[mm3d.Transformer, Any]:
+def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int,
+                 backend: str | None) -> tuple[mm3d.Transformer, Any]:
     """Create the model and its optimizer; UsageError where there is no such model."""
     with as_usage_error():
         scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
@@ -111,7 +101,7 @@ class SavedModel:
     """A model to save, and a plain file per rank of as many bytes, in a work folder."""
 
     def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any,
-                 seed: int = 0) -> None:
+                 seed: int) -> None:
         self.seed = seed
         self.comm, self.folder, self.model, self.optimizer = comm, folder, model, optimizer
         self.checkpoints, self.plain = folder / "saved", folder / f"plain-{comm.rank}"
@@ -183,15 +173,16 @@ class SavedModel:
 
     def sample(self, limits: Limits) -> tuple[list[list[float]], str]:
         """Take samples of all operations in turns; a sample is the slowest rank's seconds."""
-        acts = (self.save, self.restore, self.write_plain, self.read_plain)
-        found: list[list[float]] = [[] for _ in acts]
-        repetitions = Repetitions(limits, self.comm, lambda: [*map(median_interval, found)])
+        acts = {"save": self.save, "disk write": self.write_plain, "restore": self.restore,
+                "disk read": self.read_plain}
+        found: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+        repetitions = Repetitions(limits, self.comm,
+                                  lambda: [*map(median_interval, found.values())])
         for _ in repetitions:
-            for act, seconds in zip((acts[0], acts[2], acts[1], acts[3]),
-                                    (found[0], found[2], found[1], found[3])):
-                self._do(self.remove_saved if act == self.save else self.drop_from_cache)
-                seconds.append(self._do(act))
-        return found, repetitions.ended_by
+            for name, act in acts.items():
+                self._do(self.remove_saved if name == "save" else self.drop_from_cache)
+                found[name].append(self._do(act))
+        return [*found.values()], repetitions.ended_by
 
     def _do(self, act: Callable[[], None]) -> float:
         """Return the seconds until all ranks have called `act`; OSError on all if one cannot."""

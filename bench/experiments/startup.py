@@ -62,21 +62,13 @@ def check_cubes(counts: list[int]) -> None:
 
 
 def measure_start(ranks: int) -> JobStart:
-    """Start a job of `ranks` ranks and measure its phases.
-
-    Parameters
-    ----------
-    ranks : int
-        A cube, such as 27.
+    """Start a job of `ranks` ranks, see `check_cubes`, and measure its phases.
 
     Raises
     ------
-    UsageError
-        When `ranks` is no cube, or this process was started by mpirun itself.
     FailedJob
         When the job ends with a failure.
     """
-    check_cubes([ranks])
     command = launcher.mpirun_command(ranks, sys.executable, "-m", PROGRAM, repr(time.time()))
     job = run_child(command, env=launcher.environment_to_start(command), with_parent=True)
     if job.status:

@@ -133,14 +133,12 @@ def place_ranks(comm, division: Division, inside: str):
     UsageError
         On every rank alike, when there is no such mesh, or no such direction in it.
     """
-    try:
+    with as_usage_error():
         shards = check_data(comm.size, division.data, division.shards, division.context)
         kind, replicas = find_scheme(division.scheme), division.data * division.context
         grid = stage_grids(kind, comm.size // replicas, division.stages, division.grid)[0]
         mesh = {"r": replicas // shards, "d": shards, "s": division.stages, **grid}
         return reorder_ranks(comm, mesh, mesh_order(mesh, inside))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def run_on(comm, arguments: argparse.Namespace, plan: Plan, division: Division) -> int:
@@ -271,7 +269,9 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     else:
         status = publish(found, out, name, comm, showing(arguments.show)) or status
         draw(found, arguments.pictures, name, comm)
-    if arguments.sample:
+    if lost := trainer.lost_loss(training, outcome):
+        status = report_failure(name, lost, comm)
+    elif arguments.sample:
         state = training.model.state()
         if comm.rank == 0:
             written = plain_gpt.write_sample(state, training.plan, arguments.sample)

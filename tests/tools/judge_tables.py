@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.document import Column, Rows, Table
-from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.computation import Way, compute_alone, compute_step
 from bench.experiments.dump.envelopes import Distance, measure_reference, rounding
 from bench.experiments.dump.places import LOSS
 from bench.experiments.dump.tensor_files import number_type
@@ -51,7 +51,7 @@ def table_of_differences(comm: Any) -> Table:
     for dtype, master in TYPES:
         shop = make_shop("plain", dtype, comm)
         start = replace(shop.start, model=replace(shop.start.model, master=master))
-        exact = compute_step(start, Way("float64"), MPI.COMM_SELF)
+        exact = compute_alone(start)
         spread = measure_reference(start, comm).spread
         for scheme in fitting_schemes(comm.size):
             found = compute_step(start, Way(dtype, master, 1, 99, scheme), comm)

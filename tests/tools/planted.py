@@ -17,20 +17,22 @@ from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
-from bench.experiments.dump.tensor_files import number_type, write_tensors
+from bench.experiments.dump.tensor_files import number_type
 from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
 from mm3d.config import Model
 from mm3d.hugging_face.config_file import config_of
 from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.architecture import Architecture
 from mm3d.model.experts.layer import Experts
+from mm3d.pretrained.files import safetensors
 from mm3d.pretrained.loading import model_pieces
 from planted_faults import Fault
 from workshop import Workshop
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
-OPTIMIZERS = {"sgd": {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "clip": 0.1},
+OPTIMIZERS = {"sgd": {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "weight_decay": 0.0,
+                      "clip": 0.1},
               "matrices": OPTIMIZER | {"decayed": "matrices"}}
 LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=32,
                      biases="none", epsilon=1e-6)
@@ -150,6 +152,12 @@ def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str,
     return folder
 
 
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write tensors, as `bench.experiments.dump.tensor_files.read_tensors` reads them."""
+    safetensors().numpy.save_file(
+        {name: np.array(a, order="C") for name, a in tensors.items()}, path)
+
+
 def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:
     """Plant faults in right steps, write and read these as dumps, and judge them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -163,4 +171,4 @@ def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:
                 references[fault.start] = measure_reference(
                     start_of(dump), comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
-            yield Found(fault, verdict, explain(dump, verdict, comm) if verdict.first else "")
+            yield Found(fault, verdict, explain(dump, verdict) if verdict.first else "")

@@ -67,7 +67,7 @@ class Workshop:
 
     def half(self, name: str, dim: int, factor: float = 1.0) -> Tensors:
         """Return a step whose gradient of a weight is that of half the sequences or positions."""
-        terms = gradient_terms(self.start, name, dim, self.comm)
+        terms = gradient_terms(self.start, name, dim)
         return self.with_gradient(name, factor * terms[:len(terms) // 2].sum(0))
 
     def without(self, sequences: slice) -> Start:

@@ -11,13 +11,13 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from bench.experiments.dump import patterns
-from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.computation import compute_alone
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
 from bench.experiments.dump.terms import gradient_terms
 from bench.experiments.dump.updates import update_causes
-from bench.experiments.dump.verdicts import Judged, Verdict, start_of
+from bench.experiments.dump.verdicts import Judged, Verdict
 from mm3d.model.layers import Linear
 
 FEW = 10       # elements for each number that is fitted, which fewer do not show
@@ -26,16 +26,8 @@ TOLD = 3       # causes that are named of such a tensor, and of a number
 EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
-def explain(dump: Dump, verdict: Verdict, comm: Any) -> str:
-    """Return what explains the first tensor outside the envelope.
-
-    Parameters
-    ----------
-    dump, verdict : Dump, Verdict
-        The dump, and what was found.
-    comm : mpi4py.MPI.Intracomm
-        One rank.
-    """
+def explain(dump: Dump, verdict: Verdict) -> str:
+    """Return what explains the first tensor outside the envelope of a dump."""
     dump, verdict = _of_first(dump, verdict)
     one = verdict.first
     assert one is not None
@@ -48,7 +40,7 @@ def explain(dump: Dump, verdict: Verdict, comm: Any) -> str:
     find: dict[str, Callable[..., Iterator[str]]] = {
         LOSS: loss_causes, NORM: norm_causes, "gradient": _gradient, "activation": _activation,
         "activation gradient": _passed_back, "weight after": update_causes}
-    causes = find[one.place.kind](dump, verdict, one, comm)
+    causes = find[one.place.kind](dump, verdict, one)
     told = islice(causes, TOLD if one.ratio < WEAK or not a.ndim else 1)
     where = _where(a, exact, one) if one.ratio >= WEAK else None
     return "; or ".join(told) or where or "no pattern that is known here"
@@ -72,27 +64,26 @@ def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
         return None
     packed = one.place.kind == "activation" and region.dim == 1
     return f"wrong only in {region}" + packed * (
-        ": the mask is another, or documents are packed into sequences, which nothing here does")
+        ": the mask is another, or documents are packed with no token between them")
 
 
-def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def _gradient(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what explains a gradient."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
     if not a.any():
         yield "all zeros: it was lost, or never computed"
     alike = [other for other in verdict.judged if other.place.kind == "gradient"]
-    c = patterns.factor_of(a, exact, one.left)
-    scaled = []
+    c, scaled = _factor(dump, verdict, one), []
     if c is not None:
-        same = [other for other in alike if _factor(dump, verdict, other) and np.isclose(
-            _factor(dump, verdict, other), c, rtol=0.02)]
+        others = (_factor(dump, verdict, other) for other in alike)
+        same = [own for own in others if own and np.isclose(own, c, rtol=0.02)]
         where = f"in {len(same)} of {len(alike)} gradients" if len(same) > 1 else (
             "in this gradient alone")
         scaled = [f"{patterns.say_number(c)} times the right one, {where}: {_said_of(dump, c)}"]
     if c == patterns.simple(c or 0):
         yield from scaled
     if dump.model.tied and one.place.name.endswith(("wte.weight", "embed_tokens.weight")):
-        yield from _tied(dump, one, comm)
+        yield from _tied(dump, verdict, one)
     yield from _another(dump, verdict, one)
     region = patterns.wrong_shard(a, exact, one.envelope)
     if region is not None:
@@ -103,9 +94,9 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[
                    f"{_said_of(dump, own)}, for one shard")
     if dump.model.dtype in ("float32", "float64") and (narrow := patterns.narrower(a)):
         yield f"all of its numbers are those of {narrow}: it was summed or sent in that type"
-    for dim, what in enumerate(("sequences", "positions")):
-        yield from _parts(dump, one, comm, dim, what)
-    yield from _missing_input_sum(dump, one, comm)
+    for dim in (0, 1):
+        yield from _parts(dump, verdict, one, dim)
+    yield from _missing_input_sum(dump, verdict, one)
     if c != patterns.simple(c or 0):    # of which a fit finds one for anything alike
         yield from scaled
     if len(alike) > 1 and all(other.outside for other in alike):
@@ -135,7 +126,7 @@ def _another(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
 
 
 def _factor(dump: Dump, verdict: Verdict, one: Judged) -> float | None:
-    """Return the factor of another gradient, if it has one."""
+    """Return the factor of a tensor, if it has one."""
     return patterns.factor_of(np.float64(dump.tensors[one.place]), verdict.exact[one.place],
                               one.left)
 
@@ -161,17 +152,12 @@ def _said_of(dump: Dump, c: float) -> str:
     return "scaled, by another count"
 
 
-def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
+def _tied(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield how the two gradients of a tied table are in the dump's."""
-    found: dict[str, np.ndarray] = {}
     gpts: list[Any] = []
-    exact = compute_step(start_of(dump), Way("float64"), comm, gpts.append)[one.place]
-    head = gpts[0].chains[-1].output.head.weight.grad
-    found["head"] = np.float64(head)
-    found["embedding"] = exact - found["head"]
-    a = np.float64(dump.tensors[one.place])
-    both = [found["embedding"], found["head"]]
-    c = patterns.coefficients(both, a, one.left)
+    exact = compute_alone(verdict.start, gpts.append)[one.place]
+    head = np.float64(gpts[0].chains[-1].output.head.weight.grad)
+    c = patterns.coefficients([exact - head, head], np.float64(dump.tensors[one.place]), one.left)
     if c is not None:
         c = np.where(np.abs(c) < 1e-3, 0, c)
         embedding, output = map(patterns.say_number, c)
@@ -180,11 +166,11 @@ def _tied(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
                f"the head's: one of them is {kind}")
 
 
-def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[str]:
+def _parts(dump: Dump, verdict: Verdict, one: Judged, dim: int) -> Iterator[str]:
     """Yield which parts of the sum over sequences or positions are in a gradient, how often."""
-    a = np.float64(dump.tensors[one.place])
+    a, what = np.float64(dump.tensors[one.place]), ("sequences", "positions")[dim]
     said = dump.ranks.get("data" if dim == 0 else "sequence") or dump.ranks.get("tensor")
-    terms = gradient_terms(start_of(dump), one.place.name, dim, comm)
+    terms = gradient_terms(verdict.start, one.place.name, dim)
     for n in patterns.divisions(len(terms), said):
         sums = [part.sum(0) for part in np.array_split(terms, n)]
         counts = [(part != dump.model.ignored).sum() for part in np.array_split(dump.targets, n)]
@@ -205,7 +191,7 @@ def _parts(dump: Dump, one: Judged, comm: Any, dim: int, what: str) -> Iterator[
         return    # of which other divisions are parts
 
 
-def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
+def _missing_input_sum(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield whether a norm's gradient has a part of the product after it alone."""
     a, found = np.float64(dump.tensors[one.place]), []
     names = tensor_names(dump.family, dump.model)
@@ -218,7 +204,7 @@ def _missing_input_sum(dump: Dump, one: Judged, comm: Any) -> Iterator[str]:
                             one.place.name in names[p.name] for p in norm.parameters):
                         found.append(norm)
                         linear.backward = _shard_alone(linear, n, shard)
-            tensors = compute_step(start_of(dump), Way("float64"), comm, look)
+            tensors = compute_alone(verdict.start, look)
             if not found:
                 return
             if patterns.explained(a, tensors[one.place], one.left):
@@ -242,13 +228,13 @@ def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
 ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
-def _row_parallel(dump: Dump, a: np.ndarray, one: Judged, comm: Any) -> Iterator[str]:
+def _row_parallel(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what of a row-parallel layer explains an activation: its bias, or its sum."""
-    start = start_of(dump)
+    a, start = np.float64(dump.tensors[one.place]), verdict.start
 
     def same(name: str, other: np.ndarray) -> bool:
         weights = {**dump.weights, name: other}
-        found = compute_step(replace(start, weights=weights), Way("float64"), comm)
+        found = compute_alone(replace(start, weights=weights))
         return patterns.explained(a, found[one.place], one.left)
     for part in ROW_PARALLEL:
         name = f"{one.place.name}.{part}"
@@ -268,10 +254,10 @@ def _row_parallel(dump: Dump, a: np.ndarray, one: Judged, comm: Any) -> Iterator
                            f"the ranks of a row-parallel layer is missing")
 
 
-def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def _activation(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield which other setting, or which place, explains an activation."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
-    c = patterns.factor_of(a, exact, one.left)
+    c = _factor(dump, verdict, one)
     if c is not None and c == patterns.simple(c):
         yield (f"{patterns.say_number(c)} times the right one: a sum over ranks that is missing "
                f"or done twice")
@@ -286,20 +272,19 @@ def _activation(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         c = patterns.factor_of(region.of(a), region.of(exact), one.left)
         yield f"wrong only in {what} {region}" + (
             more if c is None else f", {patterns.say_number(c)} times the right one{more}")
-    start = start_of(dump)
+    start = verdict.start
     for epsilon in EPSILONS:
         how = dump.model.architecture
         if epsilon != how.epsilon:
             other = replace(start, model=replace(dump.model, architecture=replace(
                 how, epsilon=epsilon)))
-            if patterns.explained(a, compute_step(other, Way("float64"), comm)[one.place],
-                                  one.left):
+            if patterns.explained(a, compute_alone(other)[one.place], one.left):
                 yield f"epsilon is {epsilon:g} in the norms, not {how.epsilon:g}"
-    other = compute_step(replace(start, erf=not start.erf), Way("float64"), comm)[one.place]
+    other = compute_alone(replace(start, erf=not start.erf))[one.place]
     if patterns.explained(a, other, one.left):
         names = ("by the error function", "by tanh")
         yield "GELU {}, and not {}".format(*names[::-1] if start.erf else names)
-    yield from _row_parallel(dump, a, one, comm)
+    yield from _row_parallel(dump, verdict, one)
     if c is not None and c != patterns.simple(c):
         yield f"{patterns.say_number(c)} times the right one"
 
@@ -317,9 +302,8 @@ def _seen(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
     return None
 
 
-def _passed_back(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def _passed_back(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what explains the gradient of a module's output."""
-    a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
-    c = patterns.factor_of(a, exact, one.left)
+    c = _factor(dump, verdict, one)
     if c is not None:
         yield f"{patterns.say_number(c)} times the right one: {_said_of(dump, c)}"

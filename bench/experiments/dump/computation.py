@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping
 
 import numpy as np
+from mpi4py import MPI
 from scipy.special import ndtr
 
 from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names,
                                            tensor_names)
 from bench.experiments.dump.reordering import Reordering
-from bench.experiments.dump.said import DEFAULTS
+from bench.experiments.dump.roundings import straightforward_attention
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
+from mm3d.hugging_face.names import tensor_shapes
 from mm3d.model.functional import gelu_backward
 from mm3d.model.layers import Gelu
 from mm3d.pretrained.loading import model_pieces
@@ -41,6 +43,9 @@ class Start:
         Masks of dropout by module, where something is dropped.
     erf : bool
         Whether GELU is that of the error function, and not of tanh.
+    documents : ndarray of int, optional
+        The number of each position's document, (batch, seq), where a position attends only to
+        those of its own; such a step is computed by one rank, in one micro-batch.
     """
 
     family: str
@@ -50,6 +55,7 @@ class Start:
     targets: np.ndarray
     masks: Mapping[str, np.ndarray]
     erf: bool = False
+    documents: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,11 @@ def compute_step(start: Start, way: Way, comm: Any,
     return found.tensors
 
 
+def compute_alone(start: Start, look: Callable[[GPT], None] | None = None) -> Tensors:
+    """Compute an exact step as `compute_step`, on this rank alone."""
+    return compute_step(start, Way("float64"), MPI.COMM_SELF, look)
+
+
 def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
     """Return the model with its weights, on the ranks."""
     model = replace(start.model, dtype=way.dtype, master=way.master)
@@ -124,6 +135,8 @@ def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
     for layer in (layer for block in gpt.chunks[0].layers.layers for layer in block.layers):
         if start.erf and isinstance(layer, Gelu):
             layer.__class__ = ErfGelu
+        if start.documents is not None and hasattr(layer, "pair"):
+            layer.pair = straightforward_attention(documents=order.sequences(start.documents))
     return gpt
 
 
@@ -263,14 +276,13 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
 
 
 def make_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
-    """Return the optimizer that the settings of a dump describe; others are those of PyTorch.
+    """Return the optimizer that settings describe, see `bench.experiments.dump.said.OPTIMIZER`.
 
-    There every parameter decays, unless groups say otherwise.
+    As in PyTorch every parameter decays, unless groups say otherwise.
     """
     decayed, names = settings.get("decayed", "all"), tensor_names(family, gpt.config.model)
     which = decays if decayed == "matrices" else lambda trained: decayed == "all" or any(
         name in decayed for name in names[trained.name])
-    settings = DEFAULTS[settings["name"]] | settings
     options = {"lr": settings["lr"], "clip": settings.get("clip"), "decays": which,
                "weight_decay": settings["weight_decay"]}
     if settings["name"] == "sgd":
@@ -286,7 +298,7 @@ def to_parameters(family: str, model: Model,
         whole = np.empty(shapes[name])
         for piece in pieces:
             index, box = piece.within(tuple(slice(0, n) for n in shapes[name]))
-            part = np.float64(tensors[piece.tensor])[box]
+            part = np.float64(tensors[piece.tensor][box])
             whole[index] = part.T if piece.transposed else part
         found[name] = whole.reshape(_public(name, shapes[name]))
     return found
@@ -296,10 +308,7 @@ def to_tensors(family: str, model: Model,
                parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return tensors by the names of Hugging Face from parameters of this library."""
     shapes, pieces = parameter_shapes(model), model_pieces(family, model)
-    ends: dict[str, tuple[int, ...]] = {}
-    for piece in (one for some in pieces.values() for one in some):
-        ends[piece.tensor] = tuple(map(max, piece.end, ends.get(piece.tensor, piece.end)))
-    found = {name: np.zeros(shape) for name, shape in ends.items()}
+    found = {name: np.zeros(shape) for name, shape in tensor_shapes(pieces).items()}
     for name, some in pieces.items():
         whole = parameters[name].reshape(shapes[name])
         for piece in some:

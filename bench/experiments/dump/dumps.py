@@ -173,9 +173,11 @@ def _scalars(folder: Path) -> dict[Place, np.ndarray]:
 def check_same_start(one: Dump, other: Dump) -> None:
     """Raise UsageError unless two dumps begin with the same model, weights and batch."""
     both = f"{one.folder} and {other.folder}"
-    if replace(one.model, dtype="float32", master=None) != replace(
-            other.model, dtype="float32", master=None):
+    models = [replace(each.model, dtype="float32", master=None) for each in (one, other)]
+    if models[0] != models[1]:
         raise UsageError(f"{both} have different models: {one.model} and {other.model}")
+    if one.erf != other.erf:
+        raise UsageError(f"{both} have different models: GELU by the error function, and by tanh")
     for what in ("tokens", "targets"):
         if not np.array_equal(getattr(one, what), getattr(other, what)):
             raise UsageError(f"{both} have different {what}: dumps of the same step would do")
@@ -241,7 +243,7 @@ class _Reading:
                 raise UsageError(f"{self.folder}: {file}: {own!r} is in {a.dtype}, of which "
                                  f"nothing here has gradients: {', '.join(COMPUTED)} would do")
             found[full], before[full] = self._shaped(own, root, file, a, how), own
-            if at and file == "weights":
+            if at and file in ("weights", "model"):
                 raise UsageError(f"{self.folder}: the weights of rank {rank} before the step are "
                                  f"not those of an earlier rank, in {root!r}: ranks that begin "
                                  f"alike, or whole tensors of ranks that have parts, would do")
@@ -272,8 +274,6 @@ class _Reading:
         """Return a tensor in the order of elements of Hugging Face's, after checking its shape."""
         model = self.model
         wanted = self.shapes.get(full)
-        if full == "lm_head.weight" and wanted is None and file == "weights":
-            return a
         if full in border_names(self.family, model.layers) or file == "masks":
             wanted = (model.batch, model.seq, model.vocab if full == "lm_head" else model.hidden)
         if wanted is None:

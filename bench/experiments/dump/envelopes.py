@@ -11,8 +11,8 @@ from typing import Any, Mapping
 
 import numpy as np
 
-from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step,
-                                                compute_update)
+from bench.experiments.dump.computation import (Start, Tensors, Way, compute_alone,
+                                                compute_step, compute_update)
 from bench.experiments.dump.places import LOSS, Place
 from bench.experiments.dump.roundings import Program, epsilon, imitate, is_narrow
 from bench.statistics import bounds_of_one_more
@@ -117,14 +117,14 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     Every rank of `comm` must call it; the ranks divide the model of the exact step among them,
     and the imitated steps.  All get the same result.
     """
-    from mpi4py import MPI
     model = start.model
     program = program or Program(model.dtype, model.master or model.dtype)
-    exact = compute_step(start, exact_way(comm), comm)
+    exact = (compute_step(start, exact_way(comm), comm) if start.documents is None else
+             compute_alone(start))
     own = []
     for number in range(comm.rank, SAMPLES, comm.size):
-        found = compute_step(start, Way("float64"), MPI.COMM_SELF,
-                             lambda gpt, seed=number: imitate(gpt, program, seed))
+        found = compute_alone(start, lambda gpt, seed=number: imitate(
+            gpt, program, seed, start.documents))
         own.append((number, {place: Sample.of(a, exact[place]) for place, a in found.items()}))
     every = sorted((one for some in comm.allgather(own) for one in some), key=lambda one: one[0])
     level = ALARMS / (2 * len(exact))

@@ -2,7 +2,7 @@
 
 import math
 from itertools import combinations
-from typing import Any, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from bench.experiments.dump.verdicts import Judged, Verdict
 SMOOTHED = (0.01, 0.02, 0.05, 0.1, 0.2)    # shares of a target that all words have
 
 
-def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def loss_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield which other mean of the losses of all targets the dump's loss is."""
     loss, exact = float(dump.tensors[one.place]), float(verdict.exact[one.place])
     ignored = dump.targets == dump.model.ignored
-    losses = target_losses(verdict.exact[Place("activation", "lm_head")], dump.targets,
-                           dump.model.ignored)
+    logits = verdict.exact[Place("activation", "lm_head")]
+    losses = target_losses(logits, dump.targets, dump.model.ignored)
 
     def same(value: float) -> bool:
         return patterns.explained(np.asarray(loss), np.asarray(value), one.left,
@@ -51,8 +51,7 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
         moved[:, max(0, -by):moved.shape[1] - max(0, by)] = dump.targets[
             :, max(0, by):moved.shape[1] - max(0, -by)]
         count = (moved != dump.model.ignored).sum()
-        other = target_losses(verdict.exact[Place("activation", "lm_head")], moved,
-                              dump.model.ignored)
+        other = target_losses(logits, moved, dump.model.ignored)
         if same(other.sum() / max(count, 1)) or same(other.sum() / (~ignored).sum()):
             yield f"of targets one position {what}: they were shifted twice, or not at all"
     for value, what in (
@@ -62,7 +61,6 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
             (math.exp(min(exact, 700.0)), "the exponential of the right one: a perplexity")):
         if same(float(value)):
             yield what
-    logits = verdict.exact[Place("activation", "lm_head")]
     goals = np.take_along_axis(logits, np.where(ignored, 0, dump.targets)[..., None], -1)
     more = (goals - logits.mean(-1, keepdims=True))[~ignored].mean()
     for share in SMOOTHED:
@@ -83,7 +81,7 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterato
                        f"before {', '.join(map(str, cuts))} and the rest")
 
 
-def norm_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def norm_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what other number of the gradients the dump's norm is, such as one of a part."""
     norm = float(dump.tensors[one.place])
     own = {place.name: np.float64(a) for place, a in dump.tensors.items()
@@ -135,15 +133,14 @@ def _squares(own: dict[str, np.ndarray], first: str, clip: float) -> Iterator[tu
     runs = sorted(((i, j) for i in range(len(names)) for j in range(i, len(names))
                    if j - i + 1 < len(names)),
                   key=lambda run: run[0] > 0 and run[1] + 1 < len(names))    # stages first
-    for i, j in runs[:2 * len(names)]:
-        yield float(sums[j + 1] - sums[i]), (f"the norm of a part alone, {names[i]} to {names[j]}"
-                                             f": norms of stages or shards were not added")
+    parts = [(float(sums[j + 1] - sums[i]),
+              f"the norm of a part alone, {names[i]} to {names[j]}: norms of stages or shards "
+              f"were not added") for i, j in runs]
+    yield from parts[:2 * len(names)]
     alone = {name: [name] for name in own if name != first}
     yield from _counted(squares, alone, (2, 0))
     yield from _counted(squares, groups | alone, patterns.COUNTS[1:])
-    for i, j in runs[2 * len(names):]:
-        yield float(sums[j + 1] - sums[i]), (f"the norm of a part alone, {names[i]} to {names[j]}"
-                                             f": norms of stages or shards were not added")
+    yield from parts[2 * len(names):]
 
 
 def _counted(squares: dict[str, float], groups: dict[str, list[str]],

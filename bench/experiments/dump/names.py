@@ -185,14 +185,7 @@ def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int
 def arrange(a: np.ndarray, how: tuple[str, ...], heads: int, head: int) -> np.ndarray:
     """Return a tensor with its elements in the order of Hugging Face's files.
 
-    Parameters
-    ----------
-    a : ndarray
-        The tensor.
-    how : tuple of str
-        How it is arranged, see the module.
-    heads, head : int
-        Number of heads, and features of each.
+    It is arranged as `how` says, see the module, by `heads` heads of `head` features.
 
     Raises
     ------

@@ -158,6 +158,29 @@ def _rounded(region: Region) -> Region:
     return region
 
 
+def packed_documents(tokens: np.ndarray, wrong: np.ndarray,
+                     counted: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """Return the token between packed documents, and the number of each position's document.
+
+    A document ends or begins with that token wherever it is, and `wrong`, (batch, seq), first
+    holds in each sequence where its second document begins, but for those that are not `counted`.
+    None where there is no such token, or a single document begins so: any token may be found once
+    where a shard begins.
+    """
+    some, at = wrong.any(1), wrong.argmax(1)
+    if not some.any() or wrong[:, 0].any():
+        return None
+    for before in (1, 0):
+        near = tokens[some, at[some] - before]
+        begins = np.roll(tokens == near[0], before, 1)
+        begins[:, 0] = False
+        seen = begins & counted
+        if seen.sum() > 1 and np.array_equal(seen.any(1), some) and np.array_equal(
+                seen.argmax(1), at):
+            return int(near[0]), begins.cumsum(1)
+    return None
+
+
 def divisions(count: int, said: int | None) -> Iterator[int]:
     """Yield numbers of ranks among which `count` may be divided; the one that was said first."""
     if said and 1 < said <= count:

@@ -110,8 +110,11 @@ class Rounder:
         return a
 
 
-def imitate(gpt: Any, program: Program, seed: int) -> None:
-    """Let a model of float64 on one rank round like a program; its batch is one micro-batch."""
+def imitate(gpt: Any, program: Program, seed: int, documents: np.ndarray | None = None) -> None:
+    """Let a model of float64 on one rank round like a program; its batch is one micro-batch.
+
+    `documents` are those of `bench.experiments.dump.computation.Start`.
+    """
     model = gpt.config.model
     rounder = Rounder(program.dtype, seed, Rounder(program.inside, seed + SEEDS) if (
         program.inside) else None)
@@ -119,6 +122,8 @@ def imitate(gpt: Any, program: Program, seed: int) -> None:
     tensor = program.added("tensor")
     for block in chunk.layers.layers:
         for layer in block.layers:
+            if hasattr(layer, "pair"):
+                layer.pair = straightforward_attention(rounder.inside, documents)
             _round(layer, rounder, tensor)
         _round(block, rounder)
     turns = next((layer.turns for layer in chunk.layers.layers[0].layers if hasattr(
@@ -176,8 +181,6 @@ def _row_sums(p: Any, tokens: np.ndarray) -> float | np.ndarray:
 def _round(layer: Any, rounder: Rounder, tensor: float = 0.0) -> None:
     """Round what a layer puts out, forward and backward; `tensor` is of a sum over ranks."""
     kind = type(layer).__name__
-    if hasattr(layer, "pair"):
-        layer.pair = straightforward_attention(rounder.inside)
     if hasattr(layer, "router"):
         _round_gates(layer, rounder.inside)
     for part in ("up", "down"):    # of experts
@@ -244,12 +247,15 @@ def _wrap_product(product: Any, rounder: Rounder, tensor: float) -> None:
     product.forward, product.backward = forward, backward
 
 
-def straightforward_attention(rounder: Rounder) -> tuple[Callable, Callable]:
-    """Return `mm3d.model.functional.attention_forward` and its backward, with roundings.
+def straightforward_attention(rounder: Callable = lambda a, *counts: a,
+                              documents: np.ndarray | None = None) -> tuple[Callable, Callable]:
+    """Return `mm3d.model.functional.attention_forward` and its backward, with roundings if any.
 
-    Each backward pass follows its forward pass, in the same order.
+    Each backward pass follows its forward pass, in the same order.  With `documents`, a number
+    for each position of the batch, positions see only those of the same number.
     """
     kept: list[np.ndarray] = []
+    other = None if documents is None else (documents[:, :, None] != documents[:, None])[:, None]
 
     def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, limit: Any,
                 out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -258,6 +264,8 @@ def straightforward_attention(rounder: Rounder) -> tuple[Callable, Callable]:
         if limit:
             S += (causal_mask(q, k, first) if limit is True else
                   window_mask(q, k, first, limit))
+        if other is not None:
+            S = np.where(other, -np.inf, S)
         top = S.max(-1, keepdims=True)
         P = np.exp(S - top)
         total = P.sum(-1, keepdims=True)

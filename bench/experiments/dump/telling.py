@@ -1,7 +1,6 @@
 """Say in a few lines what was judged, and what was found first."""
 
 import numpy as np
-from mpi4py import MPI
 
 from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.experiments.dump.causes import explain
@@ -11,13 +10,7 @@ from bench.experiments.dump.verdicts import (NAMES, Judged, Verdict, count_outsi
 
 
 def tell(dump: Dump, verdict: Verdict) -> list[str]:
-    """Return the lines of a verdict.
-
-    Parameters
-    ----------
-    dump, verdict : Dump, Verdict
-        The dump, and what was found.
-    """
+    """Return the lines of a verdict."""
     model = dump.model
     lines = [f"{dump.folder}: {dump.family}, {model.layers} layers of {model.hidden} features, "
              f"{model.batch} x {model.seq} tokens, {type_of(dump, verdict)}"]
@@ -35,7 +28,7 @@ def tell(dump: Dump, verdict: Verdict) -> list[str]:
         worst = max(verdict.judged, key=lambda each: each.ratio, default=None)
         return lines + ([f"nothing is outside the envelope; nearest to it is {worst.place}, at "
                          f"{worst.ratio:.2g} of it"] if worst else ["nothing was judged"])
-    cause = explain(dump, verdict, MPI.COMM_SELF)
+    cause = explain(dump, verdict)
     return [*lines, f"FIRST OUTSIDE: {one.place}", f"  {_figures(one)}", f"  cause: {cause}"]
 
 
@@ -46,7 +39,7 @@ def summary(dump: Dump, verdict: Verdict) -> str:
         ratio = max((each.ratio for each in verdict.judged), default=0.0)
         left = f"; not judged: {', '.join(verdict.left)}" if verdict.left else ""
         return f"{what}: {len(verdict.judged)} tensors inside, at most {ratio:.2g}{left}"
-    cause = explain(dump, verdict, MPI.COMM_SELF)
+    cause = explain(dump, verdict)
     return f"{what}: {one.place}, {one.ratio:.2g} envelopes: {cause}"
 
 
@@ -59,7 +52,7 @@ def verdict_parts(found: list[tuple[Dump, Verdict]], both: bool) -> list[Part]:
         one = verdict.first
         rows.append([str(dump.folder), type_of(dump, verdict), len(verdict.judged),
                      str(one.place) if one else "", number_cell(one.ratio if one else np.nan),
-                     explain(dump, verdict, MPI.COMM_SELF) if one else "",
+                     explain(dump, verdict) if one else "",
                      ", ".join(map(str, verdict.left))])
     table = Table("Verdicts", columns, rows)
     return [table, Notes("Both", tell_both(*found))] if both else [table]
@@ -72,6 +65,9 @@ def tell_both(one: tuple[Dump, Verdict], other: tuple[Dump, Verdict]) -> list[st
         names = [str(dump.folder) for dump, _ in (one, other)]
     firsts = [verdict.first for _, verdict in (one, other)]
     (a, _), (b, verdict) = one, other
+    if any(place.kind == "mask" and not np.array_equal(mask, b.tensors.get(place, mask))
+           for place, mask in a.tensors.items()):
+        return ["dropout took other elements in either of them: what they differ by tells nothing"]
     ratios = {each.place: each.envelope for each in one[1].judged}
     envelopes = {each.place: each.envelope.widest(ratios.get(each.place, Distance()))
                  for each in verdict.judged}

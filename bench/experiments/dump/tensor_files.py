@@ -1,11 +1,10 @@
-"""Read and write files of tensors by the package safetensors, whole, with errors in one line."""
+"""Read files of tensors by the package safetensors, whole, with errors in one line."""
 
 from pathlib import Path
-from typing import Mapping
 
 import numpy as np
 
-from bench.errors import UsageError, as_usage_error
+from bench.errors import UsageError
 from mm3d.arrays import backend as backends
 from mm3d.pretrained.files import list_tensors, safetensors
 
@@ -43,10 +42,3 @@ def number_type(name: str) -> np.dtype:
     if not backends.get("numpy").more_dtypes:    # which registers the type with NumPy
         raise UsageError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes would do")
     return np.dtype("bfloat16")
-
-
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write tensors; UsageError where the package is missing."""
-    with as_usage_error(ImportError):
-        library = safetensors()
-    library.numpy.save_file({name: np.array(a, order="C") for name, a in tensors.items()}, path)

@@ -5,12 +5,12 @@ from typing import Any, Callable
 
 import numpy as np
 
-from bench.experiments.dump.computation import Start, Way, compute_step, to_tensors, wide
+from bench.experiments.dump.computation import Start, compute_alone, to_tensors, wide
 from mm3d.model.heads import TiedHead
 from mm3d.model.layers import Gelu
 
 
-def gradient_terms(start: Start, name: str, dim: int, comm: Any) -> np.ndarray:
+def gradient_terms(start: Start, name: str, dim: int) -> np.ndarray:
     """Return the terms of a gradient, one for each sequence (dim 0) or position (dim 1).
 
     The backward pass of the layer that has the weight is computed again, by the output's gradient
@@ -25,7 +25,7 @@ def gradient_terms(start: Start, name: str, dim: int, comm: Any) -> np.ndarray:
         for layer in layers:
             layer.backward = _remembering(layer, layer.backward, calls)
     gpts: list[Any] = []
-    compute_step(start, Way("float64"), comm, lambda gpt: (gpts.append(gpt), remember(gpt)))
+    compute_alone(start, lambda gpt: (gpts.append(gpt), remember(gpt)))
     gpt, terms = gpts[0], []
     for at in range(start.tokens.shape[dim]):
         gpt.zero_gradients()

@@ -12,7 +12,7 @@ from bench.experiments.dump.verdicts import Judged, Verdict
 EPSILONS = (1e-15, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
-def update_causes(dump: Dump, verdict: Verdict, one: Judged, comm: Any) -> Iterator[str]:
+def update_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what explains a weight after the step."""
     name, settings = one.place.name, dict(dump.optimizer or {})
     before, right = np.float64(dump.weights[name]), verdict.exact[one.place]

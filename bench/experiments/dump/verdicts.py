@@ -15,6 +15,7 @@ from bench.experiments.dump.computation import Start, Tensors
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.envelopes import (OF_NORM, Distance, Reference, measure_norm,
                                               measure_reference, measure_update, rounding)
+from bench.experiments.dump.patterns import packed_documents
 from bench.experiments.dump.places import LOSS, NORM, Place, in_order
 from bench.experiments.dump.roundings import Program, epsilon, is_narrow
 
@@ -80,6 +81,8 @@ class Verdict:
         The exact tensors.
     program : Program
         How the program computes whose envelopes were taken.
+    start : Start
+        What the exact step began with, see `judge` for documents.
     scale : float
         By which factor the loss was scaled whose gradients went back; 1 for none.
     """
@@ -88,6 +91,7 @@ class Verdict:
     left: dict[str, str]
     exact: Tensors
     program: Program
+    start: Start
     scale: float = 1.0
 
     @property
@@ -135,6 +139,8 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
 
     Programs in float64 may compute parts in float32, see `Program.inside`, as transformers does:
     a dump that is outside the envelope of those that do not is judged by that of those that do.
+    Documents may be packed into sequences: a dump whose activations are first wrong where these
+    begin is judged by a step in which each sees itself alone, if that is nearer.
 
     Parameters
     ----------
@@ -145,31 +151,72 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     reference : Reference, optional
         That of the same step in the same type, if it is there already.
     """
-    left: dict[str, str] = {}
-    judged: list[Judged] = []
-    exact: Tensors = {}
-    program, scale = program_of(dump), 1.0
+    start = start_of(dump)
     wanted = {place for place in in_order(dump.family, dump.model)
               if (place.kind != "mask" or dump.model.dropout) and place.name not in dump.absent}
     lost = lost_masks(dump)
     if lost:
-        left = {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED}
-        judged = [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"]
+        verdict = Verdict(
+            [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"],
+            {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED},
+            {}, program_of(dump), start)
     else:
-        reference = reference or measure_reference(start_of(dump), comm, program)
-        judged, exact, scale = _judge_step(dump, reference, left)
-        if dump.model.dtype == "float64" and any(one.outside for one in judged):
-            program = replace(program, inside="float32", loss="float32")
-            reference = measure_reference(start_of(dump), comm, program)
-            judged, exact, scale = _judge_step(dump, reference, left)
-    judged += _judge_ends(dump, comm, reference, exact, left)
+        verdict, reference = _judge_programs(dump, start, comm, reference)
+        if packed := _packed(dump, verdict):
+            token, documents = packed
+            other, its = _judge_programs(dump, replace(start, documents=documents), comm)
+            if _right_before(other) > _right_before(verdict):
+                verdict, reference = other, its
+                verdict.left["attention between documents"] = (
+                    f"each sees itself alone, and token {token} is between them: right if that "
+                    f"is meant")
+    left = verdict.left
+    verdict.judged.extend(_judge_ends(dump, comm, reference, verdict.exact, left))
     for kind, name in NAMES.items():
         some = {place for place in wanted if place.kind == kind}
         missing = some - dump.tensors.keys()
         if missing and name not in left:
             left[name] = ("not dumped" if missing == some else
                           f"{len(missing)} of {len(some)} not dumped")
-    return Verdict(judged, left, exact, program, scale)
+    return verdict
+
+
+def _judge_programs(dump: Dump, start: Start, comm: Any,
+                    reference: Reference | None = None) -> tuple[Verdict, Reference]:
+    """Judge all up to the norm by the first kind of program that is right, else by the last."""
+    program = program_of(dump)
+    programs = [program] + [replace(program, inside="float32", loss="float32")] * (
+        dump.model.dtype == "float64")
+    for number, program in enumerate(programs):
+        if number or reference is None:
+            reference = measure_reference(start, comm, program)
+        left: dict[str, str] = {}
+        judged, exact, scale = _judge_step(dump, reference, left)
+        verdict = Verdict(judged, left, exact, program, start, scale)
+        if verdict.first is None:
+            break
+    return verdict, reference
+
+
+def _packed(dump: Dump, verdict: Verdict) -> tuple[int, np.ndarray] | None:
+    """Return the token between packed documents, and where these are, see `packed_documents`."""
+    one = verdict.first
+    if one is None or one.place.kind != "activation" or one.place.rank:
+        return None
+    gap = np.abs(np.float64(dump.tensors[one.place]) - verdict.exact[one.place])
+    return packed_documents(dump.tokens, (gap > one.envelope.largest).any(2), _counted(dump))
+
+
+def _right_before(verdict: Verdict) -> int:
+    """Return how many tensors are right before the first that is not."""
+    return next((number for number, one in enumerate(verdict.judged) if one.outside),
+                len(verdict.judged))
+
+
+def _counted(dump: Dump) -> np.ndarray:
+    """Return which positions have a target that counts, or one after them, (batch, seq)."""
+    return np.flip(np.maximum.accumulate(np.flip(
+        dump.targets != dump.model.ignored, 1), 1), 1)
 
 
 def _judge_step(dump: Dump, reference: Reference,
@@ -181,8 +228,7 @@ def _judge_step(dump: Dump, reference: Reference,
     """
     exact = reference.exact | {place: reference.exact[place.first] for place in dump.tensors
                                if place.rank and place.kind in IMITATED}
-    counts = np.flip(np.maximum.accumulate(np.flip(
-        dump.targets != dump.model.ignored, 1), 1), 1)[..., None]
+    counts = _counted(dump)[..., None]
     if not counts.all() and not (dump.model.experts and dump.model.experts.balance):
         left["padding"] = f"activations at {(~counts).sum()} positions after the last target"
         exact |= {place: np.where(counts, exact[place], np.float64(a)) for place, a in
@@ -242,8 +288,7 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
            if place.kind == "gradient" and not place.rank}
     after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
     norms = {place: a for place, a in dump.tensors.items() if place.kind == NORM}
-    whole = own and own.keys() >= {*names}
-    found, norm = [], Place(NORM)
+    whole, norm = own and own.keys() >= {*names}, Place(NORM)
     if norms and whole:
         exact[norm], spread = measure_norm(own)
     elif norms and reference is not None and not dump.absent:

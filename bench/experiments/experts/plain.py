@@ -81,7 +81,7 @@ class PlainExperts:
         rest = sought.copy()
         np.put_along_axis(rest, self.chosen, -np.inf, 1)
         gaps = [rest.max(1) - picked.min(1), *(b - a for a, b in zip(picked.T, picked.T[1:]))]
-        return float(max(0.0, max(gap.max() for gap in gaps)) / np.abs(sought).max())
+        return float(np.max([0.0, *(gap.max() for gap in gaps)]) / np.abs(sought).max())
 
     def _keep(self) -> np.ndarray:
         """Return which pairs experts take, one after the other, until they are full."""

@@ -95,7 +95,7 @@ def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
         expected = run_step(library, mode.dtype if few else "float64")
     with mode:
         found = run_step(mode.backend, mode.dtype)
-    error = max(_relative(a, expected[name]) for name, a in found.items())
+    error = float(np.max([_relative(a, expected[name]) for name, a in found.items()]))
     what = "a GPT" if run_step is run_gpt_step else "a layer"
     return Check(f"{what} of hidden {SIZES['hidden']} {mode}", error,
                  against_serial.tolerances(str(mode), SIZES["layers"])[1])

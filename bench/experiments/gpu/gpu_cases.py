@@ -60,11 +60,15 @@ class Mode:
     backend: Backend
     dtype: str
     tf32: bool = False
-    itemsize: int = 0
     before: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "tf32" if self.tf32 else self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number."""
+        return 2 if self.dtype.endswith("16") else np.dtype(self.dtype).itemsize
 
     def __enter__(self) -> None:
         self.before.append(getattr(self.backend, "tf32", False))
@@ -76,11 +80,10 @@ class Mode:
 
 def list_modes(backend: Backend) -> list[Mode]:
     """List the dtypes of the backend, float32 first; on a GPU also TensorFloat-32."""
-    found = [Mode(backend, "float32", itemsize=4)]
+    found = [Mode(backend, "float32")]
     if not backend.host_buffers:
-        found.append(Mode(backend, "float32", tf32=True, itemsize=4))
-    return found + [Mode(backend, name, itemsize=2)
-                    for name in ("float16", *map(str, backend.more_dtypes))]
+        found.append(Mode(backend, "float32", tf32=True))
+    return found + [Mode(backend, name) for name in ("float16", *map(str, backend.more_dtypes))]
 
 
 def elementwise_calls(backend: Backend, a: Array, b: Array,

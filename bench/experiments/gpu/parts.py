@@ -11,7 +11,7 @@ longer than a small product.
 
 import gc
 from dataclasses import asdict, dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -33,7 +33,6 @@ from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 from mm3d.transport.communicators import DryCommunicator
 
-LIMITS = Limits(10, 30, 5.0)    # by default
 Step = Callable[[], object]
 
 
@@ -73,7 +72,8 @@ class GpuBenchmark:
     """
 
     def __init__(self, backend: str | Backend | None = "cupy", scale: str = "paper",
-                 graph: bool = False, limits: Limits = LIMITS, seed: int = 0) -> None:
+                 graph: bool = False, limits: Limits = Limits(10, 30, 5.0),
+                 seed: int = 0) -> None:
         self.backend, self.seed = backends.get(backend), seed
         self.limits, self.scale = limits, gpu_cases.SCALES[scale]
         self.settings = {"scale": scale, "seed": seed, **asdict(limits)}
@@ -105,6 +105,17 @@ class GpuBenchmark:
     def sample_seconds(self, step: Step) -> list[float]:
         """Take samples of the seconds of a call of `step`."""
         return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
+
+    def sample_sides(self, step: Step, theirs: Any,
+                     more: Sequence[Step] = ()) -> list[list[float]]:
+        """Take samples of mm3d's step, of PyTorch's and of `more` in turns.
+
+        PyTorch's are NaN where it is None.
+        """
+        sides = [self.sampler(step), *([self.sampler(theirs, theirs)] if theirs else []),
+                 *map(self.sampler, more)]
+        taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
+        return taken if theirs else [taken[0], [np.nan], *taken[1:]]
 
     def release_memory(self) -> None:
         """Give idle memory back to the device: pools of mm3d and PyTorch keep what is freed."""
@@ -177,17 +188,10 @@ class GpuBenchmark:
                         theirs = TorchLayerStep(*torch, heads, step.operands(), mode)
                         checks += device_checks.check_beside_torch(
                             mode, f"hidden {hidden}", step.check(), theirs.check())
-                    sides = [self.sampler(step)]
-                    if theirs:
-                        sides.append(self.sampler(theirs, theirs))
-                    if "mm3d, graph" in self.libraries:
-                        sides.append(self.sampler(scheme.grid.graph(step)))
-                    taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
-                    if not theirs:
-                        taken.insert(1, [np.nan])
-                    del step, theirs, sides
+                    more = [scheme.grid.graph(step)] if "mm3d, graph" in self.libraries else []
+                    found += self.sample_sides(step, theirs, more)
+                    del step, theirs, more
                     self.release_memory()
-                    found += taken
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
@@ -210,12 +214,8 @@ class GpuBenchmark:
                     checks += device_checks.check_beside_torch(
                         mode, "a GPT", step.check(), theirs.check(), sizes["layers"])
                     checks += device_checks.check_losses(mode, step, theirs)
-                sides = [self.sampler(step)]
-                if theirs:
-                    sides.append(self.sampler(theirs, theirs))
-                taken = take_samples_in_turns(sides, self.limits, self.seed, MPI.COMM_SELF)[0]
-                found += taken if torch else [*taken, [np.nan]]
-                del step, theirs, sides
+                found += self.sample_sides(step, theirs)
+                del step, theirs
                 self.release_memory()
         tokens = float(sizes["batch"] * sizes["seq"])
         scales = {"mode": [str(mode) for mode in modes], "library": ["mm3d", "PyTorch"]}

@@ -35,7 +35,6 @@ from mm3d.tracing import dry_run
 
 PYTORCH, COLOSSAL = "PyTorch", "ColossalAI"
 KINDS = ("layer", "local products", PYTORCH, "layer with overlap")    # or COLOSSAL
-LIMITS = Limits(7, 30, 60.0)    # by default
 
 
 def check_overlap(scheme: str) -> None:
@@ -135,8 +134,8 @@ class LayerTimes:
     checks: list[Check]
 
 
-def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap: int = 0,
-                  limits: Limits = LIMITS) -> Measurements | None:
+def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
+                  limits: Limits) -> Measurements | None:
     """Measure one layer beside another library's, or alone.
 
     The results are verified before the first repetition, and those of the last one again.
@@ -145,12 +144,12 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap:
     ----------
     subject : MeasuredLayer
         The layer; every rank of its grid calls this.
-    beside : Beside, optional
+    beside : Beside or None
         What the layer is verified with and measured beside.  Without it the layer is verified
         with the serial scheme and measured alone.
     overlap : int
-        Measure the layer also with communication that overlaps with products, in this many panels
-        of rows; 0 for no overlap.
+        Measure the layer also with communication that overlaps with products, see
+        `check_overlap`, in this many panels of rows; 0 for no overlap.
 
     Returns
     -------
@@ -162,14 +161,11 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None = None, overlap:
     Raises
     ------
     UsageError
-        On all ranks, when the scheme's products cannot overlap, or the other side cannot compute
-        the layer.
+        On all ranks, when the other side cannot compute the layer.
     WrongResult
         On all ranks, when a result or a gradient is wrong.
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
-    if overlap:
-        check_overlap(scheme.name)
     if beside and beside.name == COLOSSAL:
         check_colossal(scheme, subject.sizes)
     results = subject.step()

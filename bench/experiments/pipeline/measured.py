@@ -26,7 +26,6 @@ from bench.records.measurements import Check, Measurements, Setting, Variable, g
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
 from mm3d.schemes.words import Words
 from mm3d.tracing import dry_run
 from mm3d.training.mesh import Mesh
@@ -34,11 +33,10 @@ from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Event
 
-LIMITS = Limits(5, 30, 30.0)    # by default
 ROUNDS = 40    # round trips to measure a hop
 
 
-def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
+def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
                      torch: str | None = None) -> Measurements | None:
     """Measure a pipeline; verify it before the first repetition, and the last one again.
 
@@ -96,7 +94,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     if memory is None:
         return None
     counts = {"memory": np.array(memory).T, "expected_memory": np.array(expected),
-              "words": np.array(words)}
+              "words": np.array(words), "expected_words": np.array(hop_words(mesh, case))}
     settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
                 "reference": reference.about if reference else "none",
                 **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
@@ -202,7 +200,7 @@ def pipeline_record(case: PipelineCase, found: dict[str, list[Sample]], hops: np
         "memory": Variable(counts["memory"], "byte", ("account", "rank")),
         "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
         "words": Variable(counts["words"], "1", ("rank",)),
-        "expected_words": Variable(np.array(hop_words(schedule, settings)), "1", ()),
+        "expected_words": Variable(counts["expected_words"], "1", ()),
         **side_variables(every, found)}
     scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
               "action": range(times.shape[2]), "edge": ("begin", "end"),
@@ -226,16 +224,12 @@ def side_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[st
     return variables
 
 
-def hop_words(schedule: Any, settings: dict) -> int:
+def hop_words(mesh: Mesh, case: PipelineCase) -> int:
     """Return the words that all ranks send to other stages, by the closed form."""
-    kind = find_scheme(settings["scheme"])
-    grids = [kind.grid_shape(tuple(map(int, text.split("x"))))
-             for text in settings["stage_grids"].split(";")]
-    rows = settings["batch"] // settings["microbatches"]
-    options = {name.removeprefix("option_"): value for name, value in settings.items()
-               if name.startswith("option_")}
+    schedule, stack = case.schedule, case.stack
+    rows = stack.batch // schedule.microbatches
     # Each rank of the receiving stage gets its block once.
-    blocks = [Words(settings["scheme"], grid, rows, settings["seq"], **options).outer.words(
-        rows * settings["seq"], settings["hidden"]) for grid in grids]
+    blocks = [Words(mesh.scheme.name, grid, rows, stack.seq, **mesh.options).outer.words(
+        rows * stack.seq, stack.hidden) for grid in mesh.grids]
     return sum(blocks[one.other] for rank in range(schedule.ranks)
                for one in operations(schedule, rank) if one.kind == "send")

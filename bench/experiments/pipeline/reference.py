@@ -78,7 +78,7 @@ class TorchPipeline:
     mesh : Mesh
         The ranks; each makes it, and starts one of PyTorch's.
     case : PipelineCase
-        The pipeline to measure.
+        The pipeline to measure; see `refuse_pipeline`.
     subject : LayersSubject or WaitingSubject
         The pipeline whose parameters, inputs and gradients it uses.
 
@@ -97,7 +97,6 @@ class TorchPipeline:
 
     def __init__(self, python: str, mesh: Mesh, case: PipelineCase, subject: Any) -> None:
         self.mesh, self.case, self.subject, self.order = mesh, case, subject, ""
-        refuse_pipeline(mesh, case)
         sizes, waits, schedule = case.sizes, case.chunk_seconds, case.schedule
         self.processes = TorchProcesses(python, "Stages", {
             "schedule": case.name, "stages": schedule.stages,

@@ -48,9 +48,7 @@ class WaitingSubject:
         schedule, sizes = case.schedule, case.sizes
         shape = (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden)
         self.hops = Hops(mesh, schedule, shape, np.dtype(case.stack.dtype), asleep=asleep)
-        backend, outer = mesh.scheme.grid.backend, mesh.scheme.spaces(*shape[:2])[0]
-        self.block = outer.local_shape(sizes.hidden)
-        self.empty = lambda: backend.empty(self.block, self.hops.dtype)
+        self.block = mesh.scheme.spaces(*shape[:2])[0].local_shape(sizes.hidden)
         assert case.chunk_seconds is not None
         self.waits = Waits(dict(zip("FBW", case.chunk_seconds)),
                            lambda like, number: self._filled(number))
@@ -71,7 +69,7 @@ class WaitingSubject:
 
     def _filled(self, value: float) -> Array:
         """Return a block that holds one number."""
-        a = self.empty()
+        a = self.mesh.scheme.grid.backend.empty(self.block, self.hops.dtype)
         a[...] = value
         return a
 
@@ -87,8 +85,8 @@ class WaitingSubject:
         for name, stage in (("input", 0), ("output gradient", last)):
             if stage in own:
                 numbers = np.repeat(self._begins[name] + STEP * micros, rows)
-                found[f"{name}s"] = np.empty(shape, self.hops.dtype)
-                found[f"{name}s"][...] = numbers.reshape(-1, *[1] * (len(shape) - 1))
+                found[f"{name}s"] = np.full(
+                    shape, numbers.reshape(-1, *[1] * (len(shape) - 1)), self.hops.dtype)
         return found
 
     @property

@@ -22,7 +22,6 @@ from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 
 TERMS = 4    # buffers of a reduce-scatter to fill with zeros: more than are in use at one time
-LIMITS = Limits(7, 30, 1.0)    # by default
 
 Step = operands.CollectiveCall
 Repeat = Callable[[Sequence[Step]], tuple[Sequence[Sequence[float]], str]]
@@ -101,8 +100,8 @@ def array_bytes(least: int, most: int, dtype: str) -> list[int]:
     return [least * 4 ** k // itemsize * itemsize for k in range(steps)]
 
 
-def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "float32",
-                        limits: Limits = LIMITS, seed: int = 0,
+def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limits: Limits,
+                        seed: int = 0,
                         progress: Callable[[str], None] = lambda line: None
                         ) -> Measurements | None:
     """Measure every collective along every direction of `grid` that has two ranks or more.

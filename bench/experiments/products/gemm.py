@@ -20,11 +20,9 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 
-LIMITS = Limits(7, 30, 1.0)    # by default
 
-
-def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
-    """Return the numbers of BLAS threads to measure with: one, and the number of cores.
+def thread_counts(asked: Sequence[int] | None) -> list[int]:
+    """Return the numbers of BLAS threads to measure with: by default one, and that of the cores.
 
     Raises
     ------
@@ -38,21 +36,20 @@ def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
     return threads
 
 
-def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "float64"),
-                 threads: Sequence[int] | None = None, backend: str | Backend | None = None,
-                 limits: Limits = LIMITS, seed: int = 0,
-                 progress: Callable[[str], None] = lambda line: None) -> Measurements:
+def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str], threads: Sequence[int],
+                 backend: str | Backend | None, limits: Limits, seed: int,
+                 progress: Callable[[str], None]) -> Measurements:
     """Measure C = A B of square matrices on this rank alone; each product is verified first.
 
     Parameters
     ----------
     sizes : sequence of int
         Edges of the matrices.
-    threads : sequence of int, optional
+    threads : sequence of int
         Numbers of BLAS threads; see `thread_counts`.
     seed : int
         The seed of the numbers in A and B, and of the order of the products.
-    progress : callable, optional
+    progress : callable
         Given a line now and then, as of `measure_in_random_order`.
 
     Returns
@@ -63,14 +60,12 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
 
     Raises
     ------
-    UsageError
-        When BLAS uses fewer threads.
     ValueError
         When there is no such array library here.
     WrongResult
         When a product is wrong.
     """
-    library, threads = backends.get(backend), thread_counts(threads)
+    library = backends.get(backend)
     points = [(dtype, count, n) for dtype in dtypes for count in threads for n in sizes]
     checks: list[Check] = []
     clock = Clock(MPI.COMM_SELF)
@@ -86,7 +81,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
 
     found = measure_in_random_order(points, seed, measure, progress)
     scales, variables = samples_along(
-        {"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found)
+        {"dtype": list(dtypes), "threads": list(threads), "size": list(sizes)}, found)
     return Measurements("gemm", {"seed": seed, **asdict(limits)},
                         measured_environment(library.name, MPI.COMM_SELF), scales, variables,
                         checks)

@@ -31,11 +31,10 @@ from mm3d.arrays.backend import Array
 KINDS = ("product", "local products", "one process")
 # Seconds of the calls of one process in a sample, unless the number of calls is given.
 SAMPLE = 0.1
-LIMITS = Limits(7, 30, 30.0)    # by default
 
 
-def measure_product(problem: Problem, backward: bool = False, calls: int | None = None,
-                    limits: Limits = LIMITS, seed: int = 0,
+def measure_product(problem: Problem, backward: bool, calls: int | None, limits: Limits,
+                    seed: int = 0,
                     watched: Callable[..., ContextManager] = unwatched) -> Measurements | None:
     """Measure a distributed product beside one process that uses all cores.
 
@@ -45,8 +44,8 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
     ----------
     problem : Problem
         The product; every rank of its grid calls this.
-    calls : int, optional
-        Calls of a sample; as many as take one process `SAMPLE` seconds unless given.
+    calls : int or None
+        Calls of a sample; None for as many as take one process `SAMPLE` seconds.
     seed : int
         The seed of the checks' random vectors, of the matrices of the one process and of the
         order of measurements in a repetition.

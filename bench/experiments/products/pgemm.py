@@ -11,6 +11,7 @@ from typing import Callable
 import numpy as np
 
 from bench.errors import UsageError
+from bench.experiments.products.fortran_blas import ROUTINES
 
 INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopenblas0-pthread, "
            "or libscalapack-openmpi2.2 where mpi4py uses Open MPI")
@@ -76,8 +77,8 @@ class Pgemm:
         for name in "AB":
             draw = np.random.default_rng([seed, ord(name), comm.rank])
             self.blocks[name][...] = draw.standard_normal(self.blocks[name].shape)
-        number = ctypes.c_float if dtype == "float32" else ctypes.c_double
-        self._call = getattr(lib, "psgemm_" if dtype == "float32" else "pdgemm_")
+        name, number = ROUTINES[dtype]
+        self._call = getattr(lib, f"p{name}")
         self._call.restype = None
         zero, one = ctypes.byref(number(0)), ctypes.byref(number(1))
         first = ctypes.byref(ctypes.c_int(1))

@@ -14,7 +14,6 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.schemes.products_alone import algorithms_with_products
-from mm3d.schemes.scheme import GridAlgorithm
 from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 
@@ -22,11 +21,6 @@ from mm3d.tracing.observe import observed
 def schemes_with_products() -> list[str]:
     """List the names of the algorithms that multiply plain matrices, with layers or alone."""
     return list(algorithms_with_products())
-
-
-def find_product(name: str) -> type[GridAlgorithm] | None:
-    """Return the algorithm called `name`; None if it has no products of plain matrices."""
-    return algorithms_with_products().get(name)
 
 
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,
@@ -45,7 +39,7 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
     ValueError
         When the ranks do not fit the grid, or the scheme has no products of plain matrices.
     """
-    cls = find_product(scheme)
+    cls = algorithms_with_products().get(scheme)
     if cls is None:
         find_scheme(scheme)    # raises its error for a name that nothing has
         raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
@@ -77,7 +71,7 @@ class Problem:
     def __init__(self, scheme: str, form: str, grid: Grid, shape: tuple[int, int, int],
                  dtype: str, seed: int = 0) -> None:
         self.scheme, self.form, self.grid, self.dtype = scheme, form, grid, dtype
-        self.product = find_product(scheme).matrix_product(grid, form, shape)
+        self.product = algorithms_with_products()[scheme].matrix_product(grid, form, shape)
         self.layouts, self.shapes = self.product.layouts, self.product.shapes
         self.blocks = {name: operands.fill(
             operands.allocate(self.layouts[name], grid, self.shapes[name], dtype, direction),

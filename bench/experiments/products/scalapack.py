@@ -28,8 +28,6 @@ from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, t
 from bench.instruments.timing import Limits
 from mm3d import launcher
 
-LIMITS = Limits(7, 30, 30.0)    # by default
-
 
 @dataclass(frozen=True)
 class Side:
@@ -100,14 +98,14 @@ class ScalapackProducts:
     ----------
     library : ctypes.CDLL
         ScaLAPACK; see `load_libraries`.
-    gemm : fortran_blas.Gemm
+    gemm : fortran_blas.FortranGemm
         The function that both sides multiply with.
     comm : mpi4py.MPI.Intracomm
         All ranks of the job.
     shape : tuple of int
         M, N, K.
-    grid : tuple of int, optional
-        Sizes of the directions of the 3-D product; a cube unless given.
+    grid : tuple of int or None
+        Sizes of the directions of the 3-D product; None for a cube.
     blocks : sequence of int
         Rows and columns of ScaLAPACK's blocks, each a subject of its own.
     seed : int
@@ -120,9 +118,8 @@ class ScalapackProducts:
     """
 
     def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.FortranGemm, comm,
-                 shape: tuple[int, int, int],
-                 grid: tuple[int, ...] | None = None, blocks: Sequence[int] = (64, 128, 256),
-                 seed: int = 0) -> None:
+                 shape: tuple[int, int, int], grid: tuple[int, ...] | None,
+                 blocks: Sequence[int], seed: int) -> None:
         self.gemm, self.comm, self.shape, self.seed = gemm, comm, shape, seed
         self.dtype = str(gemm.dtype)
         self.ours: dict[str, Problem] = {}
@@ -197,8 +194,8 @@ def use_transport(transport: str) -> Iterator[None]:
             os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
 
 
-def compare_products(products: ScalapackProducts, calls: int = 5,
-                     limits: Limits = LIMITS) -> ProductComparison | None:
+def compare_products(products: ScalapackProducts, calls: int,
+                     limits: Limits) -> ProductComparison | None:
     """Verify and measure all products in turns, until the limits are reached.
 
     Parameters

@@ -11,15 +11,15 @@ import numpy as np
 from bench.checks import freivalds
 from bench.errors import UsageError, reject
 from bench.experiments.products import operands
-from bench.experiments.products.matmul import LIMITS, check_results
-from bench.experiments.products.problem import (Problem, find_product, product_grid,
-                                                schemes_with_products)
+from bench.experiments.products.matmul import check_results
+from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.grid.shape import GridShape
+from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Gemm
 from mm3d.tracing.observe import observed
@@ -53,18 +53,18 @@ class CountedProduct:
     memory: int
 
 
-def usable_products(ranks: int, names: Sequence[str] | None = None
+def usable_products(ranks: int, names: Sequence[str] | None
                     ) -> tuple[dict[str, GridShape], dict[str, str]]:
     """Return the grid of each product on `ranks` ranks, and why the others have none."""
-    grids, missing = {}, {}
-    for name in names or schemes_with_products():
-        cls = find_product(name)
+    grids, missing, algorithms = {}, {}, algorithms_with_products()
+    for name in names or algorithms:
+        cls = algorithms[name]
         try:
-            grids[name] = cls.grid_shape(cls.default_grid(ranks))
-            cls.check_grid(grids[name])
+            grid = cls.grid_shape(cls.default_grid(ranks))
+            cls.check_grid(grid)
+            grids[name] = grid
         except ValueError as error:
             missing[name] = str(error)
-            grids.pop(name, None)
     return grids, missing
 
 
@@ -98,7 +98,7 @@ def count_dry(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int
 
 
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
-                         backend: str | None = None, limits: Limits = LIMITS, seed: int = 0,
+                         backend: str | None, limits: Limits, seed: int = 0,
                          names: Sequence[str] | None = None,
                          watched: Callable[..., ContextManager] = unwatched
                          ) -> Measurements | None:
@@ -145,11 +145,11 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
     def count_alone(name: str) -> tuple[list[Check], CountedProduct]:
         problem = make(name)
         with watched(problem.grid):
-            found = _check(problem, seed)
+            checks = _check(problem, seed)
             gc.collect()
-            found = found, count_product(problem)
+            counted = count_product(problem)
         problem.grid.free()
-        return found
+        return checks, counted
 
     checks, counted = zip(*measure_in_random_order([(name,) for name in grids], seed, count_alone))
     problems = [make(name) for name in grids]

@@ -13,6 +13,7 @@ from typing import Any, Callable
 
 import numpy as np
 
+from bench.agreement import agree
 from bench.cases.case import Case
 from bench.errors import Failed
 from bench.instruments.clock import Clock
@@ -182,5 +183,4 @@ def set_links(link: float | None, comm: Any, change: Change) -> None:
         except OSError as error:
             problem = str(error)
     wait_patiently(comm)    # so that what rank 0 has started gets a core
-    if problem := comm.bcast(problem):
-        raise Failed(problem)
+    agree(problem, comm, Failed)

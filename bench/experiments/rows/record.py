@@ -21,8 +21,7 @@ from mm3d.model.architecture import INNER_FACTOR
 from mm3d.tracing.events import PHASES
 
 
-def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = "none",
-                   recompute: str = "none",
+def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str, recompute: str,
                    directions: tuple[str, ...] | None = None) -> np.ndarray:
     """Compute the words of one step in closed form, for `bench.records.model_run.Run`.
 

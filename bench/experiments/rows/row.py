@@ -44,7 +44,7 @@ class MeasuredRow:
 
 
 def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
-                 trace: bool = False) -> MeasuredRow:
+                 trace: bool) -> MeasuredRow:
     """Verify and measure one case.
 
     Parameters
@@ -119,7 +119,9 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     checks = verify_row(one, scheme, model, y, dx, settings)
     del y, dx
     if one.verified != one.sizes:
-        checks += check_residuals(model, x, dy, settings)
+        residuals = layer_residuals.check_step(model, x, dy, settings.seed)
+        reject(layer_residuals.failure_message(residuals), error=Failed)
+        checks += residuals
     with (waiting_model(one, scheme, settings, order) if settings.waits
           else nullcontext(TimedModel(model, x, dy))) as timed:
         del model, x, dy
@@ -150,22 +152,31 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
 
 def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
         timing.Step, timing.Measured | None, list[Span], Group | None]:
-    """Repeat the step of a model, and then trace it.
+    """Repeat the step of a model until the limits are reached, and then trace it.
 
     Returns
     -------
     Step
         The step.
-    MeasuredRow or None
+    Measured or None
         Its times, on rank 0; None on the others.
     list of Span, Group or None
         See `bench.instruments.step_tracing.trace_steps`.
+
+    Raises
+    ------
+    Failed
+        On every rank, when no repetition counts, as the job is to stop.
     """
     model, comm = timed.model, timed.model.grid.comm
     step = timing.Step(lambda: model.forward(timed.x)[1],
                        lambda saved: model.backward(timed.dy, saved),
                        comm, model.grid.backend.synchronize, model.zero_gradients)
-    times = time_step(step, model, settings)
+    # The step that was counted and verified was the first warm-up step.
+    with settings.watched(model.grid, model):
+        times = timing.measure(step, settings.warmup - 1, settings.limits, settings.stop)
+    if comm.bcast(times is not None and not len(times.samples["forward"])):
+        raise Failed("stopped before the first repetition that counts")
     if comm.bcast(comm.rank == 0 and settings.stop()):
         return step, times, [], None
     return step, times, *step_tracing.trace_steps(step, model, settings.traced)
@@ -180,28 +191,11 @@ def wire_of_step(step: timing.Step, model, settings: Settings) -> Group | None:
         return count_wire(step, model.grid)
 
 
-def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured | None:
-    """Repeat the step until the limits are reached; return its times on rank 0, None elsewhere.
-
-    Raises
-    ------
-    Failed
-        On every rank, when no repetition counts, as the job is to stop.
-    """
-    comm = model.grid.comm
-    # The step that was counted and verified was the first warm-up step.
-    with settings.watched(model.grid, model):
-        times = timing.measure(step, settings.warmup - 1, settings.limits, settings.stop)
-    if comm.bcast(times is not None and not len(times.samples["forward"])):
-        raise Failed("stopped before the first repetition that counts")
-    return times
-
-
 def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Check]:
     """Compare a step of `model`, which gave `y` and `dx`, with the serial scheme's.
 
     Where the preset has no serial model of the measured size, a smaller model is compared; the
-    measured one is then left to `check_residuals`.
+    measured one is then left to `bench.checks.layer_residuals`.
 
     Raises
     ------
@@ -216,19 +210,6 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
                                     checked.random("output gradient"))
     checks = against_serial.compare(checked, y, dx, one.variant.rounding)
     reject(against_serial.failure_message(checks), error=Failed)
-    return checks
-
-
-def check_residuals(model, x, dy, settings: Settings) -> list[Check]:
-    """Return the residuals, all passed, of one step of the model that is measured.
-
-    Raises
-    ------
-    Failed
-        When one does not pass; the same on every rank.
-    """
-    checks = layer_residuals.check_step(model, x, dy, settings.seed)
-    reject(layer_residuals.failure_message(checks), error=Failed)
     return checks
 
 

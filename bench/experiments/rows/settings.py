@@ -145,7 +145,7 @@ def check_grids(cases: Sequence[Case], settings: Settings, comm) -> None:
             problems.append(str(error))
         else:
             return
-    raise UsageError("\n".join(dict.fromkeys(problems)))
+    raise UsageError("; ".join(dict.fromkeys(problems)))
 
 
 def choose_grid(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:

@@ -7,6 +7,7 @@ from typing import Any, Iterator
 import numpy as np
 
 import mm3d
+from bench.agreement import agree
 from bench.cases.case import Case
 from bench.cases.row_stack import row_stack
 from bench.errors import Failed
@@ -112,19 +113,18 @@ def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tu
 
 
 def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, float]]) -> None:
-    """Raise Failed, on every rank, where a step that waits is not as a dry run of a rank says.
+    """Raise Failed, on every rank, where a step is not as the dry run of a rank says.
 
     `parts` are, by name, its traffic and that of the dry run, and the seconds waited and modelled.
     """
     problem = ""
     for name, (moved, expected, waited, modelled) in parts.items():
         if moved != expected:
-            problem = "a step that waits for its work moves other words than its dry run"
-        elif abs(waited - modelled) > ROUNDING * modelled:
+            problem = f"{name} moves other words than its dry run"
+        elif not abs(waited - modelled) <= ROUNDING * modelled:
             problem = (f"{name} waits {waited:g} s for its work, which takes {modelled:g} s by "
                        f"the model")
-    if problem := next(filter(None, comm.allgather(problem)), ""):
-        raise Failed(problem)
+    agree(problem, comm, Failed)
 
 
 def waits_group(comm, modelled: list[float], counted: list[float],

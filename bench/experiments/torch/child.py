@@ -1,5 +1,6 @@
 """Start processes in which PyTorch computes a subject, asleep until they are asked."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -106,9 +107,11 @@ class TorchProcesses:
         """
         if not self._process:
             return {}
-        self._process.stdin.write(f"{' '.join(words)}\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):    # it ended while it was asleep
+            self._process.stdin.write(f"{' '.join(words)}\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"PyTorch could not {self.what}: its process has ended, as it says "
                                f"above")
@@ -140,7 +143,8 @@ class TorchProcesses:
     def close(self) -> None:
         """End the processes; every rank must call it."""
         if self._process:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):    # of a question that none has read
+                self._process.stdin.close()
             self._process.wait()
         wait_patiently(self.comm)
         if self._made:

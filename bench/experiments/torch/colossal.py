@@ -20,7 +20,6 @@ Arrays = dict[str, np.ndarray]
 # Modules that the package imports for other purposes, and that may be missing.
 UNUSED = ("apex", "bitsandbytes", "diffusers", "fabric", "galore_torch", "google", "ninja", "peft",
           "ray", "rpyc", "sentencepiece", "tensornvme")
-LINEAR = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 # Words that each of n ranks receives or sends by a bucket algorithm, over those of its argument.
 WORDS: dict[str, Callable[[int], float]] = {
     "all_gather_into_tensor": lambda n: n - 1,

@@ -73,7 +73,7 @@ def count_products(found: Iterable[tuple[int, int, int, bool, bool]]) -> list[Pr
 
 
 def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
-                    reference: TorchProcesses, seed: int = 0) -> Kernels | None:
+                    reference: TorchProcesses, seed: int) -> Kernels | None:
     """Measure products by one thread of rank 0 and one of PyTorch's, in turns.
 
     Parameters

@@ -44,7 +44,7 @@ def refuse_division(case: Model, kinds: Sequence[str], ranks: int) -> None:
 
 
 def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[str],
-                   limits: Limits = LIMITS) -> Measurements | None:
+                   limits: Limits) -> Measurements | None:
     """Measure steps of all sides in turns, in random order; the others sleep meanwhile.
 
     Before the first repetition loss and gradient are verified (`verification.verify`), and the

@@ -5,6 +5,7 @@ from typing import Any, Callable, ContextManager
 
 import numpy as np
 
+from bench.agreement import agree
 from bench.errors import UsageError
 from bench.experiments.training.meshes import MeshCase, list_mesh_cases, one_rank_of, reference_of
 from bench.experiments.training.plan import Plan, make_optimizer
@@ -65,12 +66,15 @@ class MeshTraining:
 
 
 def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """Return the largest relative Frobenius difference of arrays; infinite if one is missing."""
+    """Return the largest relative Frobenius difference of arrays; infinite if one is missing.
+
+    It is not a number where that of any array is none, which Python's `max` would leave out.
+    """
     if found.keys() != expected.keys():
         return np.inf
     # Arrays of zeros, such as the gradient of a router's bias, must be zero on every mesh.
-    return max(float(np.linalg.norm(found[name] - a) / (
-        np.linalg.norm(a) or np.finfo(np.float64).tiny)) for name, a in expected.items())
+    return float(np.max([np.linalg.norm(found[name] - a) / (
+        np.linalg.norm(a) or np.finfo(np.float64).tiny) for name, a in expected.items()]))
 
 
 def compare_meshes(comm: Any, plan: Plan, text: Text,
@@ -145,13 +149,11 @@ def check_cases(comm: Any, cases: list[MeshCase], plan: Plan) -> None:
             except ValueError as error:
                 problem = problem or f"{case.name}: {error}"
         part.Free()
-    problem = comm.bcast(problem)    # rank 0 is part of every mesh
-    if problem:
-        raise UsageError(problem)
+    agree(problem, comm)
 
 
 def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
-               watched: Callable[..., ContextManager] = unwatched,
+               watched: Callable[..., ContextManager],
                begin: str | None = None) -> MeshTraining | None:
     """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
     part = comm.Split(comm.rank >= case.ranks, comm.rank)
@@ -163,15 +165,12 @@ def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
             problem = f"{case.name}: {error}"
     wait_patiently(comm)
     part.Free()
-    problem = comm.bcast(problem)
-    if problem:
-        raise UsageError(problem)
+    agree(problem, comm)
     return result if comm.rank == 0 else None
 
 
 def train_steps(comm: Any, case: MeshCase, plan: Plan, text: Text,
-                watched: Callable[..., ContextManager] = unwatched,
-                begin: str | None = None) -> MeshTraining:
+                watched: Callable[..., ContextManager], begin: str | None) -> MeshTraining:
     """Train the steps of a plan on all ranks of `comm`.
 
     With `begin` the first parameters are rounded to this type.

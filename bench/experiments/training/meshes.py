@@ -9,7 +9,6 @@ from mm3d.training.schedules import registry
 
 SERIAL = Division(scheme="serial")
 SCHEDULES = tuple(name for name in registry() if name != "auto")
-RANKS = (1, 2, 4, 6, 8)
 
 
 @dataclass(frozen=True)

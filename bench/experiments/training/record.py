@@ -59,7 +59,7 @@ def training_record(training: Training, course: Course, outcome: TrainingEnd,
     settings = training_settings(training, course, outcome)
     if beside is not None:
         variables |= beside_variables(beside.history, steps, validated)
-        checks.append(beside_check(history, beside.history))
+        checks += beside_checks(history, beside.history)
         settings["torch"] = beside.about
     scales = {"step": steps, "validated": validated, "rank": range(training.comm.size)}
     return add_kernels(Measurements(KIND, settings, environs, scales, variables, checks),
@@ -118,8 +118,8 @@ def beside_variables(beside: History, steps: list[int],
                                               ("validated",))}
 
 
-def beside_check(own: History, other: History) -> Check:
-    """Compare the last validation losses of two trainings."""
-    last = max(own.validation)
-    return Check("last validation loss beside PyTorch's",
-                 abs(own.validation[last] - other.validation[last]), BESIDE)
+def beside_checks(own: History, other: History) -> list[Check]:
+    """Compare the last validation losses of two trainings, if they were validated at all."""
+    return [Check("last validation loss beside PyTorch's",
+                  abs(own.validation[last] - other.validation[last]), BESIDE)
+            for last in sorted(own.validation)[-1:]]

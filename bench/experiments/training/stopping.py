@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-REASONS = ("signal", "time", "file")
+REASONS = ("signal", "max_seconds", "stop_file")
 PAUSE = 0.5    # seconds between two looks for the file, which may be on a slow file system
 
 
@@ -38,13 +38,13 @@ class Stop:
 
     Parameters
     ----------
-    seconds : float, optional
-        The time after which to stop; without it there is no limit.
-    file : path, optional
+    seconds : float or None
+        The time after which to stop; None for no limit.
+    file : path or None
         Stop when this file exists, which rank 0 looks for.
     """
 
-    def __init__(self, comm: Any, seconds: float | None = None, file: str | None = None) -> None:
+    def __init__(self, comm: Any, seconds: float | None, file: str | None) -> None:
         self.comm, self.asked = comm, False
         self.until = None if seconds is None else time.monotonic() + seconds
         self.file = Path(file) if file is not None and comm.rank == 0 else None
@@ -80,8 +80,7 @@ class Stop:
 
 
 @contextmanager
-def stop_on_request(comm: Any, seconds: float | None = None,
-                    file: str | None = None) -> Iterator[Stop]:
+def stop_on_request(comm: Any, seconds: float | None, file: str | None) -> Iterator[Stop]:
     """Return a context in which signals ask for a stop instead of ending the process.
 
     Parameters are those of `Stop`.

@@ -6,7 +6,7 @@ from typing import Any, Callable, Iterable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from bench.errors import UsageError
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.experts.problem import routing_settings
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import Kernels, compare_kernels, step_flops
@@ -42,10 +42,8 @@ def check_torch(plan: Plan) -> None:
     if plan.dropout:
         raise UsageError(f"--torch with --dropout {plan.dropout:g}: PyTorch draws other masks; "
                          f"leave one of them out")
-    try:
+    with as_usage_error():
         plan.architecture.require_plain("--torch")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if plan.dtype not in ("float32", "float64"):
         raise UsageError(f"--torch with --dtype {plan.dtype}: float32 or float64 would do")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import mm3d
-from bench.agreement import make_on_rank_0
+from bench.agreement import broadcast_from_rank_0, make_on_rank_0
 from bench.errors import StoreError, WrongResult, as_usage_error
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
@@ -19,7 +19,6 @@ from mm3d.config import Config, Division
 from mm3d.training.gpt import GPT
 from mm3d.training.norms import largest_magnitude
 
-ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
 VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow with it
 
 
@@ -61,7 +60,9 @@ class TrainingEnd:
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
-        "steps", "signal", "max_seconds" or "stop_file".
+        "steps", or one of `bench.experiments.training.stopping.REASONS`.
+    checks : list of Check
+        Those of the model before the first step.
     """
 
     history: History
@@ -222,12 +223,26 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
             save_checkpoint(training, course, done)
     if not reason:
         write({"complete": True})
-    return TrainingEnd(history, began, done, ENDINGS[reason], checks)
+    return TrainingEnd(history, began, done, reason or "steps", checks)
 
 
 def clipping_remedy(plan: Plan) -> str:
     """Return a further remedy against numbers that are not finite, where nothing is clipped."""
     return "" if plan.clip else ", or a --clip above 0"
+
+
+def lost_loss(training: Training, outcome: TrainingEnd) -> str:
+    """Return what is wrong with the last loss, on every rank; empty where it is finite.
+
+    Loss scaling skips a step whose gradients are not finite, also where every step is such a one.
+    """
+    def said() -> str:
+        history, done = outcome.history, outcome.steps
+        last = history.validation.get(done, history.losses.get(done - 1, 0.0))
+        return "" if math.isfinite(last) else (
+            f"the loss after {done} steps is not finite, which loss scaling cannot mend: a lower "
+            f"--lr than {training.plan.lr:g} would do{clipping_remedy(training.plan)}")
+    return broadcast_from_rank_0(said, training.comm)
 
 
 def open_history(training: Training, course: Course) -> HistoryFile | None:

@@ -59,7 +59,7 @@ def difference_message(checks: Sequence[Check]) -> str:
 
 def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,
                        batch: Batch, plan: Model,
-                       routing: plain_gpt.PlainRouting | None = None) -> list[Check]:
+                       routing: plain_gpt.PlainRouting | None) -> list[Check]:
     """Compare a loss and gradients with those of the model in NumPy.
 
     All computations send tokens to the same experts, as the choice has no derivative.

@@ -194,6 +194,13 @@ def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message
     assert said.count(message) == 1, said
 
 
+@pytest.mark.ranks(8)
+def test_a_grid_that_fits_no_row_is_told_in_one_line(comm, shared_tmp_path):
+    said = refused(comm, "run", "--table", "weak", *TINY, "--grid", "5x5", "--out",
+                   str(shared_tmp_path / "out"))
+    assert said.count("\n") == 1 and "scheme '1d' has" in said and "scheme '3d' has" in said
+
+
 @pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("words", [
     ["run", "--table", "weak", "--scheme", "1d-sp", *TINY], ["measure", "collectives"],

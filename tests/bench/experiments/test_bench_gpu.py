@@ -133,6 +133,11 @@ def test_what_is_no_number_is_found():
     a[1] = np.inf
     with pytest.raises(WrongResult, match="of ones that are not finite is off by 2"):
         device_checks.check_finite(numpy, "ones", lambda: (a, a))
+    right = {"output": np.ones(1), "gradient": np.ones(1)}
+    steps = iter((right, right | {"gradient": np.full(1, np.nan)}))
+    found = device_checks.check_model(gpu_cases.Mode(numpy, "float32"),
+                                      lambda library, dtype: next(steps))
+    assert not found.passed    # behind an output that is right
 
 
 @pytest.mark.parametrize("ours, wrong", [

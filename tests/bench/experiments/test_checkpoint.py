@@ -34,10 +34,11 @@ def test_checkpoints_are_measured_beside_the_disk(tmp_path, capsys):
 
 
 def measure(comm, folder, subject=SavedModel, repetitions=1):
-    """Measure a small model."""
-    model, optimizer = checkpoint.create_model(comm, ModelSizes(1, 8, 2, comm.size, 1), "float32")
-    return checkpoint.measure_model(comm, folder, model, optimizer,
-                                    Limits(repetitions, repetitions, 1.0), make_subject=subject)
+    """Measure a small model, in the way of `subject`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "SavedModel", subject)
+        return checkpoint.measure_checkpoint(comm, folder, ModelSizes(1, 8, 2, comm.size, 1),
+                                             "float32", Limits(repetitions, repetitions, 1.0))
 
 
 class Off(SavedModel):

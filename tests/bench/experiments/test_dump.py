@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,16 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.experiments.dump import names
 from bench.experiments.dump.causes import explain
-from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.computation import Way, compute_alone, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
+from bench.experiments.dump.patterns import packed_documents
 from bench.experiments.dump.places import LOSS, Place, in_order
-from bench.experiments.dump.tensor_files import read_tensors, write_tensors
+from bench.experiments.dump.telling import tell_both
+from bench.experiments.dump.tensor_files import read_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
 import planted
+from planted import write_tensors
 from planted_faults import FAULTS as SIMPLE
 from reported_faults import REPORTED
 from support import ROOT
@@ -116,8 +120,8 @@ def test_gelu_by_the_error_function_and_no_biases_are_nanogpts(tmp_path, capsys)
     step, losses = 1e-5 * random.normal(size=weights[name].shape), []
     for sign in (1, -1):
         moved = replace(start, weights={**weights, name: weights[name] + sign * step})
-        losses.append(compute_step(moved, Way("float64"), ALONE)[Place(LOSS)])
-    exact = compute_step(start, Way("float64"), ALONE)[Place("gradient", name)]
+        losses.append(compute_alone(moved)[Place(LOSS)])
+    exact = compute_alone(start)[Place("gradient", name)]
     assert np.isclose(losses[0] - losses[1], 2 * (step * exact).sum(), rtol=1e-6)
     shop = replace(shop, start=start)
     tensors = {place: a * (place.kind != "gradient" or not place.name.endswith("bias"))
@@ -158,7 +162,7 @@ def test_other_means_of_losses_are_named(right, reference, loss, cause):
     counts = right.targets != right.model.ignored
     own = -np.take_along_axis(logits, (right.targets * counts)[..., None], -1)[..., 0] * counts
     dump = replace(right, tensors={Place(LOSS): np.float32(loss(own, counts, logits))})
-    assert cause in explain(dump, judge(dump, ALONE, reference), ALONE)
+    assert cause in explain(dump, judge(dump, ALONE, reference))
 
 
 def test_activations_of_padding_are_not_judged(right, reference):
@@ -174,6 +178,55 @@ def test_activations_of_padding_are_not_judged(right, reference):
         assert verdict.left["padding"] == "activations at 5 positions after the last target"
 
 
+@pytest.fixture(scope="module")
+def packed():
+    """Documents packed into sequences, three of them in the first: 7 is the last token of each."""
+    shop = planted.make_shop("llama", "float32", ALONE)
+    tokens = np.where(shop.start.tokens == 7, 8, shop.start.tokens)
+    tokens[0, 4] = tokens[0, 10] = tokens[5, 8] = tokens[6, -1] = 7
+    documents = np.cumsum(np.roll(tokens == 7, 1, 1), 1)
+    documents[6] = 0    # whose only document ends at the end
+    return replace(shop, start=replace(shop.start, tokens=tokens, documents=documents))
+
+
+def test_packed_documents_are_told_by_their_activations(packed, tmp_path):
+    """And what else is wrong is found, where attention inside of each is right."""
+    place = Place("gradient", "model.layers.1.input_layernorm.weight")
+    for factor, first in ((1.0, None), (2.0, place)):
+        dump = planted.dump_of(packed, packed.with_gradient(place.name, factor),
+                               tmp_path / str(factor))
+        verdict = judge(dump, ALONE)
+        assert (verdict.first and verdict.first.place) == first, verdict.first
+        assert "token 7 is between" in verdict.left["attention between documents"]
+    assert explain(dump, verdict).startswith("2 times the right one")
+
+
+def test_shards_that_see_themselves_alone_are_no_documents(packed, tmp_path):
+    documents = np.repeat([[0, 1]], 8, 1).repeat(8, 0)
+    shop = replace(packed, start=replace(packed.start, documents=documents))
+    verdict = judge(planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump"), ALONE)
+    assert verdict.first.place == Place("activation", "model.layers.0") and not verdict.left
+    found = packed_documents(np.arange(16)[None], documents[:1] == 1, np.ones((1, 16), bool))
+    assert found is None    # any token is before some shard
+
+
+def test_documents_may_begin_with_their_token():
+    _, numbers = packed_documents(np.array([[7, 5, 7, 2, 7, 3]]), np.arange(6)[None] > 1,
+                                  np.ones((1, 6), bool))
+    assert numbers.tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
+def test_a_packed_document_is_computed_as_if_it_were_alone(packed):
+    """Where it begins does not matter to rotary angles."""
+    start = replace(packed.start, documents=np.repeat([[0, 1]], [5, 11], 1).repeat(8, 0))
+    alone = replace(start, tokens=start.tokens[:, 5:], targets=start.targets[:, 5:],
+                    model=replace(start.model, seq=11), documents=None)
+    whole, part = (compute_alone(one) for one in (start, alone))
+    for name in ("model.layers.1", "lm_head"):
+        place = Place("activation", name)
+        assert np.abs(whole[place][:, 5:] - part[place]).max() <= 1e-13 * abs(part[place]).max()
+
+
 def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
     for loss, dtype, found in ((3.015625, "bfloat16", "bfloat16"), (3.0157, "bfloat16", "float32"),
                                (3.015625, "float32", "float32"), (3.0157, "float64", "float64")):
@@ -183,7 +236,7 @@ def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
 
 
 def test_orders_of_summation_change_rounding_alone(right):
-    exact = compute_step(start_of(right), Way("float64"), ALONE)
+    exact = compute_alone(start_of(right))
     for way in (Way("float64", seed=7), Way("float64", None, 4, 8)):
         for place, a in compute_step(start_of(right), way, ALONE).items():
             gap = Distance.between(a, exact[place]).whole
@@ -225,8 +278,10 @@ def test_copies_of_other_ranks_that_differ_are_judged(copy, capsys):
     with pytest.raises(UsageError, match="NAME@RANK would do"):
         read_dump(copy)
     spoil(copy, "weights", lambda some: some.update({f"{name}@3": 2 * some[name]}))
-    with pytest.raises(UsageError, match="weights of rank 3 before the step are not those of"):
-        read_dump(copy)
+    for file in ("weights", "model"):
+        (copy / "weights.safetensors").rename(copy / f"{file}.safetensors")
+        with pytest.raises(UsageError, match="weights of rank 3 before the step are not those of"):
+            read_dump(copy)
 
 
 def update(folder: Path, **about) -> None:
@@ -368,6 +423,16 @@ def test_dumps_of_other_weights_or_tokens_are_not_compared(right, copy):
     spoil(copy, "batch", lambda some: some["tokens"].fill(0))
     with pytest.raises(UsageError, match="different tokens"):
         check_same_start(right, read_dump(copy))
+    with pytest.raises(UsageError, match="different models: GELU by the error function, and by"):
+        check_same_start(right, replace(right, erf=True))
+
+
+def test_dumps_with_other_masks_tell_nothing_of_each_other(right):
+    place, nothing = Place("mask", "transformer.drop"), SimpleNamespace(first=None, judged=[])
+    one, other = ((replace(right, tensors={place: mask}), nothing)
+                  for mask in np.eye(2, dtype=bool))
+    assert tell_both(one, other)[0].startswith("dropout took other elements in either")
+    assert tell_both(one, one) == ["the two dumps have no tensor in common"]
 
 
 # --- Names ------------------------------------------------------------------------------------

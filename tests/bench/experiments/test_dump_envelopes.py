@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import parser
-from bench.experiments.dump.computation import Way, compute_step
+from bench.experiments.dump.computation import compute_alone
 from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, Sample, exceeded,
                                               measure_norm, measure_reference)
 from bench.experiments.dump.places import LOSS, Place
@@ -60,9 +60,8 @@ def test_without_roundings_an_imitated_step_is_the_exact_one(kind, monkeypatch):
     """Its attention is written again, beside the library's."""
     monkeypatch.setattr(Rounder, "__call__", lambda self, a, *counts: a)
     start = planted.make_shop(kind, "float32", ALONE).start
-    exact = compute_step(start, Way("float64"), ALONE)
-    found = compute_step(start, Way("float64"), ALONE,
-                         lambda gpt: imitate(gpt, Program("float32", "float32"), 0))
+    exact = compute_alone(start)
+    found = compute_alone(start, lambda gpt: imitate(gpt, Program("float32", "float32"), 0))
     for place, a in found.items():
         assert np.abs(a - exact[place]).max() <= 1e-13 * np.abs(exact[place]).max(), place
 

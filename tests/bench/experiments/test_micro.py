@@ -8,12 +8,13 @@ from mpi4py import MPI
 from bench.__main__ import parser
 from bench.checks import freivalds, operation
 from bench.errors import WrongResult
-from bench.experiments.products import collectives, gemm
+from bench.experiments.products import collectives, gemm, operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct, product_grid
 from bench.instruments import sampling
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
+from bench.validation.files import check_file
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
@@ -168,17 +169,11 @@ def test_collectives_are_checked_exactly(comm, kind):
     split = Layout("y").split(grid, (13,), "y")
     length = split.counts[grid["y"].rank] if kind == "all_gather" else 13
     a = np.empty(length, np.float32)
-    steps = {"all_gather": lambda: split.all_gather(a),
-             "reduce_scatter": lambda: split.reduce_scatter(a),
-             "all_reduce": lambda: grid["y"].all_reduce(a),
-             "broadcast": lambda: grid["y"].broadcast(a, 0),
-             "reduce": lambda: grid["y"].reduce(a, 0),
-             "all_to_all": lambda: grid["y"].all_to_all(a, split.counts,
-                                                        [split.counts[split.axis.rank]] * 2)}
-    assert operation.check_collective(split, kind, steps[kind], a, comm).passed
+    step = operands.collective_call(split, kind, a)
+    assert operation.check_collective(split, kind, step, a, comm).passed
 
     def off():
-        found = steps[kind]()
+        found = step()
         if comm.rank == 0:
             found = np.array(found)
             found[-1] += 1
@@ -195,6 +190,7 @@ def test_gemm(tmp_path, capsys):
     assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
     run = only(tmp_path)
     assert run.kind == "gemm" and run.scales["size"] == [8, 32]
+    assert check_file(run_file.write_run(run, tmp_path, "again"))[0] == []
     assert run.scales["dtype"] == ["float32", "float64"]
     seconds, rate = (run.variables[name].values for name in ("seconds", "rate"))
     np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
@@ -250,8 +246,8 @@ def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch):
         side, drawn = len(made) % 2, iter([1, 9, *[5] * 30])    # plain MPI's vary at first
         return lambda: taken.append(side) or 1e-6 * (5 if side else next(drawn))
     monkeypatch.setattr(sampling, "makespans", makespans)
-    record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64],
-                                             limits=Limits(2, 30, 60))
+    record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64], "float32",
+                                             Limits(2, 30, 60))
     rounds = np.reshape(taken, (len(COLLECTIVES), -1, 2))
     assert rounds.shape[1] > 2 and (rounds.sum(axis=-1) == 1).all()
     assert (rounds[..., 0] != rounds[0, 0, 0]).any()    # in random order
@@ -271,10 +267,7 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
         grid.reset_traffic()
         split = Layout("y").split(grid, (1 << 16,), "y")
         a = split.empty((1 << 14,), "float32") if kind == "all_gather" else np.zeros(1 << 16)
-        {"all_gather": lambda: split.all_gather(a), "broadcast": lambda: grid.y.broadcast(a, 0),
-         "reduce_scatter": lambda: split.reduce_scatter(a), "reduce": lambda: grid.y.reduce(a, 0),
-         "all_to_all": lambda: grid.y.all_to_all(a, split.counts, split.counts),
-         "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
+        operands.collective_call(split, kind, a)()
         moved, words = (comm.allreduce(getattr(grid.y.traffic[kind], name))
                         for name in ("moved", "words"))
         assert (moved < words) == (kind in in_place_collectives(transport)), kind

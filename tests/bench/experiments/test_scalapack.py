@@ -52,13 +52,13 @@ def test_our_products_are_made_by_scalapack_s_function(installed, tmp_path):
 import sys
 from bench.experiments.products import fortran_blas as blas
 from bench.__main__ import main
-right = blas.Gemm.__call__
+right = blas.FortranGemm.__call__
 
 def wrong(self, a, b, out):
     right(self, a, b, out)[-1, -1] += 1
     return out
 
-blas.Gemm.__call__ = wrong
+blas.FortranGemm.__call__ = wrong
 sys.exit(main(sys.argv[1:]))
 """)
     done = run_ranks(4, str(program), *SMALL[2:])
@@ -70,7 +70,7 @@ import numpy as np
 from bench.experiments.products import fortran_blas as blas, pgemm
 library = pgemm.load_scalapack()
 for dtype in ("float32", "float64"):
-    gemm = blas.Gemm(library, dtype)
+    gemm = blas.FortranGemm(library, dtype)
     draw = np.random.default_rng(0)
     for m, n, k in ((5, 3, 4), (1, 3, 4), (5, 1, 4), (5, 3, 1), (1, 1, 1), (0, 3, 4), (5, 0, 4)):
         for rows in (slice(None), slice(1, -1)):    # whole, and part of a larger one
@@ -92,7 +92,7 @@ places = iter(range(2))    # as if another library had been loaded for all befor
 blas.address_of = lambda function: next(places)
 blas.library_name = lambda function: "libone.so"
 try:
-    blas.Gemm(library, "float64")
+    blas.FortranGemm(library, "float64")
 except blas.OtherBlas as error:
     print(error)
 """

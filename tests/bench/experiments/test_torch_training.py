@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from bench.__main__ import parser
 from bench.errors import UsageError
 from bench.experiments.torch import models
+from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.training import torch_training, trainer
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
@@ -143,6 +145,17 @@ def test_what_was_trained_is_kept_when_pytorch_fails_later(comm, tmp_path, capsy
     assert len(found.scales["step"]) == 3
     assert "failed: train-serial" in (out := capsys.readouterr().out)
     assert "could not train the model" in out and "written: " in out
+
+
+def test_a_process_that_ends_while_it_sleeps_is_told_in_a_line(tmp_path):
+    """As of one that the system kills for its memory."""
+    process = TorchProcesses(made_up(tmp_path, [], {}), "Training", {"dtype": "float32"}, {},
+                             MPI.COMM_SELF, "train the model")
+    process._process.kill()
+    process._process.wait()
+    with pytest.raises(RuntimeError, match="could not train the model: its process has ended"):
+        process.ask("step", "0")
+    process.close()
 
 
 @pytest.mark.parametrize("name, said", [

@@ -3,6 +3,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.__main__ import parser
+from bench.__main__ import main, parser
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
@@ -85,7 +86,7 @@ def test_what_goes_wrong_with_its_files_is_one_line_on_every_rank_and_nothing_is
     """A full disk for the history and for a checkpoint, and a torn one; then it goes on."""
     course = replace(COURSE, checkpoints=str(shared_tmp_path / "saved"))
 
-    def refused(said: str, ranks=(0, 1)) -> None:
+    def refused(said: str) -> None:
         with pytest.raises(StoreError, match=said) as caught:
             run(comm, course)
         text = comm.allgather(str(caught.value))
@@ -154,6 +155,19 @@ def test_float16_skips_steps_that_overflow_and_says_so(comm, monkeypatch):
         run(comm, COURSE, replace(PLAN, dtype="bfloat16"))
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_float16_that_ends_with_a_loss_of_nan_fails_with_all_of_it_saved(tmp_path, capsys):
+    options = ("train --layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --dtype float16 "
+               "--lr 5000 --clip 0 --checkpoints").split()
+    assert main([*options, str(tmp_path / "saved"), "--out", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"^failed: train-.*: the loss after 3 steps is not finite, .*: a lower --lr "
+                     r"than 5000 would do, or a --clip above 0$", text, re.M)
+    assert (tmp_path / "saved" / "step-00000003").is_dir()
+    (path,) = tmp_path.glob("*.h5")
+    assert check_file(path)[0] == []
+
+
 @pytest.mark.ranks(1, slow=(2,))
 def test_a_record_is_valid_and_shown(comm, shared_tmp_path):
     training, outcome = run(comm, COURSE)
@@ -215,6 +229,7 @@ def test_a_signal_before_the_first_step_is_heard(comm, shared_tmp_path, monkeypa
     monkeypatch.setattr(Training, "verify", interrupted)
     training, outcome = run(comm, replace(COURSE, checkpoints=str(shared_tmp_path / "saved")))
     assert (outcome.steps, outcome.ended_by, outcome.history.losses) == (0, "signal", {})
+    assert record.beside_checks(History(), History()) == []    # nothing was validated either
     found = record.training_record(training, COURSE, outcome)
     if comm.rank == 0:
         path = run_file.write_run(found, shared_tmp_path, "train")
@@ -418,6 +433,13 @@ def made_up_comparison(dtype: str, factor: float, rounding: float = 1e-6):
         for g in (1.0, factor, 1 + rounding)]
     return comparison.comparison_record(plan, TEXT, cases, dict(zip(cases, trained)), {},
                                         exact if dtype == "float32" else None)
+
+
+def test_an_array_of_no_numbers_is_no_small_difference():
+    """Also behind one that is right, where Python's `max` keeps the first."""
+    right, wrong = {"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2), "b": np.full(2, np.nan)}
+    assert comparison.largest_difference(right, right) == 0
+    assert np.isnan(comparison.largest_difference(wrong, right))
 
 
 def test_what_rounding_may_change_is_stated_and_what_it_may_not_fails():
