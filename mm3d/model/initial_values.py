@@ -26,8 +26,10 @@ def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """
     weight = name.endswith(".weight")
     if weight and len(shape) > 1:
-        # A router's weight, (experts, hidden), is stored by experts, like their own weights.
-        return 0, math.sqrt(shape[1] if ".experts." in name else shape[0])
+        # A router's weight, (experts, hidden), is stored by experts, like their own weights; those
+        # of a shared expert, but its gate's, are those of linear layers.
+        linear = name.endswith(("shared.up.weight", "shared.down.weight"))
+        return 0, math.sqrt(shape[1] if ".experts." in name and not linear else shape[0])
     if name.endswith("router.bias"):
         return 0, math.inf    # no gradient changes it
     return float(weight), 10
@@ -37,13 +39,16 @@ def gpt2_values(layers: int) -> InitialValues:
     """Return the initial values of GPT-2 (Radford et al. 2019) with `layers` layers.
 
     Weights and token embeddings have the deviation 0.02, position embeddings 0.01.  In each layer
-    the weights of the two products that end in the residual stream are divided by
-    sqrt(2 layers).  Norms begin with the weight 1, biases with 0.
+    the weights of the products that end in the residual stream are divided by sqrt(2 layers).
+    Norms begin with the weight 1, biases with 0.
     """
+    into_stream = ("attention.proj.weight", "mlp.down.weight", "experts.down.weight",
+                   "experts.shared.down.weight")
+
     def values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         if len(shape) == 1 or name.endswith(".bias"):
             return float(name.endswith(".weight")), math.inf
-        if name.endswith(("attention.proj.weight", "mlp.down.weight", "experts.down.weight")):
+        if name.endswith(into_stream):
             return 0, 50 * math.sqrt(2 * layers)
         return 0, 100 if name == "positions.weight" else 50
     return values

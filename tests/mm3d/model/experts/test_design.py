@@ -9,6 +9,7 @@ from mm3d.arrays import backend
 from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.gates import choose, gates_backward
 from mm3d.model.experts.layer import Experts
+from mm3d.model.initial_values import gpt2_values, varied_values
 from mm3d.tracing import dry_run
 from models import Parallelism
 
@@ -138,6 +139,14 @@ def test_what_cannot_be_is_refused(design, more, said):
     with pytest.raises(ValueError) as refused:
         experts.check()
     assert str(refused.value).startswith(said)
+
+
+def test_initial_values_of_a_shared_expert_are_those_of_linear_layers():
+    """By the features that go in; GPT-2's are smaller for the product into the residual stream."""
+    for part, inputs, shape in ("up", 12, (12, 2, 7)), ("down", 7, (7, 12)), ("gate", 12, (1, 12)):
+        name = f"layers.1.experts.shared.{part}.weight"
+        assert varied_values(name, shape) == (0, inputs ** 0.5)
+        assert gpt2_values(8)(name, shape) == (0, 200 if part == "down" else 50)
 
 
 @pytest.mark.parametrize("experts", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
