@@ -168,13 +168,7 @@ class ExpertOptions(PlainFields):
         return layer % self.every == self.every - 1
 
     def check(self) -> None:
-        """Raise ValueError unless the options are possible.
-
-        Raises
-        ------
-        ValueError
-            Naming the first option that is not, its value and what would do.
-        """
+        """Raise ValueError unless the options are possible, naming the first that is not."""
         for name in ("count", "top", "every"):
             check_whole(name, getattr(self, name))
         if self.min_capacity is not None:
@@ -191,6 +185,9 @@ class ExpertOptions(PlainFields):
             if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} should be a number of at least 0")
         self._check_capacity()
+        if not isinstance(self.design, ExpertDesign):
+            raise ValueError(f"design={self.design!r} should be mm3d.ExpertDesign(...), such as "
+                             f"mm3d.ExpertDesign(shared=1024)")
         self.design.check(self.count, self.top, self.gate)
 
     def _check_capacity(self) -> None:

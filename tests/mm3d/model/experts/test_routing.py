@@ -283,6 +283,7 @@ def test_entropy_of_utilisation():
     (dict(count=4, capacity=0), "capacity=0 drops every token: a factor above 0"),
     (dict(count=4, capacity=float("inf")), "capacity=inf"),
     (dict(count=4, convention="huggingface"), "Hugging Face's Mixtral drops no token"),
+    (dict(count=4, design={"shared": 8}), "design={'shared': 8} should be mm3d.ExpertDesign(...)"),
 ])
 def test_bad_options_are_refused_in_one_line(options, message):
     with pytest.raises(ValueError) as refused:
