@@ -210,8 +210,9 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     Raises
     ------
     ValueError
-        When there is no scheme of that name.
+        As of `mm3d.schemes.words.Words`, and when the sizes do not fit each other.
     """
+    sizes.check()
     of = Words(scheme, grid, sizes.batch, sizes.seq, **options)
     found: dict[str, dict[Key, Move]] = {"forward": {}, "backward": {}}
     for (part, kind), times in passes(sizes, recompute, experts).items():

@@ -12,7 +12,7 @@ from typing import Any, Iterator, Sequence
 
 from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
+from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.closed_form import Move, ProductShape
 
 # The collectives that replace others where the first rank of a direction holds whole blocks.
@@ -127,7 +127,8 @@ class Words:
     batch, seq : int
         Global number of sequences, and positions in each.
     **options
-        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.
+        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.  One that other
+        schemes alone have is left out: a row's ``keep`` may be given for each scheme.
 
     Attributes
     ----------
@@ -139,16 +140,25 @@ class Words:
     Raises
     ------
     ValueError
-        When there is no scheme of that name.
+        When there is no scheme of that name, it cannot use the grid, or no scheme has an option
+        or its value.
     """
 
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,
                  **options: Any) -> None:
-        self.scheme, self.grid = find_scheme(scheme), GridShape.from_sizes(grid)
-        self.batch, self.seq, self.options = batch, seq, options
+        self.scheme = find_scheme(scheme)
+        sizes = [grid[c] for c in self.scheme.directions if c in grid]    # in their order
+        self.grid = self.scheme.grid_shape(
+            sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid))
+        self.scheme.check_grid(self.grid)
+        known = {name for one in registry().values() for name in one.options}
+        self.options = self.scheme.complete_options({
+            name: value for name, value in options.items()
+            if name in self.scheme.options or name not in known})
+        self.batch, self.seq = batch, seq
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)
-            for letters in self.scheme.layouts(self.grid, batch, seq, **options))
+            for letters in self.scheme.layouts(self.grid, batch, seq, **self.options))
 
     @property
     def tokens(self) -> int:
