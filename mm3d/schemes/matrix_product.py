@@ -24,11 +24,16 @@ GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
 
 
+def matrix_shapes(form: str, shape: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
+    """Return the global shapes of A, B and C of a form; `shape` is M, N, K."""
+    extents = dict(zip("MNK", shape))
+    return {name: (extents[rows], extents[columns])
+            for name, (rows, columns) in zip("ABC", FORMS[form])}
+
+
 def element_counts(form: str, shape: tuple[int, int, int]) -> dict[str, int]:
     """Count the elements of A, B and C of a form; `shape` is M, N, K."""
-    extents = dict(zip("MNK", shape))
-    return {name: extents[rows] * extents[columns]
-            for name, (rows, columns) in zip("ABC", FORMS[form])}
+    return {name: rows * columns for name, (rows, columns) in matrix_shapes(form, shape).items()}
 
 
 class MatrixProduct(ABC):
@@ -65,10 +70,8 @@ class MatrixProduct(ABC):
     DIRECTIONS: Mapping[str, tuple[str | None, str | None, str | None]]
 
     def __init__(self, grid: Grid, form: str, shape: tuple[int, int, int]) -> None:
-        extents = dict(zip("MNK", shape))
         self.grid, self.form, self.shape = grid, form, shape
-        self.shapes = {name: tuple(extents[n] for n in letters)
-                       for name, letters in zip("ABC", FORMS[form])}
+        self.shapes = matrix_shapes(form, shape)
         self.layouts = dict(zip("ABC", map(Layout, self.LAYOUTS[form])))
         self.directions = dict(zip("ABC", self.DIRECTIONS[form]))
         self._splits: dict[str, Split] = {}
