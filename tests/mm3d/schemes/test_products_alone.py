@@ -19,8 +19,8 @@ NAMES = list(algorithms_with_products())
 every_form = pytest.mark.parametrize("form", FORMS)
 # Other schemes have tests of their own.
 every_name = pytest.mark.parametrize("name", [
-    name if name in {*PRODUCTS_ALONE, "2.5d"} else pytest.param(name, marks=pytest.mark.slow)
-    for name in NAMES])
+    pytest.param(name, marks=[pytest.mark.slow] * (
+        name not in {*PRODUCTS_ALONE, "2.5d", "faces"})) for name in NAMES])
 
 
 def usable(name: str, ranks: int) -> list[tuple[int, ...]]:
