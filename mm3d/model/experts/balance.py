@@ -7,9 +7,10 @@ so the sum of all ranks' parts and gradients is the loss of the global batch on 
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.model.experts.gates import Choice, softmax_backward
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.functional import upcast
 
 
 def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
@@ -61,8 +62,8 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
     value, dlogits : Array
         The part of the loss, of shape (1,) in float64; and (tokens of this rank, E).
     """
-    library, xp = backend_of(choice.probabilities), namespace(choice.probabilities)
     p = choice.probabilities
+    library, xp = backend_of(p), namespace(p)
     factor = experts.balance * experts.count / tokens
     weights = factor * shares(experts, totals, tokens, layers)
     of_token = library.asarray(weights.astype(str(p.dtype).rpartition(".")[2])[None, :])
@@ -92,8 +93,7 @@ def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array
     value, dlogits : Array
         As in `balance_loss`.
     """
-    xp = namespace(logits)
-    z = xp.astype(logits, accumulation_dtype(logits), copy=False)
+    xp, z = namespace(logits), upcast(logits)
     most = xp.max(z, axis=-1, keepdims=True)
     p = xp.exp(z - most)
     total = xp.sum(p, axis=-1, keepdims=True)

@@ -11,7 +11,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from mm3d.model.experts.gates import Choice
 from mm3d.model.experts.options import ExpertOptions
 
 
@@ -56,16 +55,12 @@ def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
     return taken
 
 
-def counts(choice: Choice) -> np.ndarray:
-    """Count how many of this rank's tokens have each expert as their first, second ... choice.
+def counts(chosen: np.ndarray, experts: int) -> np.ndarray:
+    """Count how many tokens have each expert as their first, second ... choice: int64, (k, E).
 
-    Returns
-    -------
-    ndarray of int64
-        (k, E).
+    `chosen` are the experts of the tokens, (tokens, k).
     """
-    experts = choice.probabilities.shape[1]
-    return np.stack([np.bincount(column, minlength=experts) for column in choice.chosen.T])
+    return np.stack([np.bincount(column, minlength=experts) for column in chosen.T])
 
 
 def positions(chosen: np.ndarray, before: np.ndarray, totals: np.ndarray,

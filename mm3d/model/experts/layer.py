@@ -6,7 +6,7 @@ dropped (token, choice) pair adds nothing to the token.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Sequence
 
 import numpy as np
@@ -149,9 +149,7 @@ class ExpertsLayer:
         self.order = _order_tokens(build, experts)
         self.dispatch = Dispatch(build.outer, build.inner, self.order, E, hidden,
                                  build.expert_ranks.axis)
-        vector = Vector(build.outer, (E, hidden))
-        self.router = Router(build.outer, vector, build.create_parameter(
-            f"{name}.router.weight", vector.layout, vector.shape))
+        self.router = Router(build, f"{name}.router", (E, hidden))
         self.bias = _create_bias(build, name, E) if experts.gate == "sigmoid-bias" else None
         self.gates, has_bias = architecture.gates, architecture.biases == "all"
         gates = [self.gates] if self.gates > 1 else []
@@ -203,11 +201,11 @@ class ExpertsLayer:
             self.bias.value, logits.dtype, copy=False)
         choice = choose(logits, self.experts, bias, self.order.assumed)
         order = self.experts.dropping_order
-        runs = [replace(choice, chosen=choice.chosen[run]) for run in self.order.runs]
-        own = np.array([counts(run) for run in runs], np.int64)
+        runs = [choice.chosen[run] for run in self.order.runs]
+        own = np.array([counts(run, self.experts.count) for run in runs], np.int64)
         every = self.order.gather(own.reshape(-1, self.experts.top, self.experts.count),
                                   self.capacity, order)
-        places = [positions(run.chosen, before, every.totals, order)
+        places = [positions(run, before, every.totals, order)
                   for run, before in zip(runs, every.before)]
         taken = kept(np.concatenate([*places, choice.chosen[:0]]), self.capacity)
         plan = self.dispatch.plan(choice.chosen, taken, every.kept)

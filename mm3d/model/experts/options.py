@@ -48,18 +48,12 @@ class ExpertDesign(PlainFields):
     factor: float = 1.0
 
     def check(self, count: int, top: int, gate: str) -> None:
-        """Raise ValueError unless so many experts, with this gate, can have it.
-
-        Parameters
-        ----------
-        count, top, gate
-            As of `mm3d.model.experts.options.ExpertOptions`.
+        """Raise ValueError unless `ExpertOptions` with this `count`, `top` and `gate` can have it.
         """
         for name in ("width", "shared", "groups", "top_groups"):
             value = getattr(self, name)
-            if value is None and name in ("width", "shared"):
-                continue
-            check_whole(name, value)
+            if value is not None or name.endswith("groups"):
+                check_whole(name, value)
         check_types(self)
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate=True without a shared expert: shared=1024 would do, or "
@@ -202,13 +196,7 @@ class ExpertOptions(PlainFields):
                              f"with convention='huggingface' capacity=None would do")
 
     def check_tokens(self, tokens: int) -> None:
-        """Raise ValueError unless the choices of this many tokens can be counted.
-
-        Parameters
-        ----------
-        tokens : int
-            Global number of tokens.
-        """
+        """Raise ValueError unless the choices of so many tokens, globally, can be counted."""
         limit = np.iinfo(np.int64).max
         if tokens * self.top > limit:
             raise ValueError(f"tokens={tokens} with top={self.top} are {tokens * self.top} "

@@ -11,7 +11,6 @@ from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.router import Router
 from mm3d.model.functional import upcast
 from mm3d.model.swiglu import perceptron_layers, sigmoid
-from mm3d.model.vectors import Vector
 
 
 class SharedExpert:
@@ -39,9 +38,7 @@ class SharedExpert:
                                               architecture.gates, architecture.biases == "all"))
         self.gate, self.parameters = None, self.chain.parameters
         if design.shared_gate:
-            vector = Vector(build.outer, (1, hidden))
-            self.gate = Router(build.outer, vector, build.create_parameter(
-                f"{name}.gate.weight", vector.layout, vector.shape))
+            self.gate = Router(build, f"{name}.gate", (1, hidden))
             self.parameters = [*self.parameters, self.gate.weight]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
