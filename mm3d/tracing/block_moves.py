@@ -121,8 +121,8 @@ def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryR
 
     Returns
     -------
-    Subject, list of tuple of Recorded
-        The subject of rank 0; and the events in order, each with those of all ranks.
+    DryRank, list of tuple of Recorded
+        That of rank 0; and the events in order, each with those of all ranks.
 
     Raises
     ------
@@ -131,14 +131,14 @@ def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryR
     """
     scheme.check_grid(grid)
     backend = backends.get(DryBackend())
-    subjects = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend))
-                for rank in range(grid.ranks)]
+    every = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend))
+             for rank in range(grid.ranks)]
     found = []
-    for one in subjects:
+    for one in every:
         recorder = WordRecorder(one.grid, kinds)
         recorder.observe(one.run, one.model)
         found.append(recorder.found)
-    return subjects[0], [*zip(*found, strict=True)]
+    return every[0], [*zip(*found, strict=True)]
 
 
 def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],

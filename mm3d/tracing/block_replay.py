@@ -106,7 +106,7 @@ class Replay:
         self.shapes = matrix_shapes(form, shape)
         self.coords = [*grid.all_coordinates()]
         ranks = range(grid.ranks)
-        self.held: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
+        self.held: list[dict[str, tuple[MatrixBlock, ...]]] = []    # of the steps so far
         self.operands: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
         self.terms: list[list[Term]] = [[] for _ in ranks]
 

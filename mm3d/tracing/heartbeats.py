@@ -13,7 +13,11 @@ from typing import Any, Iterator
 import numpy as np
 
 NUMBERS_PER_RANK = 8
-TIME_FIELDS = (1, 2, 3)    # the numbers that are times, in nanoseconds
+# What they are: a rank's process id; the times when its thread last looked, when it last made
+# progress, and when it last used its processor; the number of times that it has entered or left a
+# collective, and whether it is in one.  Times are in nanoseconds of the node's monotonic clock.
+PROCESS, *TIMES, EVENTS, INSIDE = range(6)
+BEAT, MOVED, WORKED = TIMES
 HEADER = struct.Struct(f"<Qi{NUMBERS_PER_RANK}q")    # the job, the rank, and its numbers
 MAX_DATAGRAM_BYTES = 4096
 
@@ -54,7 +58,7 @@ class HeartbeatChannel:
         if self._socket is None:
             return
         row = numbers.tolist()
-        for field in TIME_FIELDS:
+        for field in TIMES:
             row[field] = now - row[field] if row[field] > 0 else -1
         message = HEADER.pack(self._job, self.rank, *row) + texts
         for place in self._others:
@@ -80,7 +84,7 @@ class HeartbeatChannel:
             job, rank, *row = HEADER.unpack_from(message)
             if job != self._job:
                 continue
-            for field in TIME_FIELDS:
+            for field in TIMES:
                 row[field] = now - row[field] if row[field] >= 0 else -1
             yield rank, row, message[HEADER.size:]
 
