@@ -133,11 +133,7 @@ class Overlap(Pass):
                                       product.c, product.accumulate_float32, product.overlap)
         else:
             dA, dB = product.backward(dC, B, saved)
-        self._finish_weight()
-        if isinstance(dB, Pending) and not dB.done:
-            self._summing = layer.weight, dB
-        else:
-            layer.weight.accumulate(dB.take() if isinstance(dB, Pending) else dB)
+        self._begin_weight(layer.weight, dB)
         return dA
 
     def backward_input(self, layer: WeightedLayer, dC: Array, saved: Any) -> tuple[Array, Any]:
@@ -158,13 +154,20 @@ class Overlap(Pass):
             dB = self.atb(A, dC_ij, product.a, product.c, product.b, product.accumulate_float32)
         else:
             dB = product.backward_weights(operands)
-        self._finish_weight()
-        self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
+        self._begin_weight(layer.weight, dB)
 
     def finish_gradients(self) -> None:
         """Complete the sums of all gradients computed so far."""
         self._finish_weight()
         super().finish_gradients()
+
+    def _begin_weight(self, weight: Any, dB: Array | Pending) -> None:
+        """Add dB to a weight's gradient, or let its sum go on, once the sum before is complete."""
+        self._finish_weight()
+        if isinstance(dB, Pending) and not dB.done:
+            self._summing = weight, dB
+        else:
+            weight.accumulate(dB.take() if isinstance(dB, Pending) else dB)
 
     def _finish_weight(self) -> None:
         """Complete the sum of dB in flight."""
