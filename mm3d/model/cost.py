@@ -20,15 +20,14 @@ from functools import cache
 from typing import Any
 
 from mm3d.grid.axis import Shown
-from mm3d.model.experts.costs import expert_moves, has_bias, products_of
+from mm3d.model.experts.costs import Moves, expert_moves, has_bias, products_of
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.recomputation import parse_policy
+from mm3d.model.recomputation import parse_policy, period_of
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.words import SpaceCosts, Words
 
 Key = tuple[str, str]    # direction and kind of collective
-Moves = list[Move]
 
 PRODUCTS = ("qkv", "proj", "up", "down")
 # The parts of a layer, in pairs: "selective" recomputes the first of each from its input.
@@ -150,7 +149,7 @@ def passes(sizes: ModelSizes, recompute: str = "none",
         "backward", and "recomputed" for the backward of a product after
         `mm3d.schemes.product.Product.recompute_saved`, which neither multiplies nor communicates.
     """
-    period = math.lcm(parse_policy(recompute).group_size or 1, experts.every if experts else 1)
+    period = period_of(recompute, experts)
     whole, rest = divmod(sizes.layers, period)
     if whole <= 2:
         return _count_passes(sizes.layers, recompute, experts)

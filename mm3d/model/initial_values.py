@@ -1,6 +1,5 @@
 """Draw the initial values of a model, and other random numbers, the same on every grid."""
 
-import hashlib
 import math
 import sys
 from typing import Callable, Iterator
@@ -8,6 +7,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from mm3d.arrays.plain_numbers import plain_number
+from mm3d.model.masks import keyed_philox
 from mm3d.model.parameters import Parameter
 
 # Mean and 1 / standard deviation of a parameter by its name and shape; infinity for no deviation.
@@ -74,10 +74,9 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...],
     """Draw a part of a global array of independent N(0, 1) numbers, in float64.
 
     All dimensions but the last are taken as rows.  The array is divided into blocks of
-    `BLOCK_ROWS` rows and some columns, each with a random stream of its own: Philox (Salmon,
-    Moraes, Dror and Shaw, SC 2011), with seed and name as the key and the block's row and column
-    as the start of the counter.  A rank draws only the blocks that overlap its part, and all
-    grids see the same array.
+    `BLOCK_ROWS` rows and some columns, each with a random stream of its own: Philox with seed and
+    name as the key and the block's row and column as the start of the counter.  A rank draws only
+    the blocks that overlap its part, and all grids see the same array.
 
     Parameters
     ----------
@@ -139,11 +138,9 @@ class _Streams:
     """Hold the random streams of the blocks of one array."""
 
     def __init__(self, seed: int, name: str) -> None:
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-        self._bits = np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
+        self._bits = keyed_philox(f"{seed}/{name}")
         self._generator = np.random.Generator(self._bits)
-        # The state at the start of a stream.  Setting it takes 3 us, a new Philox 20 us.
-        self._state = self._bits.state
+        self._state = self._bits.state    # at the start of a stream
         self._counter = self._state["state"]["counter"]
 
     def draw_block(self, block_row: int, block_column: int, rows: int,
