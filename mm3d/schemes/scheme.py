@@ -171,14 +171,17 @@ class Scheme(GridAlgorithm):
         ValueError
             When an option is unknown, or has a value that is not among its choices.
         """
+        found = {name: option.default for name, option in cls.options.items()}
         for name, value in sorted(options.items()):
             if name not in cls.options:
                 raise ValueError(f"scheme {cls.name!r} has no option {name!r}: "
                                  f"it has {', '.join(sorted(cls.options)) or 'none'}")
-            if value not in cls.options[name].choices:
+            choices = cls.options[name].choices
+            if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown: choose one of "
-                                 f"{', '.join(map(str, cls.options[name].choices))}")
-        return {name: options.get(name, option.default) for name, option in cls.options.items()}
+                                 f"{', '.join(map(str, choices))}")
+            found[name] = choices[choices.index(value)]    # of 1 and 2.0: True and 2
+        return found
 
     @classmethod
     @abstractmethod
