@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of, host_dtype, namespace
 from mm3d.grid.activations import Space
 from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Layer
@@ -61,8 +61,7 @@ class Dropout:
             out[...] = a
             return out
         grid = self.space.grid
-        factors = grid.backend.from_host(tuple(a.shape), str(a.dtype).rpartition(".")[2],
-                                         self._draw_factors)
+        factors = grid.backend.from_host(tuple(a.shape), host_dtype(a), self._draw_factors)
         return namespace(a).multiply(a, factors, out=out)
 
     def _draw_factors(self) -> Any:

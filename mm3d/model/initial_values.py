@@ -6,6 +6,7 @@ from typing import Callable, Iterator
 
 import numpy as np
 
+from mm3d.arrays.backend import host_dtype
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.model.masks import keyed_philox
 from mm3d.model.parameters import Parameter
@@ -62,7 +63,7 @@ def draw_parameter(p: Parameter, seed: int, values: InitialValues) -> None:
         p.master[...] = mean
     else:
         p.master[...] = p.grid.backend.from_host(
-            tuple(s.stop - s.start for s in place), str(p.master.dtype).rpartition(".")[2],
+            tuple(p.master.shape), host_dtype(p.master),
             lambda: draw_normal(seed, p.name, p.shape, place) / divisor)
         if mean:
             p.master += mean

@@ -7,7 +7,7 @@ so the sum of all ranks' parts and gradients is the loss of the global batch on 
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of, host_dtype, namespace
 from mm3d.model.experts.gates import Choice, softmax_backward
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.functional import upcast
@@ -66,7 +66,7 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
     library, xp = backend_of(p), namespace(p)
     factor = experts.balance * experts.count / tokens
     weights = factor * shares(experts, totals, tokens, layers)
-    of_token = library.asarray(weights.astype(str(p.dtype).rpartition(".")[2])[None, :])
+    of_token = library.asarray(weights.astype(host_dtype(p))[None, :])
     sums = xp.sum(p, axis=0, dtype=xp.float64)
     value = xp.sum(sums * library.asarray(weights), axis=0, keepdims=True)
     return value, softmax_backward(of_token, p, choice.slope)
