@@ -4,6 +4,7 @@ They run the algorithms of the linear layers (`mm3d.schemes.product.Product`) wi
 microbenchmarks and checks.
 """
 
+import numbers
 from abc import ABC, abstractmethod
 from typing import Mapping
 
@@ -49,7 +50,8 @@ class MatrixProduct(ABC):
     form : {"ab", "abt", "atb"}
         The product.
     shape : tuple of int
-        M, N, K: C is M x K, a sum of N terms.
+        M, N, K: C is M x K, a sum of N terms.  ValueError when one is no whole number of at least
+        1, or there is no such form.
 
     Attributes
     ----------
@@ -70,6 +72,10 @@ class MatrixProduct(ABC):
     DIRECTIONS: Mapping[str, tuple[str | None, str | None, str | None]]
 
     def __init__(self, grid: Grid, form: str, shape: tuple[int, int, int]) -> None:
+        if form not in FORMS or len(shape) != 3 or not all(
+                isinstance(n, numbers.Integral) and n > 0 for n in shape):
+            raise ValueError(f"a product {form!r} of {shape}: {', '.join(FORMS)}, and three whole "
+                             f"numbers M, N, K of at least 1, would do")
         self.grid, self.form, self.shape = grid, form, shape
         self.shapes = matrix_shapes(form, shape)
         self.layouts = dict(zip("ABC", map(Layout, self.LAYOUTS[form])))

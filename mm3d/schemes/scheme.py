@@ -8,6 +8,7 @@ parallelism is one new file in ``mm3d/schemes/``.
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
@@ -231,17 +232,12 @@ class Scheme(GridAlgorithm):
         ValueError
             When there are none; it is the error of `default_grid`.
         """
-        shapes = map(cls.grid_shape, factorizations(ranks, len(cls.directions)))
-        return ([shape for shape in shapes if cls._can_use(shape)]
-                or [cls.grid_shape(cls.default_grid(ranks))])
-
-    @classmethod
-    def _can_use(cls, grid: GridShape) -> bool:
-        try:
-            cls.check_grid(grid)
-        except ValueError:
-            return False
-        return True
+        found = []
+        for shape in map(cls.grid_shape, factorizations(ranks, len(cls.directions))):
+            with suppress(ValueError):
+                cls.check_grid(shape)
+                found.append(shape)
+        return found or [cls.grid_shape(cls.default_grid(ranks))]
 
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -142,6 +142,14 @@ def test_grids_that_do_not_fit_are_refused(name, ranks, sizes, message):
         product_grid(name, DryCommunicator(ranks), sizes, DryBackend())
 
 
+@pytest.mark.parametrize("form, shape", [("ba", (4, 4, 4)), ("ab", (4, 4)), ("ab", (4, 4.5, 4)),
+                                         ("ab", (4, 0, 4))])
+def test_products_that_cannot_be_are_refused(form, shape):
+    grid = product_grid("cannon", DryCommunicator(4), None, DryBackend())
+    with pytest.raises(ValueError, match="three whole numbers M, N, K of at least 1, would do"):
+        algorithms_with_products()["cannon"].matrix_product(grid, form, shape)
+
+
 def test_closed_forms_of_square_matrices():
     """Agarwal's words are the paper's; more layers of the 2.5-D product move fewer words."""
     known, n = algorithms_with_products(), 64
