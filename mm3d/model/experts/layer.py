@@ -89,14 +89,16 @@ class ExpertLinear:
     def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...],
                  own: int, has_bias: bool) -> None:
         source, target = build.spaces(way)
+        divided = build.expert_ranks.create_parameter    # by replicas, perhaps
         layout = build.scheme.product(source, target, shape[1:], (1, 1)).weight
         self.product = GroupedProduct(source, target, way, layout, shape[1:])
         self.vector, self.bias = Vector(target, (own, *shape[2:])), None
-        self.weight = _create(build, f"{name}.weight", self.product.stack, shape)
+        self.weight = build.create_parameter(f"{name}.weight", self.product.stack, shape,
+                                             kind=divided)
         self.parameters = [self.weight]
         if has_bias:
-            self.bias = _create(build, f"{name}.bias", self.vector.layout,
-                                (shape[0], *shape[2:]))
+            self.bias = build.create_parameter(f"{name}.bias", self.vector.layout,
+                                               (shape[0], *shape[2:]), kind=divided)
             self.parameters.append(self.bias)
         self.product.use_weight(self.weight)
 
@@ -277,22 +279,12 @@ def _order_tokens(build: Builder, experts: ExpertOptions) -> TokenOrder:
     return AssumedOrder(outer, ranks.replicas, spaces, experts)
 
 
-def _create(build: Builder, name: str, layout: Layout, shape: tuple[int, ...]) -> Parameter:
-    """Create a parameter of all experts, which replicas may divide."""
-    divided = build.expert_ranks.create_parameter
-    if divided is None:
-        return build.create_parameter(name, layout, shape)
-    return divided(build.full_name(name), build.scheme.grid, layout, shape, build.dtype, None,
-                   build.master)
-
-
 def _create_bias(build: Builder, name: str, count: int) -> Parameter:
     """Create the bias of the gate "sigmoid-bias".
 
     Every rank changes it in the same way, by the counts of all tokens, so nothing is sent.
     """
-    bias = Parameter(build.full_name(f"{name}.{ROUTER_BIAS}"), build.scheme.grid, Layout(""),
-                     (count,), build.dtype, None, build.master)
+    bias = build.create_parameter(f"{name}.{ROUTER_BIAS}", Layout(""), (count,), kind=Parameter)
     bias.first_copy = not any(axis.rank for axis in build.expert_ranks.replicas)
     build.routings.biases[build.full_name(name)] = bias
     return bias
