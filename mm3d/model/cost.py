@@ -45,14 +45,7 @@ def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, 
     A multiplication and an addition count as two; backward takes twice as many as forward.
     Recomputation is not included (see `flops_again`), nor are the scores of attention that
     backward always recomputes.  A causal mask or a window saves nothing here; kernels leave out
-    what they can of the products that it hides.
-
-    Parameters
-    ----------
-    sizes : ModelSizes
-        Sizes of the model.
-    experts : ExpertOptions, optional
-        Options of its experts; none drops a token.
+    what they can of the products that it hides.  Experts drop no token.
 
     Returns
     -------
@@ -308,13 +301,6 @@ def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
 
     It is the tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022),
     where ranks store each element once: with copies, as in 2.5-D, they may move fewer words.
-
-    Parameters
-    ----------
-    M, N, K : int
-        Global sizes of the product.
-    ranks : int
-        Number of ranks.
     """
     k, n, m = sorted((M, N, K))
     if ranks * n <= m:
@@ -330,13 +316,7 @@ def lower_bound_with_memory(M: int, N: int, K: int, ranks: int, memory: float) -
     """Return a lower bound of the words that some rank moves with `memory` words of its own.
 
     It is the bound of Irony, Toledo and Tiskin (2004), MNK / (2 sqrt(2) P sqrt(S)) - S, and at
-    least 0: with much memory it says nothing, and `lower_bound` holds.
-
-    Parameters
-    ----------
-    M, N, K, ranks
-        As in `lower_bound`.
-    memory : float
-        S, the words of arrays that a rank holds at most.
+    least 0, of P ranks that hold S words at most: with much memory it says nothing, and
+    `lower_bound` holds.
     """
     return max(0.0, M * N * K / (2 * math.sqrt(2) * ranks * math.sqrt(memory)) - memory)

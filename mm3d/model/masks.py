@@ -31,13 +31,10 @@ def keyed_philox(key: str) -> np.random.Philox:
 class MaskKey:
     """Hold the key of the masks that the layers of a model draw.
 
-    Parameters
+    Attributes
     ----------
     seed : int
         Seed of the model.
-
-    Attributes
-    ----------
     place : tuple of int, or None
         Step of training, and number of the activations' first sequence in the global batch; None,
         at first and in validation, drops nothing.

@@ -20,19 +20,8 @@ def frequencies(architecture: Architecture, head: int) -> np.ndarray:
     section 3.2.2).  Llama 3.1 scales them (Meta, github.com/meta-llama/llama-models): where an
     angle turns less than `low` times in `original` positions it is divided by the factor; where
     it turns more than `high` times it is kept; between them a share (turns - low) / (high - low)
-    of the kept one and the rest of the divided one are added.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        Its base and scaling.
-    head : int
-        Features of a head.
-
-    Returns
-    -------
-    ndarray of float64
-        (head / 2,).
+    of the kept one and the rest of the divided one are added.  `head` is the features of a head;
+    the result is of float64, (head / 2,).
     """
     angles = architecture.rotary_base ** (np.arange(0, head, 2) / -head)
     if architecture.rotary_scaling is None:

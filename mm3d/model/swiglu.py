@@ -49,15 +49,7 @@ def sigmoid(xp: Any, a: Array) -> Array:
 
 
 class SwiGLU:
-    """Compute SiLU(g) u from (g, u), (batch, seq, 2, features); save both.
-
-    Parameters
-    ----------
-    space : Space
-        Space of input and output.
-    features : int
-        Global number of features of the output.
-    """
+    """Compute SiLU(g) u from (g, u), (batch, seq, 2, features), in one space; save both."""
 
     parameters: list[Parameter] = []
 

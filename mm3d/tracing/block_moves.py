@@ -54,10 +54,7 @@ class Story:
 class WordRecorder(Observer):
     """List the events of a rank, with the words that it counts from each to the next.
 
-    Parameters
-    ----------
-    grid : Grid
-        The ranks; its counts of traffic are reset.
+    The counts of traffic of the grid are reset.
     """
 
     sizes = False
@@ -108,21 +105,12 @@ class DryRank:
 
 def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryRank],
             kinds: tuple[type, ...]) -> tuple[DryRank, list[tuple[Recorded, ...]]]:
-    """Run dry on every rank of a grid what `make` returns for its scheme.
-
-    Parameters
-    ----------
-    scheme : type of Scheme
-        The parallelism, with its default options.
-    make : callable
-        Returns the `DryRank` of a rank.
-    kinds : tuple of type
-        The events that are recorded.
+    """Run dry on every rank of a grid what `make` returns for its scheme, with default options.
 
     Returns
     -------
     DryRank, list of tuple of Recorded
-        That of rank 0; and the events in order, each with those of all ranks.
+        That of rank 0; and the events of these kinds in order, each with those of all ranks.
 
     Raises
     ------

@@ -137,15 +137,7 @@ def step_of_chunks(model: Any, trace: Trace, halves: bool = False) -> None:
 
 def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
                      layers: int, **rest: Any) -> Trace:
-    """Return the trace of `trace_step` for any number of layers, in the time of five layers.
-
-    Parameters
-    ----------
-    name, ranks, grid, rank, **rest
-        As in `trace_step`.
-    layers : int
-        Number of layers.
-    """
+    """Return the trace of `trace_step` for any number of layers, in the time of five layers."""
     return extrapolate(
         lambda count: trace_step(name, ranks, grid, rank, layers=count, **rest), layers,
         period_of(rest.get("recompute", "none"), rest.get("experts")))
@@ -162,8 +154,6 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
     ----------
     trace_of : callable
         Traces a model of a number of layers.
-    layers : int
-        Number of layers.
     period : int
         Number of layers of a group; in a pipeline times the number of stages.
     least : int

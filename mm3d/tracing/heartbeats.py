@@ -25,10 +25,7 @@ MAX_DATAGRAM_BYTES = 4096
 class HeartbeatChannel:
     """Send the row of numbers of this rank to the ranks of other nodes, and receive theirs.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which make it together.
+    All ranks of `comm` make it together.
     """
 
     def __init__(self, comm: Any, nodes: list[int]) -> None:
@@ -46,14 +43,9 @@ class HeartbeatChannel:
                         if node != nodes[comm.rank] and addresses[name]]
 
     def send(self, numbers: np.ndarray, now: int, texts: bytes = b"") -> None:
-        """Send this rank's row to the ranks of other nodes, with times as ages.
+        """Send this rank's row, and texts, to the ranks of other nodes, with times as ages.
 
-        Parameters
-        ----------
-        now : int
-            The time on this node's clock, in nanoseconds.
-        texts : bytes
-            Sent with it as they are.
+        This node's clock is at `now` nanoseconds.
         """
         if self._socket is None:
             return

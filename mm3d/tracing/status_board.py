@@ -21,12 +21,8 @@ ROW_BYTES = NUMBERS_BYTES + 2 * TEXT_BYTES
 class StatusBoard:
     """Hold a table in memory that the ranks of a node share, with a row for each rank of the job.
 
-    A rank writes its own row.  Rows of ranks on other nodes are copied from their messages.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which make it together.
+    All ranks of `comm` make it together.  A rank writes its own row.  Rows of ranks on other nodes
+    are copied from their messages.
 
     Attributes
     ----------

@@ -48,14 +48,8 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
     The loss is alpha E sum_i f_i P_i, with the coefficient alpha = ``experts.balance``, the
     global shares f of `shares`, and the mean probability P over all tokens.  With p the
     probabilities of a token t, its gradient is dL/dz_tj = (alpha E / T) p_tj (f_j - sum_i f_i
-    p_ti).  Source: Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.
-
-    Parameters
-    ----------
-    choice : Choice
-        This rank's tokens.
-    experts, totals, tokens, layers
-        As in `shares`.
+    p_ti).  Source: Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.  Parameters as in
+    `shares`.
 
     Returns
     -------
@@ -77,21 +71,8 @@ def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array
 
     The loss is (c / T) sum_t lse_t^2, where lse is the logarithm of the sum of exponentials of a
     token's logits; its gradient is (2 c / T) lse_t softmax(z_t)_j.  Source: Zoph et al., arXiv
-    2202.08906, equation 5.
-
-    Parameters
-    ----------
-    logits : Array
-        (tokens of this rank, E).
-    coefficient : float
-        c.
-    tokens : int
-        Global number of tokens T.
-
-    Returns
-    -------
-    value, dlogits : Array
-        As in `balance_loss`.
+    2202.08906, equation 5.  The logits, and both results, have the shapes of `balance_loss`; T is
+    the global number of tokens, c the coefficient.
     """
     xp, z = namespace(logits), upcast(logits)
     most = xp.max(z, axis=-1, keepdims=True)

@@ -17,17 +17,11 @@ from mm3d.model.experts.options import ExpertOptions
 def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
     """Return how many (token, choice) pairs an expert takes, as the convention computes it.
 
-    Parameters
-    ----------
-    experts : ExpertOptions
-        The options.
-    tokens : int
-        Global number of tokens T; T >= 1.
-
     Returns
     -------
     int or None
-        At most T, since a token is sent to an expert once; None when nothing is dropped.
+        At most the global number of tokens, since a token is sent to an expert once; None when
+        nothing is dropped.
 
     Raises
     ------
@@ -104,18 +98,8 @@ def _places(numbers: np.ndarray, count: int) -> np.ndarray:
 
 
 def kept(places: np.ndarray, capacity: int | None) -> np.ndarray:
-    """Return which (token, choice) pairs their experts take; all with the capacity None.
+    """Return which (token, choice) pairs their experts take, (tokens, k), from their `positions`.
 
-    Parameters
-    ----------
-    places : ndarray of int64
-        (tokens, k), from `positions`.
-    capacity : int or None
-        From `capacity_of`.
-
-    Returns
-    -------
-    ndarray of bool
-        (tokens, k).
+    With the capacity None all are taken.
     """
     return np.ones(places.shape, bool) if capacity is None else places < capacity

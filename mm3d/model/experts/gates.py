@@ -93,19 +93,9 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
 
 
 def gates_backward(choice: Choice, dgates: Array) -> Array:
-    """Compute the gradient of the logits from the gradient of the gates, for a fixed choice.
+    """Compute the gradient of the logits, (tokens, E), from that of ``choice.gates``, (tokens, k).
 
-    Parameters
-    ----------
-    choice : Choice
-        Result of `choose`.
-    dgates : Array
-        (tokens, k), the gradient of ``choice.gates``.
-
-    Returns
-    -------
-    Array
-        (tokens, E).
+    The choice is fixed.
     """
     library, xp = backend_of(dgates), namespace(dgates)
     if choice.gate == "switch":

@@ -295,13 +295,6 @@ class RecomputedExperts(Recomputed):
 
     Routers are not computed again: another choice would send other rows than the gradients belong
     to, and other ranks would wait for them.
-
-    Parameters
-    ----------
-    routings : Routings
-        Records and replays the routings of the model.
-    *layers : Layer
-        The layers.
     """
 
     def __init__(self, routings: Routings, *layers: Layer) -> None:
