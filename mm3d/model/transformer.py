@@ -68,7 +68,7 @@ class Transformer(Trained):
         On every rank alike, for sizes that cannot be divided, an unknown dtype, or options that
         do not go together.
     TypeError
-        For a field that there is not, and sizes that are missing.
+        For a field that there is not, sizes that are missing, and what is no scheme.
 
     Attributes
     ----------
@@ -102,6 +102,8 @@ class Transformer(Trained):
                  initial_values: InitialValues = varied_values,
                  expert_ranks: ExpertRanks | None = None, context: Context | None = None,
                  **fields: Any) -> None:
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"Transformer: {scheme!r} is no scheme, as mm3d.scheme('3d') is")
         if stack is not None and not isinstance(stack, Stack):
             raise TypeError(f"Transformer: {stack!r} is no Stack: sizes have names, such as "
                             f"layers=2, hidden=48, heads=4, batch=8, seq=16")

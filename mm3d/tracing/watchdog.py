@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any, Iterator
 
+from mm3d.arrays.plain_numbers import is_number
 from mm3d.console import complain
 from mm3d.grid.agreement import format_ranks
 from mm3d.guard import FLUSH_SECONDS
@@ -54,8 +55,8 @@ class Watchdog:
     """
 
     def __init__(self, comm: Any, seconds: float) -> None:
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"a watchdog of {seconds} seconds: give a positive number, such as "
+        if not is_number(seconds) or not 0 < seconds < float("inf"):
+            raise ValueError(f"a watchdog of {seconds!r} seconds: give a positive number, such as "
                              "120")
         self.comm, self.seconds = create(comm.Dup), seconds
         self.period = min(5.0, seconds / 10)    # between two checks

@@ -164,6 +164,7 @@ def test_models(refused, scheme, monkeypatch):
 def test_objects_of_another_kind(comm, model):
     for call, said in ((lambda: mm3d.scheme("3d", 3), "3 is no communicator"),
                        (lambda: mm3d.scheme("3d", MPI.COMM_NULL), "is no communicator"),
+                       (lambda: mm3d.Transformer("3d", **SIZES), "Transformer: '3d' is no scheme"),
                        (lambda: mm3d.GPT(comm, **SIZES), "GPT: .*comm is no mesh"),
                        (lambda: mm3d.AdamW(None, lr=1), "AdamW: NoneType is no model"),
                        (lambda: mm3d.save("a", None), "save: NoneType is no model"),

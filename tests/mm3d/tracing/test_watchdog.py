@@ -196,7 +196,7 @@ def test_ranks_are_named_in_runs():
     assert format_ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "12", None])
 def test_a_time_that_cannot_be_meant(seconds):
     with pytest.raises(ValueError, match="give a positive number"):
         Watchdog(None, seconds)
