@@ -25,10 +25,8 @@ class Dropout:
 
     Parameters
     ----------
-    space : Space
-        Space of x.
-    features : int
-        Global number of features of x.
+    space, features
+        The space of x, and its global number of features.
     probability : float
         Probability that an element is dropped, rounded to a multiple of 2^-16.
     name : str

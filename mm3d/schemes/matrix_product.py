@@ -60,12 +60,9 @@ class MatrixProduct(ABC):
     DIRECTIONS : mapping of str to sequence of str or None
         Directions along which A, B and C are communicated, by form, and None for a matrix that is
         not communicated; each scheme defines them.
-    shapes : dict of str to tuple of int
-        Global shapes of "A", "B" and "C".
-    layouts : dict of str to Layout
-        Their layouts.
-    directions : dict of str to str or None
-        The directions along which they are communicated.
+    shapes, layouts, directions : dict
+        Global shapes of "A", "B" and "C", their layouts, and the directions along which they are
+        communicated in this form.
     """
 
     LAYOUTS: Mapping[str, tuple[str, str, str]]

@@ -22,8 +22,6 @@ class SpaceCosts:
 
     Attributes
     ----------
-    grid : GridShape
-        Shape of the grid.
     rows, features, vector, gathered_along : str
         Layout, as in `mm3d.grid.activations.Space`.
     """
@@ -115,7 +113,7 @@ class Words:
     Parameters
     ----------
     scheme : str
-        Name of the scheme.
+        Its name.
     grid : mapping of str to int
         Sizes of its directions.
     batch, seq : int
@@ -126,8 +124,6 @@ class Words:
 
     Attributes
     ----------
-    grid : GridShape
-        Sizes of the directions.
     outer, inner : SpaceCosts
         The spaces of activations outside and inside a pair of linear layers.
 

@@ -18,13 +18,9 @@ def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int 
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     totals : ndarray of int64
-        (k, E): how many tokens have each expert as their first, second ... choice, dropped
-        or not.
-    tokens : int
-        Global number of tokens.
+        (k, E): how many of all `tokens` have each expert as their first, second ... choice,
+        dropped or not.
     layers : int
         Number of layers of the model, which the convention "megablocks" divides by.
 

@@ -74,16 +74,12 @@ class ExpertLinear:
     ----------
     build : Builder
         Makes W of all experts, and b, whose global shape is that of W without `in`.
-    name : str
-        Name in the block, such as "experts.up".
-    way : {"up", "down"}
-        "up" from the outer space into the inner one, "down" back.
+    name, way, has_bias
+        As of `mm3d.model.layers.Linear`.
     shape : tuple of int
         Global shape (experts, in, out) of W, or (experts, in, 2, out) for two products.
     own : int
         Number of experts of this rank.
-    has_bias : bool
-        Whether there is b.
     """
 
     def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...],
@@ -131,14 +127,10 @@ class ExpertsLayer:
     ----------
     build : Builder
         Makes the parameters; its `routings` record each routing.
-    name : str
-        Name of the layer in its block.
-    experts : ExpertOptions
-        The options.
     hidden, wide : int
         Global numbers of features of an expert's input and output, and between its products.
     layer_count : int
-        Number of layers of the model.
+        Number of layers of the model, see `mm3d.model.experts.balance.shares`.
     architecture : Architecture
         Says what an expert computes.
     """
