@@ -114,12 +114,8 @@ class LayerNorm:
     ----------
     build : Builder
         Makes gamma and beta; x and y are in its outer space.
-    name : str
-        Name of the layer in its block.
     hidden : int
         Global number of features.
-    eps : float
-        Added to the variance.
     """
 
     normalize = functional.normalize_forward, functional.normalize_backward

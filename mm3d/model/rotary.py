@@ -39,12 +39,10 @@ class Turns:
     ----------
     space : Space
         Space of the activations that are rotated.
-    head : int
-        Features of a head.
+    head, architecture
+        As of `frequencies`.
     dtype : str
         Type of the activations; those of 16 bits are rotated in float32.
-    architecture : Architecture
-        Its base and scaling.
 
     Attributes
     ----------
@@ -107,8 +105,6 @@ class Rotary:
         n: the queries of a group, and the key.
     features : int
         Global number of features of all keys together.
-    turns : Turns
-        The cosines and sines.
     """
 
     parameters: list[Parameter] = []

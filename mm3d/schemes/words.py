@@ -38,14 +38,9 @@ class SpaceCosts:
         return self.grid.ranks_along(divided_directions(self.rows))
 
     @cached_property
-    def feature_parts(self) -> int:
-        """Return the number of blocks that the features are divided into."""
-        return self.grid.ranks_along(self.features)
-
-    @cached_property
     def copies(self) -> int:
         """Return the number of ranks that store the same block of an activation."""
-        return self.grid.ranks // (self.row_parts * self.feature_parts)
+        return self.grid.ranks // (self.row_parts * self.grid.ranks_along(self.features))
 
     @cached_property
     def _divided(self) -> str:

@@ -16,20 +16,8 @@ from mm3d.model.swiglu import perceptron_layers, sigmoid
 class SharedExpert:
     """Compute F(x), where F is a perceptron; or with a gate sigmoid(x w) F(x).
 
-    Its weights are those of linear layers: divided by the scheme, and among replicas by ZeRO.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes the parameters.
-    name : str
-        The beginning of their names, such as "experts.shared".
-    design : ExpertDesign
-        With the width, and whether there is a gate.
-    hidden : int
-        Global number of features of a token.
-    architecture : Architecture
-        Says what the perceptron computes.
+    Its weights are those of linear layers: divided by the scheme, and among replicas by ZeRO.  The
+    design has its width, and says whether there is a gate; the architecture what F computes.
     """
 
     def __init__(self, build: Builder, name: str, design: ExpertDesign, hidden: int,
