@@ -70,6 +70,8 @@ class Dump:
     ------
     ValueError
         On all ranks, where they have other tokens and no `batch_group`.
+    TypeError
+        For other names in `about`, and a model in the shards of FSDP 1.
     """
 
     def __init__(self, folder: str, model: torch.nn.Module, config: dict[str, Any],
@@ -81,8 +83,8 @@ class Dump:
         self.sequences, self.length = tokens.shape
         self.positions_group = about.pop("sequence_group", None)
         self.lead = not dist.is_initialized() or dist.get_rank() == 0
-        if about.keys() - {"ignored", "dtype", "ranks", "borders"}:
-            raise TypeError(f"{', '.join(about)}: ignored, dtype, ranks, borders and "
+        if unknown := about.keys() - {"ignored", "dtype", "ranks", "borders"}:
+            raise TypeError(f"{', '.join(sorted(unknown))}: ignored, dtype, ranks, borders and "
                             f"sequence_group would do")
         self.borders = re.compile(about.pop("borders", BORDERS))
         self.about: dict[str, Any] = {"ignored": -100, **about, "unseen": []}

@@ -7,6 +7,7 @@ by how much they differ: by what the order of summation changes.
 
 import json
 import os
+import shutil
 import tempfile
 import textwrap
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
+from mm3d.arrays.plain_numbers import check_whole
 from mm3d.child_process import run_child
 from mm3d.examples import Parser
 from mm3d.launcher import wait_patiently
@@ -127,6 +129,14 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
     parser.add_argument("--transformers", metavar="PYTHON",
                         help="an interpreter with torch, transformers and safetensors")
     options = parser.parse_args(words)
+    try:
+        for name in ("steps", "every"):
+            check_whole(f"--{name}", getattr(options, name))
+    except ValueError as error:
+        parser.error(str(error))
+    if options.transformers and shutil.which(options.transformers) is None:
+        parser.error(f"--transformers {options.transformers}: there is no such program: the "
+                     f"python of an environment would do")
     batches = draw_batches(options.steps)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)

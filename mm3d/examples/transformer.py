@@ -24,7 +24,7 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
         scheme = mm3d.scheme(options.scheme, comm, grid=options.grid and tuple(options.grid))
     except ValueError as error:    # before any communication, the same on every rank
         sys.exit(f"error: {error}")
-    found, words = step(scheme)
+    found, traffic = step(scheme)
     # Drawn from the same seed, the model is the same on every scheme and grid.
     expected, _ = step(mm3d.scheme("serial", MPI.COMM_SELF))
     worst = max(np.abs(found[name] - expected[name]).max() / np.abs(expected[name]).max()
@@ -32,7 +32,7 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
     if comm.rank == 0:
         print(f"output and {len(found) - 1} gradients on {comm.size} ranks of {scheme.name}: "
               f"largest relative difference to one rank {worst:.0e}")
-        print(words)
+        print(traffic)
     if worst > 1e-12:
         raise SystemExit(1)
 

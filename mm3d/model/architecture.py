@@ -39,9 +39,8 @@ class Architecture(PlainFields):
     rotary_base : float
         The base of the angles' frequencies, called theta elsewhere.
     rotary_scaling : tuple of float, optional
-        Scaling of the frequencies as in Llama 3.1: factor, low, high, original.  Frequencies with
-        fewer than `low` periods in `original` positions are divided by the factor, those with more
-        than `high` are kept, and the others are between.
+        Scaling of the frequencies as in Llama 3.1: factor, low, high, original, see
+        `mm3d.model.rotary.frequencies`.
     kv_heads : int, optional
         Number of heads of keys and values, which divides the heads: each is shared by a group of
         neighbouring heads of queries, which stay together on a rank (Ainslie et al., arXiv
@@ -116,13 +115,7 @@ class Architecture(PlainFields):
                              f"{self.positions!r}: positions='rotary' would do")
 
     def check_heads(self, hidden: int, heads: int) -> None:
-        """Raise ValueError unless so many heads, of that many features, can be made.
-
-        Parameters
-        ----------
-        hidden, heads : int
-            As in `mm3d.ModelSizes`.
-        """
+        """Raise ValueError unless so many heads, of `hidden` features together, can be made."""
         if self.head is None and hidden % heads:
             below, above = hidden // heads * heads, (hidden // heads + 1) * heads
             near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"

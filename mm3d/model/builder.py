@@ -52,13 +52,15 @@ class Builder:
         return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
 
     def create_parameter(self, name: str, layout: Layout, shape: tuple[int, ...],
-                         gathered_along: Split | None = None) -> Parameter:
+                         gathered_along: Split | None = None,
+                         kind: Callable[..., Parameter] | None = None) -> Parameter:
         """Create the parameter `name` of the current block, of global `shape`.
 
-        `gathered_along` says how a weight that products gather is divided.
+        `gathered_along` says how a weight that products gather is divided; `kind` makes it
+        instead of `parameter`.
         """
-        return self.parameter(self.full_name(name), self.scheme.grid, layout, shape, self.dtype,
-                              gathered_along, self.master)
+        return (kind or self.parameter)(self.full_name(name), self.scheme.grid, layout, shape,
+                                        self.dtype, gathered_along, self.master)
 
     def full_name(self, name: str) -> str:
         """Return the name in the model of `name` in the current block."""

@@ -92,20 +92,8 @@ def weighted_products(layer: Layer, backward: bool = False,
                       recomputed: bool = False) -> list[tuple[Linear, bool]]:
     """List the products with weights of a forward or a `backward` pass, in order.
 
-    Parameters
-    ----------
-    layer : Layer
-        The layer or chain of layers.
-    backward : bool
-        Whether the pass is backward.
-    recomputed : bool
-        Whether the pass is a forward that only recomputes the saved data.
-
-    Returns
-    -------
-    list of (Linear, bool)
-        For each product the layer that holds the weight, and whether the product is a backward
-        one.
+    Each is the layer that holds the weight, and whether the product is a backward one.  A forward
+    that is `recomputed` only computes the saved data again.
     """
     if isinstance(layer, Linear):
         return [] if recomputed else [(layer, backward)]

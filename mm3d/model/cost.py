@@ -20,15 +20,14 @@ from functools import cache
 from typing import Any
 
 from mm3d.grid.axis import Shown
-from mm3d.model.experts.costs import expert_moves, has_bias, products_of
+from mm3d.model.experts.costs import Moves, expert_moves, has_bias, products_of
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.recomputation import parse_policy
+from mm3d.model.recomputation import parse_policy, period_of
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.words import SpaceCosts, Words
 
 Key = tuple[str, str]    # direction and kind of collective
-Moves = list[Move]
 
 PRODUCTS = ("qkv", "proj", "up", "down")
 # The parts of a layer, in pairs: "selective" recomputes the first of each from its input.
@@ -46,14 +45,7 @@ def flops(sizes: ModelSizes, experts: ExpertOptions | None = None) -> dict[str, 
     A multiplication and an addition count as two; backward takes twice as many as forward.
     Recomputation is not included (see `flops_again`), nor are the scores of attention that
     backward always recomputes.  A causal mask or a window saves nothing here; kernels leave out
-    what they can of the products that it hides.
-
-    Parameters
-    ----------
-    sizes : ModelSizes
-        Sizes of the model.
-    experts : ExpertOptions, optional
-        Options of its experts; none drops a token.
+    what they can of the products that it hides.  Experts drop no token.
 
     Returns
     -------
@@ -150,7 +142,7 @@ def passes(sizes: ModelSizes, recompute: str = "none",
         "backward", and "recomputed" for the backward of a product after
         `mm3d.schemes.product.Product.recompute_saved`, which neither multiplies nor communicates.
     """
-    period = math.lcm(parse_policy(recompute).group_size or 1, experts.every if experts else 1)
+    period = period_of(recompute, experts)
     whole, rest = divmod(sizes.layers, period)
     if whole <= 2:
         return _count_passes(sizes.layers, recompute, experts)
@@ -210,8 +202,9 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     Raises
     ------
     ValueError
-        When there is no scheme of that name.
+        As of `mm3d.schemes.words.Words`, and when the sizes do not fit each other.
     """
+    sizes.check()
     of = Words(scheme, grid, sizes.batch, sizes.seq, **options)
     found: dict[str, dict[Key, Move]] = {"forward": {}, "backward": {}}
     for (part, kind), times in passes(sizes, recompute, experts).items():
@@ -308,13 +301,6 @@ def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
 
     It is the tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022),
     where ranks store each element once: with copies, as in 2.5-D, they may move fewer words.
-
-    Parameters
-    ----------
-    M, N, K : int
-        Global sizes of the product.
-    ranks : int
-        Number of ranks.
     """
     k, n, m = sorted((M, N, K))
     if ranks * n <= m:
@@ -330,13 +316,7 @@ def lower_bound_with_memory(M: int, N: int, K: int, ranks: int, memory: float) -
     """Return a lower bound of the words that some rank moves with `memory` words of its own.
 
     It is the bound of Irony, Toledo and Tiskin (2004), MNK / (2 sqrt(2) P sqrt(S)) - S, and at
-    least 0: with much memory it says nothing, and `lower_bound` holds.
-
-    Parameters
-    ----------
-    M, N, K, ranks
-        As in `lower_bound`.
-    memory : float
-        S, the words of arrays that a rank holds at most.
+    least 0, of P ranks that hold S words at most: with much memory it says nothing, and
+    `lower_bound` holds.
     """
     return max(0.0, M * N * K / (2 * math.sqrt(2) * ranks * math.sqrt(memory)) - memory)

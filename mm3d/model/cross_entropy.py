@@ -74,8 +74,6 @@ class CrossEntropy:
         ----------
         logits : Array
             This rank's block of (batch, seq, vocab), which is overwritten.
-        targets : Targets
-            The targets.
 
         Returns
         -------
@@ -154,13 +152,6 @@ class CrossEntropy:
         """Compute the gradient of the logits from the sum of the losses, times ``targets.scale``.
 
         The memory of the logits is reused, unless a product gathers the result.
-
-        Parameters
-        ----------
-        targets : Targets
-            As in `forward`.
-        saved : Any
-            The data that `forward` returned.
 
         Returns
         -------

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of, host_dtype, namespace
 from mm3d.grid.activations import Space
 from mm3d.model.chains import Chain, Residual
 from mm3d.model.layers import Layer
@@ -25,10 +25,8 @@ class Dropout:
 
     Parameters
     ----------
-    space : Space
-        Space of x.
-    features : int
-        Global number of features of x.
+    space, features
+        The space of x, and its global number of features.
     probability : float
         Probability that an element is dropped, rounded to a multiple of 2^-16.
     name : str
@@ -61,8 +59,7 @@ class Dropout:
             out[...] = a
             return out
         grid = self.space.grid
-        factors = grid.backend.from_host(tuple(a.shape), str(a.dtype).rpartition(".")[2],
-                                         self._draw_factors)
+        factors = grid.backend.from_host(tuple(a.shape), host_dtype(a), self._draw_factors)
         return namespace(a).multiply(a, factors, out=out)
 
     def _draw_factors(self) -> Any:

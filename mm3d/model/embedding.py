@@ -98,16 +98,7 @@ class Embedding:
 
 
 class _Table:
-    """Gather a block of a table along the direction that products gather a weight along.
-
-    Parameters
-    ----------
-    parameter : Parameter
-        The table.
-    grid, layout
-        How it is divided.
-    along : str or None
-        This direction.
+    """Gather a block of a table `along` the direction that products gather a weight along, if any.
 
     Attributes
     ----------

@@ -4,11 +4,12 @@ from typing import Any
 
 from mm3d.arrays.backend import Array
 from mm3d.model.builder import Builder
+from mm3d.model.layers import Linear
 from mm3d.model.parameters import Parameter
 
 
-class Head:
-    """Compute logits = x W.
+class Head(Linear):
+    """Compute logits = x W, in the inner space.
 
     Parameters
     ----------
@@ -21,22 +22,7 @@ class Head:
     table = None    # of the embedding
 
     def __init__(self, build: Builder, hidden: int, vocab: int) -> None:
-        build.named(self, "head", "head")
-        self.product = build.scheme.product(build.outer, build.inner, (hidden, vocab), (1, 1))
-        self.weight = build.create_parameter("head.weight", self.product.weight, (hidden, vocab),
-                                             self.product.gathered_along)
-        self.product.use_weight(self.weight)
-        self.parameters = [self.weight]
-
-    def forward(self, x: Array, within: None = None) -> tuple[Array, Any]:
-        """Compute the logits, in the inner space; return them with the data for backward."""
-        return self.product.forward(x, self.weight.value)
-
-    def backward(self, dlogits: Array, saved: Any, within: None = None) -> Array:
-        """Compute dx = dlogits W^T; add dW to the gradient."""
-        dx, dW = self.product.backward(dlogits, self.weight.value, saved)
-        self.weight.accumulate(dW)
-        return dx
+        super().__init__(build, "head", "up", (hidden, vocab), has_bias=False)
 
 
 class TiedHead:

@@ -1,13 +1,14 @@
 """Draw the initial values of a model, and other random numbers, the same on every grid."""
 
-import hashlib
 import math
 import sys
 from typing import Callable, Iterator
 
 import numpy as np
 
+from mm3d.arrays.backend import host_dtype
 from mm3d.arrays.plain_numbers import plain_number
+from mm3d.model.masks import keyed_philox
 from mm3d.model.parameters import Parameter
 
 # Mean and 1 / standard deviation of a parameter by its name and shape; infinity for no deviation.
@@ -26,8 +27,10 @@ def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """
     weight = name.endswith(".weight")
     if weight and len(shape) > 1:
-        # A router's weight, (experts, hidden), is stored by experts, like their own weights.
-        return 0, math.sqrt(shape[1] if ".experts." in name else shape[0])
+        # A router's weight, (experts, hidden), is stored by experts, like their own weights; those
+        # of a shared expert, but its gate's, are those of linear layers.
+        linear = name.endswith(("shared.up.weight", "shared.down.weight"))
+        return 0, math.sqrt(shape[1] if ".experts." in name and not linear else shape[0])
     if name.endswith("router.bias"):
         return 0, math.inf    # no gradient changes it
     return float(weight), 10
@@ -37,13 +40,16 @@ def gpt2_values(layers: int) -> InitialValues:
     """Return the initial values of GPT-2 (Radford et al. 2019) with `layers` layers.
 
     Weights and token embeddings have the deviation 0.02, position embeddings 0.01.  In each layer
-    the weights of the two products that end in the residual stream are divided by
-    sqrt(2 layers).  Norms begin with the weight 1, biases with 0.
+    the weights of the products that end in the residual stream are divided by sqrt(2 layers).
+    Norms begin with the weight 1, biases with 0.
     """
+    into_stream = ("attention.proj.weight", "mlp.down.weight", "experts.down.weight",
+                   "experts.shared.down.weight")
+
     def values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         if len(shape) == 1 or name.endswith(".bias"):
             return float(name.endswith(".weight")), math.inf
-        if name.endswith(("attention.proj.weight", "mlp.down.weight", "experts.down.weight")):
+        if name.endswith(into_stream):
             return 0, 50 * math.sqrt(2 * layers)
         return 0, 100 if name == "positions.weight" else 50
     return values
@@ -57,7 +63,7 @@ def draw_parameter(p: Parameter, seed: int, values: InitialValues) -> None:
         p.master[...] = mean
     else:
         p.master[...] = p.grid.backend.from_host(
-            tuple(s.stop - s.start for s in place), str(p.master.dtype).rpartition(".")[2],
+            tuple(p.master.shape), host_dtype(p.master),
             lambda: draw_normal(seed, p.name, p.shape, place) / divisor)
         if mean:
             p.master += mean
@@ -69,10 +75,9 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...],
     """Draw a part of a global array of independent N(0, 1) numbers, in float64.
 
     All dimensions but the last are taken as rows.  The array is divided into blocks of
-    `BLOCK_ROWS` rows and some columns, each with a random stream of its own: Philox (Salmon,
-    Moraes, Dror and Shaw, SC 2011), with seed and name as the key and the block's row and column
-    as the start of the counter.  A rank draws only the blocks that overlap its part, and all
-    grids see the same array.
+    `BLOCK_ROWS` rows and some columns, each with a random stream of its own: Philox with seed and
+    name as the key and the block's row and column as the start of the counter.  A rank draws only
+    the blocks that overlap its part, and all grids see the same array.
 
     Parameters
     ----------
@@ -134,11 +139,9 @@ class _Streams:
     """Hold the random streams of the blocks of one array."""
 
     def __init__(self, seed: int, name: str) -> None:
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-        self._bits = np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
+        self._bits = keyed_philox(f"{seed}/{name}")
         self._generator = np.random.Generator(self._bits)
-        # The state at the start of a stream.  Setting it takes 3 us, a new Philox 20 us.
-        self._state = self._bits.state
+        self._state = self._bits.state    # at the start of a stream
         self._counter = self._state["state"]["counter"]
 
     def draw_block(self, block_row: int, block_column: int, rows: int,

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.model import functional
-from mm3d.model.architecture import PLAIN
 from mm3d.model.builder import Builder
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
@@ -115,19 +114,14 @@ class LayerNorm:
     ----------
     build : Builder
         Makes gamma and beta; x and y are in its outer space.
-    name : str
-        Name of the layer in its block.
     hidden : int
         Global number of features.
-    eps : float
-        Added to the variance.
     """
 
     normalize = functional.normalize_forward, functional.normalize_backward
     parts: tuple[str, ...] = ("weight", "bias")    # gamma and beta
 
-    def __init__(self, build: Builder, name: str, hidden: int,
-                 eps: float = PLAIN.epsilon) -> None:
+    def __init__(self, build: Builder, name: str, hidden: int, eps: float) -> None:
         build.named(self, name, name)
         self.space, self.hidden, self.eps = build.outer, hidden, eps
         self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)

@@ -7,7 +7,6 @@ recomputation draw again what forward has drawn: no mask is stored.
 """
 
 import hashlib
-from typing import Iterator
 
 import numpy as np
 
@@ -19,16 +18,22 @@ _WORDS = BLOCK_FEATURES * BITS // 64
 _COUNTS = _WORDS // 4    # Philox makes four words of 64 bits for each count
 
 
+def keyed_philox(key: str) -> np.random.Philox:
+    """Return the generator of Salmon, Moraes, Dror and Shaw, SC 2011, with a text as its key.
+
+    To set its state takes 3 us, to make a new one 20 us.
+    """
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
+
+
 class MaskKey:
     """Hold the key of the masks that the layers of a model draw.
 
-    Parameters
+    Attributes
     ----------
     seed : int
         Seed of the model.
-
-    Attributes
-    ----------
     place : tuple of int, or None
         Step of training, and number of the activations' first sequence in the global batch; None,
         at first and in validation, drops nothing.
@@ -57,10 +62,21 @@ def draw_kept(seed: int, step: int, name: str, seq: int, place: tuple[slice, sli
               dropped: int) -> np.ndarray:
     """Draw which elements of a part of a global activation (batch, seq, features) are kept.
 
+    Features are divided into blocks of `BLOCK_FEATURES`.  Each block has a random stream of its
+    own: Philox with seed, step and name as the key, and the numbers of the block and of the token
+    as the start of the counter.  A rank draws the tokens and the blocks of its part alone, a
+    number of 16 bits for each element.
+
     Parameters
     ----------
-    seed, step, name, seq, place
-        As in `draw_numbers`.
+    seed, step : int
+        Seed of the model, and step of training.
+    name : str
+        Name of the layer in the model.
+    seq : int
+        Global number of positions in a sequence.
+    place : tuple of slice
+        Sequences of the global batch, positions and features of the part, with start and stop.
     dropped : int
         How many of 65536 elements are dropped on average.
 
@@ -69,50 +85,17 @@ def draw_kept(seed: int, step: int, name: str, seq: int, place: tuple[slice, sli
     ndarray of bool
         True where an element is kept, in the shape of the part.
     """
-    kept = np.empty(tuple(s.stop - s.start for s in place), bool)
-    for drawn, part in draw_numbers(seed, step, f"{name}/dropout", seq, place, kept):
-        np.greater_equal(drawn, dropped, out=part)
-    return kept
-
-
-def draw_numbers(seed: int, step: int, name: str, seq: int, place: tuple[slice, slice, slice],
-                 out: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Draw a random number of 16 bits for each element of a part of a global activation.
-
-    Features are divided into blocks of `BLOCK_FEATURES`.  Each block has a random stream of its
-    own: Philox (Salmon, Moraes, Dror and Shaw, SC 2011), with seed, step and name as the key, and
-    the numbers of the block and of the token as the start of the counter.  A rank draws the
-    tokens and the blocks of its part alone.
-
-    Parameters
-    ----------
-    seed, step : int
-        Seed of the model, and step of training.
-    name : str
-        Name of the layer in the model, and what the numbers are for.
-    seq : int
-        Global number of positions in a sequence.
-    place : tuple of slice
-        Sequences of the global batch, positions and features of the part, with start and stop.
-    out : ndarray
-        An array of the part's shape, (batch, seq, features).
-
-    Yields
-    ------
-    drawn, part : ndarray
-        Numbers (tokens, features) from 0 to 65535, and the elements of `out` they are for.
-    """
     sequences, positions, features = place
-    if not out.size:
-        return
-    if out.shape[1] == seq:    # the tokens of all sequences follow each other
-        runs = [(sequences.start * seq, out.reshape(-1, out.shape[2]))]
+    kept = np.empty(tuple(s.stop - s.start for s in place), bool)
+    if not kept.size:
+        return kept
+    if kept.shape[1] == seq:    # the tokens of all sequences follow each other
+        runs = [(sequences.start * seq, kept.reshape(-1, kept.shape[2]))]
     else:
         runs = [(number * seq + positions.start, part)
-                for number, part in zip(range(sequences.start, sequences.stop), out)]
-    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=16).digest()
-    bits = np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
-    state = bits.state    # setting it takes 3 us, a new Philox 20 us
+                for number, part in zip(range(sequences.start, sequences.stop), kept)]
+    bits = keyed_philox(f"{seed}/{step}/{name}/dropout")
+    state = bits.state
     counter = state["state"]["counter"]
     for first, part in runs:
         for block in range(features.start // BLOCK_FEATURES, -(-features.stop // BLOCK_FEATURES)):
@@ -121,5 +104,6 @@ def draw_numbers(seed: int, step: int, name: str, seq: int, place: tuple[slice, 
             left = block * BLOCK_FEATURES
             start, stop = max(left, features.start), min(left + BLOCK_FEATURES, features.stop)
             drawn = bits.random_raw(len(part) * _WORDS).view(np.uint16).reshape(len(part), -1)
-            yield (drawn[:, start - left:stop - left],
-                   part[:, start - features.start:stop - features.start])
+            np.greater_equal(drawn[:, start - left:stop - left], dropped,
+                             out=part[:, start - features.start:stop - features.start])
+    return kept

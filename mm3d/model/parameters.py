@@ -282,14 +282,7 @@ class Trained(Shown):
 
 
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check global arrays, by name, against the parameters of a model before they are loaded.
-
-    Parameters
-    ----------
-    state : mapping
-        The arrays.
-    shapes : mapping
-        The public shape of every parameter of the model, by name.
+    """Check global arrays, by name, against the public shapes of all parameters of a model.
 
     Raises
     ------

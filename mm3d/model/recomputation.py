@@ -24,7 +24,9 @@ norms and activation functions; its ``full`` with ``--recompute-method uniform
 --recompute-num-layers n`` is ``uniform:n`` here, or ``full`` for n = 1.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 # In ascending order of recomputation, the order in which they are tried.
 POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", "uniform:6",
@@ -47,11 +49,6 @@ class Policy:
 
     selective: bool = False
     group_size: int = 0
-
-    @property
-    def period(self) -> int:
-        """Return the number of layers after which the pattern of saved data repeats."""
-        return max(1, self.group_size)
 
     def groups(self, layers: int) -> list[int]:
         """Return the sizes of the recomputed groups in a model of `layers` layers."""
@@ -79,3 +76,11 @@ def parse_policy(name: str) -> Policy:
     raise ValueError(f"recompute={name!r} is unknown: choose none, selective, full, or uniform:n "
                      f"for the input of every n-th layer alone, such as uniform:2; of the last "
                      f"two also full+selective and uniform:n+selective")
+
+
+def period_of(recompute: str, experts: Any = None) -> int:
+    """Return the number of layers of a group, such that all groups are alike.
+
+    Recomputation may keep the input of every n-th layer, and every n-th layer may have experts.
+    """
+    return math.lcm(parse_policy(recompute).group_size or 1, experts.every if experts else 1)

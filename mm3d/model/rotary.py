@@ -20,19 +20,8 @@ def frequencies(architecture: Architecture, head: int) -> np.ndarray:
     section 3.2.2).  Llama 3.1 scales them (Meta, github.com/meta-llama/llama-models): where an
     angle turns less than `low` times in `original` positions it is divided by the factor; where
     it turns more than `high` times it is kept; between them a share (turns - low) / (high - low)
-    of the kept one and the rest of the divided one are added.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        Its base and scaling.
-    head : int
-        Features of a head.
-
-    Returns
-    -------
-    ndarray of float64
-        (head / 2,).
+    of the kept one and the rest of the divided one are added.  `head` is the features of a head;
+    the result is of float64, (head / 2,).
     """
     angles = architecture.rotary_base ** (np.arange(0, head, 2) / -head)
     if architecture.rotary_scaling is None:
@@ -50,12 +39,10 @@ class Turns:
     ----------
     space : Space
         Space of the activations that are rotated.
-    head : int
-        Features of a head.
+    head, architecture
+        As of `frequencies`.
     dtype : str
         Type of the activations; those of 16 bits are rotated in float32.
-    architecture : Architecture
-        Its base and scaling.
 
     Attributes
     ----------
@@ -118,8 +105,6 @@ class Rotary:
         n: the queries of a group, and the key.
     features : int
         Global number of features of all keys together.
-    turns : Turns
-        The cosines and sines.
     """
 
     parameters: list[Parameter] = []

@@ -49,15 +49,7 @@ def sigmoid(xp: Any, a: Array) -> Array:
 
 
 class SwiGLU:
-    """Compute SiLU(g) u from (g, u), (batch, seq, 2, features); save both.
-
-    Parameters
-    ----------
-    space : Space
-        Space of input and output.
-    features : int
-        Global number of features of the output.
-    """
+    """Compute SiLU(g) u from (g, u), (batch, seq, 2, features), in one space; save both."""
 
     parameters: list[Parameter] = []
 
@@ -77,18 +69,8 @@ def perceptron_layers(build: Builder, name: str, hidden: int, inner: int, gates:
                       has_bias: bool) -> list[Layer]:
     """Make two products and the function between them: GELU, or SiLU that gates a third.
 
-    Parameters
-    ----------
-    build : Builder
-        Makes the parameters.
-    name : str
-        The beginning of their names, such as "mlp".
-    hidden, inner : int
-        Global numbers of features of input and output, and between the products.
-    gates : int
-        How many products up there are: 2 where one gates the other.
-    has_bias : bool
-        Whether the products have biases.
+    Names of parameters begin with `name`, such as "mlp".  There are `inner` features between the
+    products, globally; `gates` are the products up, 2 where one gates the other.
     """
     if gates == 2:
         up = Linear(build, f"{name}.up", "up", (hidden, 2, inner), has_bias=has_bias)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
-from mm3d.model.functional import prefer_backend_kernel
+from mm3d.model.functional import prefer_backend_kernel, upcast
 
 
 def look_up_rows(table: Array, ids: np.ndarray, first: int, out: Array) -> Array:
@@ -136,14 +136,14 @@ def softmax_statistics(logits: Array, sums: bool) -> Array:
         (rows, 4), in float32 at least: maximum m, sum of exp(x - m), 0, and the sum of x or 0.
         A block without columns has the maximum -inf.
     """
-    library, xp, dtype = backend_of(logits), namespace(logits), accumulation_dtype(logits)
-    out = library.empty((logits.shape[0], 4), dtype)
+    library, xp = backend_of(logits), namespace(logits)
+    out = library.empty((logits.shape[0], 4), accumulation_dtype(logits))
     out[...] = 0
     if not logits.shape[1]:
         out[:, 0] = -math.inf
         return out
     for x, s in row_blocks(library, logits, out):
-        u = xp.astype(x, dtype, copy=False)
+        u = upcast(x)
         top = xp.max(u, axis=-1, keepdims=True)
         if sums:
             s[:, 3:4] = xp.sum(u, axis=-1, keepdims=True)

@@ -36,10 +36,8 @@ class Transformer(Trained):
     """Stack pre-LN Transformer layers, without embedding and head, as in the paper's measurements.
 
     Each layer computes y = x + Attention(LN(x)), then y + MLP(LN(y)), with MLP factor 4 and GELU
-    unless an `mm3d.Architecture` says otherwise.
-    Weights are drawn from N(0, 1 / fan-in), biases from N(0, 0.01) and the norms' weights from
-    N(1, 0.01), so that checks of results are sensitive to all of them.  The same seed gives the
-    same model for every scheme, grid and number of ranks.
+    unless an `mm3d.Architecture` says otherwise.  The same seed gives the same model for every
+    scheme, grid and number of ranks.
 
     Parameters
     ----------
@@ -54,8 +52,8 @@ class Transformer(Trained):
     parameter : callable
         Makes the parameters, see `mm3d.model.builder.Builder`.
     initial_values : callable
-        Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
-        those above.
+        Mean and 1 / deviation of each parameter; by default
+        `mm3d.model.initial_values.varied_values`, so that checks are sensitive to all of them.
     expert_ranks : ExpertRanks, optional
         Ranks with other sequences of the same batch, and the ranks that divide the experts.
     context : Context, optional
@@ -70,7 +68,7 @@ class Transformer(Trained):
         On every rank alike, for sizes that cannot be divided, an unknown dtype, or options that
         do not go together.
     TypeError
-        For a field that there is not, and sizes that are missing.
+        For a field that there is not, sizes that are missing, and what is no scheme.
 
     Attributes
     ----------
@@ -104,6 +102,8 @@ class Transformer(Trained):
                  initial_values: InitialValues = varied_values,
                  expert_ranks: ExpertRanks | None = None, context: Context | None = None,
                  **fields: Any) -> None:
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"Transformer: {scheme!r} is no scheme, as mm3d.scheme('3d') is")
         if stack is not None and not isinstance(stack, Stack):
             raise TypeError(f"Transformer: {stack!r} is no Stack: sizes have names, such as "
                             f"layers=2, hidden=48, heads=4, batch=8, seq=16")

@@ -21,10 +21,6 @@ def transformer_layers(build: Builder, stack: Stack, part: range | None = None) 
 
     Parameters
     ----------
-    build : Builder
-        Makes the parameters.
-    stack : Stack
-        The layers' sizes and options.
     part : range, optional
         The layers of a part of the model, such as a stage of a pipeline; they keep their numbers.
         All layers, if not given.

@@ -7,6 +7,9 @@ A scheme states in closed form how many words one product moves and which matric
 import math
 from typing import Iterator, NamedTuple
 
+# The collectives that replace others where the first rank of a direction holds whole blocks.
+ON_FACES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+
 
 class Move(NamedTuple):
     """Describe a collective: its direction, its kind, and the words that all ranks move together.

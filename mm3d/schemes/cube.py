@@ -30,14 +30,11 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
     return c.reduce_scatter(matmul(A_il, B_lj, c.term))
 
 
-def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                accumulate_float32: bool = False) -> tuple[Array, Array]:
-    """Compute dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2).
-
-    With `accumulate_float32` dB is in float32 at least.
-    """
+def ab_backward(dC: Operand, A: Operand, B: Operand,
+                a: Split, b: Split, c: Split) -> tuple[Array, Array]:
+    """Compute dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2)."""
     dC = Gathered(gather(dC, c))
-    return abt(dC, B, c, b, a), atb(A, dC, a, c, b, accumulate_float32)
+    return abt(dC, B, c, b, a), atb(A, dC, a, c, b)
 
 
 def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:

@@ -15,13 +15,10 @@ from typing import Any, Mapping
 
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
-from mm3d.schemes.closed_form import Move, ProductShape
+from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
 from mm3d.schemes.cube import Cube, CubeMatrixProduct, CubeProduct
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import SpaceLayout
-
-# The collectives that replace those of the balanced algorithms.
-COLLECTIVES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 
 
 class FacesMatrixProduct(CubeMatrixProduct):
@@ -34,7 +31,7 @@ class FacesMatrixProduct(CubeMatrixProduct):
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
                       shape: tuple[int, int, int]) -> list[Move]:
         """List the broadcasts of A and B and the reduction of C, each along its direction."""
-        return [move._replace(collective=COLLECTIVES[move.collective])
+        return [move._replace(collective=ON_FACES[move.collective])
                 for move in super().forward_moves(sizes, form, shape)]
 
 
@@ -72,5 +69,5 @@ class Faces(Cube):
         A rank that stores no A receives MN/(XZ) words of it; the ranks of the face send them.
         """
         forward, backward = super().product_moves(sizes, product)
-        return tuple([move._replace(collective=COLLECTIVES[move.collective]) for move in moves]
+        return tuple([move._replace(collective=ON_FACES[move.collective]) for move in moves]
                      for moves in (forward, backward))

@@ -4,6 +4,7 @@ They run the algorithms of the linear layers (`mm3d.schemes.product.Product`) wi
 microbenchmarks and checks.
 """
 
+import numbers
 from abc import ABC, abstractmethod
 from typing import Mapping
 
@@ -24,11 +25,16 @@ GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
 
 
+def matrix_shapes(form: str, shape: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
+    """Return the global shapes of A, B and C of a form; `shape` is M, N, K."""
+    extents = dict(zip("MNK", shape))
+    return {name: (extents[rows], extents[columns])
+            for name, (rows, columns) in zip("ABC", FORMS[form])}
+
+
 def element_counts(form: str, shape: tuple[int, int, int]) -> dict[str, int]:
     """Count the elements of A, B and C of a form; `shape` is M, N, K."""
-    extents = dict(zip("MNK", shape))
-    return {name: extents[rows] * extents[columns]
-            for name, (rows, columns) in zip("ABC", FORMS[form])}
+    return {name: rows * columns for name, (rows, columns) in matrix_shapes(form, shape).items()}
 
 
 class MatrixProduct(ABC):
@@ -44,7 +50,8 @@ class MatrixProduct(ABC):
     form : {"ab", "abt", "atb"}
         The product.
     shape : tuple of int
-        M, N, K: C is M x K, a sum of N terms.
+        M, N, K: C is M x K, a sum of N terms.  ValueError when one is no whole number of at least
+        1, or there is no such form.
 
     Attributes
     ----------
@@ -53,22 +60,21 @@ class MatrixProduct(ABC):
     DIRECTIONS : mapping of str to sequence of str or None
         Directions along which A, B and C are communicated, by form, and None for a matrix that is
         not communicated; each scheme defines them.
-    shapes : dict of str to tuple of int
-        Global shapes of "A", "B" and "C".
-    layouts : dict of str to Layout
-        Their layouts.
-    directions : dict of str to str or None
-        The directions along which they are communicated.
+    shapes, layouts, directions : dict
+        Global shapes of "A", "B" and "C", their layouts, and the directions along which they are
+        communicated in this form.
     """
 
     LAYOUTS: Mapping[str, tuple[str, str, str]]
     DIRECTIONS: Mapping[str, tuple[str | None, str | None, str | None]]
 
     def __init__(self, grid: Grid, form: str, shape: tuple[int, int, int]) -> None:
-        extents = dict(zip("MNK", shape))
+        if form not in FORMS or len(shape) != 3 or not all(
+                isinstance(n, numbers.Integral) and n > 0 for n in shape):
+            raise ValueError(f"a product {form!r} of {shape}: {', '.join(FORMS)}, and three whole "
+                             f"numbers M, N, K of at least 1, would do")
         self.grid, self.form, self.shape = grid, form, shape
-        self.shapes = {name: tuple(extents[n] for n in letters)
-                       for name, letters in zip("ABC", FORMS[form])}
+        self.shapes = matrix_shapes(form, shape)
         self.layouts = dict(zip("ABC", map(Layout, self.LAYOUTS[form])))
         self.directions = dict(zip("ABC", self.DIRECTIONS[form]))
         self._splits: dict[str, Split] = {}

@@ -10,7 +10,7 @@ that norms and residuals work on shards of it.
 from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.arrays.products import matmul, matmul_nt
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
@@ -56,8 +56,7 @@ class ColumnParallel(Product):
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return matmul_tn(self.rows.all_gather(A), dC, self.empty_gradient,
-                         self.accumulate_float32)
+        return self.weight_gradient(self.rows.all_gather(A), dC)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -80,7 +79,7 @@ class RowParallel(Product):
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return matmul_tn(A, dC.array, self.empty_gradient, self.accumulate_float32)
+        return self.weight_gradient(A, dC.array)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -90,8 +89,7 @@ class RowParallel(Product):
 
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
         dC = self.rows.reduce_scatter(matmul(dA, B))
-        return dC, matmul_tn(dA, self.rows.all_gather(C), self.empty_gradient,
-                             self.accumulate_float32)
+        return dC, self.weight_gradient(dA, self.rows.all_gather(C))
 
 
 class MegatronMatrixProduct(MatrixProduct):

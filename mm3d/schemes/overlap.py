@@ -110,14 +110,7 @@ class Overlap(Pass):
     def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
         B, product = self._weight(layer), layer.product
-        if product.overlap:
-            B_lj = gather(B, product.b)
-            C, A_il = self.ab(A, Gathered(B_lj), product.a, product.b, product.c, product.overlap,
-                              product.keep == "both")
-            saved = product.kept(A, A_il, B, B_lj)
-            del A_il, B_lj
-        else:
-            C, saved = product.forward(A, B)
+        C, saved = self._ab(product, A, B) if product.overlap else product.forward(A, B)
         del B
         self._prefetch_from_here()
         return C, saved
@@ -127,44 +120,42 @@ class Overlap(Pass):
         if self.later is not None:
             return super().backward(layer, dC, saved)
         B, product = self._weight(layer), layer.product
-        if product.overlap:
-            A, B_lj = saved
-            dA, dB = self.ab_backward(dC, A, B if B_lj is None else B_lj, product.a, product.b,
-                                      product.c, product.accumulate_float32, product.overlap)
-        else:
-            dA, dB = product.backward(dC, B, saved)
-        self._finish_weight()
-        if isinstance(dB, Pending) and not dB.done:
-            self._summing = layer.weight, dB
-        else:
-            layer.weight.accumulate(dB.take() if isinstance(dB, Pending) else dB)
+        dA, dB = (self._ab_backward(product, dC, B, saved) if product.overlap else
+                  product.backward(dC, B, saved))
+        self._begin_weight(layer.weight, dB)
         return dA
 
     def backward_input(self, layer: WeightedLayer, dC: Array, saved: Any) -> tuple[Array, Any]:
-        """Compute dA = dC B^T with the weight B of `layer`; return it with the operands of dB."""
+        """Compute dA = dC B^T with the weight B of `layer`; return it with the operands of dB.
+
+        Nothing is computed while dA is summed; the sum is nonblocking all the same, so that it
+        adds in the order of `backward`.
+        """
         B, product = self._weight(layer), layer.product
         if not product.overlap:
             return product.backward_input(dC, B, saved)
         A, B_lj = saved
-        dA, dC_ij = self.abt(dC, B if B_lj is None else B_lj, product.c, product.b, product.a,
-                             product.overlap, keep=True)
-        return dA, (A, Gathered(dC_ij))
+        dA, dC_ij = self._abt(product, dC, B if B_lj is None else B_lj, self._prefetch)
+        return dA.take(), (A, Gathered(dC_ij))
 
     def backward_weights(self, layer: WeightedLayer, operands: Any) -> None:
         """Compute dB = A^T dC of the weight B of `layer`; add it to its gradient when summed."""
         product = layer.product
-        if product.overlap:
-            A, dC_ij = operands
-            dB = self.atb(A, dC_ij, product.a, product.c, product.b, product.accumulate_float32)
-        else:
-            dB = product.backward_weights(operands)
-        self._finish_weight()
-        self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
+        self._begin_weight(layer.weight, self._atb(product, *operands) if product.overlap else
+                           product.backward_weights(operands))
 
     def finish_gradients(self) -> None:
         """Complete the sums of all gradients computed so far."""
         self._finish_weight()
         super().finish_gradients()
+
+    def _begin_weight(self, weight: Any, dB: Array | Pending) -> None:
+        """Add dB to a weight's gradient, or let its sum go on, once the sum before is complete."""
+        self._finish_weight()
+        if isinstance(dB, Pending) and not dB.done:
+            self._summing = weight, dB
+        else:
+            weight.accumulate(dB.take() if isinstance(dB, Pending) else dB)
 
     def _finish_weight(self) -> None:
         """Complete the sum of dB in flight."""
@@ -173,57 +164,59 @@ class Overlap(Pass):
             self._summing = None
             weight.accumulate(dB.take())
 
-    def ab(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int = 1,
-           keep: bool = False) -> tuple[Array, Array | None]:
-        """Compute C = A B (Algorithm 1) while the next weight is gathered, in `panels` of rows.
+    def _ab(self, product: Any, A: Array, B: Operand) -> tuple[Array, Any]:
+        """Compute C = A B (Algorithm 1) while the next weight is gathered, in panels of rows.
 
-        C is returned with A_il, or None if that is not kept.
+        C is returned with the data for backward.
         """
-        rows = RowPanels(a, c, panels)
+        B_lj, rows = gather(B, product.b), RowPanels(product.a, product.c, product.overlap)
         if rows.count > 1:
-            C, A_il = self._multiply_panels(matmul, A, B, b, rows, self._prefetch, keep)
-            return C.take(), A_il
-        A_il, B_lj = gather(A, a), gather(B, b)
-        C = c.reduce_scatter(matmul(A_il, B_lj, c.term, progress_of(self._prefetch())))
-        return C, A_il if keep else None
+            panels, A_il = self._multiply_panels(matmul, A, Gathered(B_lj), product.b, rows,
+                                                 self._prefetch, product.keep == "both")
+            C = panels.take()
+        else:
+            A_il = gather(A, product.a)
+            C = product.c.reduce_scatter(
+                matmul(A_il, B_lj, product.c.term, progress_of(self._prefetch())))
+        return C, product.kept(A, A_il, B, B_lj)
 
-    def ab_backward(self, dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                    accumulate_float32: bool = False,
-                    panels: int = 1) -> tuple[Array, Pending]:
+    def _ab_backward(self, product: Any, dC: Array, B: Operand,
+                     saved: Any) -> tuple[Array, Pending]:
         """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may be pending."""
+        A, B_lj = saved
         gathering: list[Operand] = []
 
         def begin_A() -> Operand:
-            gathering.append(A if isinstance(A, Gathered) else self._begin(a.prefetch(A)))
+            gathering.append(A if isinstance(A, Gathered) else self._begin(product.a.prefetch(A)))
             return gathering[0]
 
-        dA, dC_ij = self._abt(dC, B, c, b, a, panels, begin_A, keep=True)
+        dA, dC_ij = self._abt(product, dC, B if B_lj is None else B_lj, begin_A)
         moving = progress_of(self._prefetch(), dA)
-        terms = matmul_tn(gather(gathering[0], a), dC_ij, b.term, accumulate_float32, moving)
-        dB = self._begin(b.begin_reduce_scatter(terms))
+        terms = matmul_tn(gather(gathering[0], product.a), dC_ij, product.b.term,
+                          product.accumulate_float32, moving)
+        dB = self._begin(product.b.begin_reduce_scatter(terms))
         return dA.take(), dB
 
-    def abt(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int = 1,
-            keep: bool = False) -> tuple[Array, Array | None]:
-        """Compute C = A B^T (Algorithm 3) while the next weight is gathered; otherwise as `ab`.
+    def _abt(self, product: Any, dC: Array, B: Operand,
+             begin_next: Callable[[], Operand | None]) -> tuple[Pending, Array]:
+        """Compute dA = dC B^T, whose sum may be pending; return it with the gathered dC.
 
-        Nothing is computed while C is summed; the sum is nonblocking all the same, so that it
-        adds in the order of `ab_backward`.
+        `begin_next` is called before the product.
         """
-        C, A_il = self._abt(A, B, a, b, c, panels, self._prefetch, keep)
-        return C.take(), A_il
-
-    def _abt(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int,
-             begin_next: Callable[[], Operand | None], keep: bool) -> tuple[Pending, Array | None]:
-        """Compute C = A B^T, whose sum may be pending; `begin_next` is called before the product.
-        """
-        rows = RowPanels(a, c, panels)
+        rows = RowPanels(product.c, product.a, product.overlap)
         if rows.count > 1:
-            return self._multiply_panels(matmul_nt, A, B, b, rows, begin_next, keep)
-        A_il, B_jl = gather(A, a), gather(B, b)
-        terms = matmul_nt(A_il, B_jl, c.term, progress_of(begin_next()))
-        del B_jl    # nothing is held longer than it is needed
-        return self._begin(c.begin_reduce_scatter(terms)), A_il if keep else None
+            return self._multiply_panels(matmul_nt, dC, B, product.b, rows, begin_next, True)
+        dC_ij, B_lj = gather(dC, product.c), gather(B, product.b)
+        terms = matmul_nt(dC_ij, B_lj, product.a.term, progress_of(begin_next()))
+        del B_lj    # nothing is held longer than it is needed
+        return self._begin(product.a.begin_reduce_scatter(terms)), dC_ij
+
+    def _atb(self, product: Any, A: Operand, dC_ij: Operand) -> Pending:
+        """Compute dB = A^T dC (Algorithm 5) while the previous sum goes on; dB may be pending."""
+        before = self._summing and self._summing[1]
+        terms = matmul_tn(gather(A, product.a), gather(dC_ij, product.c), product.b.term,
+                          product.accumulate_float32, progress_of(before))
+        return self._begin(product.b.begin_reduce_scatter(terms))
 
     def _multiply_panels(self, multiply: Callable[..., Array], A: Array, B: Operand, b: Split,
                          panels: RowPanels, begin_next: Callable[[], Operand | None],
@@ -251,19 +244,6 @@ class Overlap(Pass):
                     A_il = panels.a.axis.backend.empty(shape, A_n.dtype)
                 panels.put_rows(A_il, n, A_n)
         return panels.join(sums), A_il
-
-    def atb(self, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-            accumulate_float32: bool = False) -> Pending:
-        """Compute C = A^T B (Algorithm 5) while the previous sum goes on; C may be pending.
-
-        A is gathered while B is.
-        """
-        if not isinstance(A, Gathered):
-            A = self._begin(a.prefetch(A))
-        B_il = gather(B, b)
-        before = self._summing and self._summing[1]
-        terms = matmul_tn(gather(A, a), B_il, c.term, accumulate_float32, progress_of(before))
-        return self._begin(c.begin_reduce_scatter(terms))
 
     def _weight(self, layer: WeightedLayer) -> Array | Pending:
         """Return the weight of `layer`, or the pending gather of it."""

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.products import matmul_tn
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
 
@@ -64,6 +65,10 @@ class Product(ABC):
     def backward_weights(self, operands: Any) -> Array:
         """Compute dB = A^T dC from the operands that `backward_input` returned."""
         return operands
+
+    def weight_gradient(self, A: Array, dC: Array) -> Array:
+        """Compute dB = A^T dC on this rank alone, as the last step."""
+        return matmul_tn(A, dC, self.empty_gradient, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         """Recompute the data that `backward` needs, without C; `weight` is the parameter of B.

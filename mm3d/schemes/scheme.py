@@ -8,6 +8,7 @@ parallelism is one new file in ``mm3d/schemes/``.
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
@@ -171,14 +172,17 @@ class Scheme(GridAlgorithm):
         ValueError
             When an option is unknown, or has a value that is not among its choices.
         """
+        found = {name: option.default for name, option in cls.options.items()}
         for name, value in sorted(options.items()):
             if name not in cls.options:
                 raise ValueError(f"scheme {cls.name!r} has no option {name!r}: "
                                  f"it has {', '.join(sorted(cls.options)) or 'none'}")
-            if value not in cls.options[name].choices:
+            choices = cls.options[name].choices
+            if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown: choose one of "
-                                 f"{', '.join(map(str, cls.options[name].choices))}")
-        return {name: options.get(name, option.default) for name, option in cls.options.items()}
+                                 f"{', '.join(map(str, choices))}")
+            found[name] = choices[choices.index(value)]    # of 1 and 2.0: True and 2
+        return found
 
     @classmethod
     @abstractmethod
@@ -228,17 +232,12 @@ class Scheme(GridAlgorithm):
         ValueError
             When there are none; it is the error of `default_grid`.
         """
-        shapes = map(cls.grid_shape, factorizations(ranks, len(cls.directions)))
-        return ([shape for shape in shapes if cls._can_use(shape)]
-                or [cls.grid_shape(cls.default_grid(ranks))])
-
-    @classmethod
-    def _can_use(cls, grid: GridShape) -> bool:
-        try:
-            cls.check_grid(grid)
-        except ValueError:
-            return False
-        return True
+        found = []
+        for shape in map(cls.grid_shape, factorizations(ranks, len(cls.directions))):
+            with suppress(ValueError):
+                cls.check_grid(shape)
+                found.append(shape)
+        return found or [cls.grid_shape(cls.default_grid(ranks))]
 
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,

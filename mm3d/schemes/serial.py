@@ -3,7 +3,7 @@
 from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.arrays.products import matmul, matmul_nt
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import Move, ProductShape
@@ -24,8 +24,7 @@ class SerialProduct(Product):
         return matmul_nt(dC, B), (saved, dC)
 
     def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return matmul_tn(A, dC, self.empty_gradient, self.accumulate_float32)
+        return self.weight_gradient(*operands)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
@@ -34,8 +33,7 @@ class SerialProduct(Product):
         return matmul_nt(C, B)
 
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        return (matmul(dA, B),
-                matmul_tn(dA, C, self.empty_gradient, self.accumulate_float32))
+        return matmul(dA, B), self.weight_gradient(dA, C)
 
 
 class Serial(Scheme):

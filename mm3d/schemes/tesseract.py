@@ -118,15 +118,11 @@ class Tesseract(Summa):
         A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in all.
         """
         forward, backward = super().product_moves(sizes, product)
-        return forward, backward + cls._sums_over_layers(sizes, product)
+        whole = 2 * (sizes["z"] - 1) * product.N * product.K
+        return forward, [*backward, Move("z", "all_reduce", whole)]
 
     @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
         """List `Summa`'s broadcasts: A, whose rows the layers share, and B once in each layer."""
         A, B = super()._broadcasts(sizes, product)
         return [A, B._replace(words=B.words * sizes["z"])]
-
-    @staticmethod
-    def _sums_over_layers(sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List the all-reduce of dB along z."""
-        return [Move("z", "all_reduce", 2 * (sizes["z"] - 1) * product.N * product.K)]

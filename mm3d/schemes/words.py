@@ -12,11 +12,8 @@ from typing import Any, Iterator, Sequence
 
 from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
-from mm3d.schemes.closed_form import Move, ProductShape
-
-# The collectives that replace others where the first rank of a direction holds whole blocks.
-ON_FACES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+from mm3d.schemes import find_scheme, registry
+from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,6 @@ class SpaceCosts:
 
     Attributes
     ----------
-    grid : GridShape
-        Shape of the grid.
     rows, features, vector, gathered_along : str
         Layout, as in `mm3d.grid.activations.Space`.
     """
@@ -43,24 +38,19 @@ class SpaceCosts:
         return self.grid.ranks_along(divided_directions(self.rows))
 
     @cached_property
-    def feature_parts(self) -> int:
-        """Return the number of blocks that the features are divided into."""
-        return self.grid.ranks_along(self.features)
-
-    @cached_property
     def copies(self) -> int:
         """Return the number of ranks that store the same block of an activation."""
-        return self.grid.ranks // (self.row_parts * self.feature_parts)
+        return self.grid.ranks // (self.row_parts * self.grid.ranks_along(self.features))
 
     @cached_property
-    def _vector(self) -> tuple[str, str]:
-        """Return the directions that divide a vector, and the direction of its diagonal."""
-        return divided_directions(self.vector), self.vector.partition("@")[2]
+    def _divided(self) -> str:
+        """Return the directions that divide a vector."""
+        return divided_directions(self.vector)
 
     @cached_property
     def further(self) -> str:
         """Return the directions that divide a vector, but not the features."""
-        return self._vector[0][len(self.features):]
+        return self._divided[len(self.features):]
 
     def words(self, rows: int, features: int) -> int:
         """Count the words of an activation, copies included."""
@@ -68,38 +58,35 @@ class SpaceCosts:
 
     def vector_gather_moves(self, n: int) -> Iterator[Move]:
         """List the collectives of `mm3d.model.vectors.Vector.gather_features` for n elements."""
-        divided, diagonal = self._vector
-        if diagonal:
-            d = self.grid[diagonal]
-            words = (d - 1) * n * self.grid.ranks // (self.grid.ranks_along(divided) * d)
-            yield Move(diagonal, "broadcast", words)
+        yield from self._on_diagonal("broadcast", n)
         yield from self._beyond_features("all_gather", n)
 
     def vector_reduce_moves(self, n: int) -> Iterator[Move]:
         """List the collectives of `mm3d.model.vectors.Vector.reduce_gradient` for n elements."""
-        divided, diagonal = self._vector
         for c in divided_directions(self.rows):
             if c not in self.vector:
-                words = (2 * (self.grid[c] - 1) * n * self.grid.ranks
-                         // (self.grid.ranks_along(divided) * self.grid[c]))
-                yield Move(c, "all_reduce", words)
+                yield Move(c, "all_reduce", 2 * self._words_along(c, self._divided, n))
         yield from self._beyond_features("reduce_scatter", n)
-        if diagonal:
-            d = self.grid[diagonal]
-            words = (d - 1) * n * self.grid.ranks // (self.grid.ranks_along(divided) * d)
-            yield Move(diagonal, "reduce", words)
+        yield from self._on_diagonal("reduce", n)
+
+    def _words_along(self, c: str, divided: str, n: int) -> int:
+        """Count the words of a gather along c of n elements that other directions divide."""
+        return (self.grid[c] - 1) * n * self.grid.ranks // self.grid.ranks_along(divided + c)
+
+    def _on_diagonal(self, collective: str, n: int) -> Iterator[Move]:
+        """List a collective from the diagonal or onto it, if there is one."""
+        for c in self.vector.partition("@")[2]:
+            yield Move(c, collective, self._words_along(c, self._divided, n))
 
     def _beyond_features(self, collective: str, n: int) -> Iterator[Move]:
         """List a collective along each direction that divides a vector but not the features.
 
         Where the first rank of a direction holds all, it broadcasts or receives all.
         """
-        divided, _ = self._vector
-        for k in range(len(self.features), len(divided)):
-            words = ((self.grid[divided[k]] - 1) * n * self.grid.ranks
-                     // self.grid.ranks_along(divided[:k + 1]))
-            on_face = f"{divided[k]}0" in self.vector
-            yield Move(divided[k], ON_FACES[collective] if on_face else collective, words)
+        for c in self.further:
+            on_face = f"{c}0" in self.vector
+            yield Move(c, ON_FACES[collective] if on_face else collective,
+                       self._words_along(c, self._divided.partition(c)[0], n))
 
     def row_sum_moves(self, rows: int, n: int) -> Iterator[Move]:
         """List the collectives that sum n numbers of each row over the ranks that share the row.
@@ -121,34 +108,42 @@ class Words:
     Parameters
     ----------
     scheme : str
-        Name of the scheme.
+        Its name.
     grid : mapping of str to int
         Sizes of its directions.
     batch, seq : int
         Global number of sequences, and positions in each.
     **options
-        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.
+        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.  One that other
+        schemes alone have is left out: a row's ``keep`` may be given for each scheme.
 
     Attributes
     ----------
-    grid : GridShape
-        Sizes of the directions.
     outer, inner : SpaceCosts
         The spaces of activations outside and inside a pair of linear layers.
 
     Raises
     ------
     ValueError
-        When there is no scheme of that name.
+        When there is no scheme of that name, it cannot use the grid, or no scheme has an option
+        or its value.
     """
 
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,
                  **options: Any) -> None:
-        self.scheme, self.grid = find_scheme(scheme), GridShape.from_sizes(grid)
-        self.batch, self.seq, self.options = batch, seq, options
+        self.scheme = find_scheme(scheme)
+        sizes = [grid[c] for c in self.scheme.directions if c in grid]    # in their order
+        self.grid = self.scheme.grid_shape(
+            sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid))
+        self.scheme.check_grid(self.grid)
+        known = {name for one in registry().values() for name in one.options}
+        self.options = self.scheme.complete_options({
+            name: value for name, value in options.items()
+            if name in self.scheme.options or name not in known})
+        self.batch, self.seq = batch, seq
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)
-            for letters in self.scheme.layouts(self.grid, batch, seq, **options))
+            for letters in self.scheme.layouts(self.grid, batch, seq, **self.options))
 
     @property
     def tokens(self) -> int:
@@ -166,17 +161,14 @@ class Words:
         Those of one space share all calls, those of both the calls along further directions that
         divide both (`mm3d.model.joined_vectors.join_vectors`).  Each is a space and a length.
         """
-        lengths: dict[tuple[str, str, str], int] = {}
-        spaces = {(one.rows, one.features, one.vector): one for one, _ in vectors}
+        lengths: dict[SpaceCosts, int] = {}
         for one, n in vectors:
-            key = one.rows, one.features, one.vector
-            lengths[key] = lengths.get(key, 0) + n
+            lengths[one] = lengths.get(one, 0) + n
         found: tuple[dict, dict] = {}, {}
-        for key, n in lengths.items():
-            one = spaces[key]
+        for one, n in lengths.items():
             for own, moves in zip(found, (one.vector_gather_moves(n), one.vector_reduce_moves(n))):
                 for axis, collective, words, _ in moves:
-                    place = one.further if axis in one.further else key, axis, collective
+                    place = one.further if axis in one.further else one, axis, collective
                     before = own[place].words if place in own else 0
                     own[place] = Move(axis, collective, before + words)
         return tuple([*own.values()] for own in found)

@@ -54,10 +54,7 @@ class Story:
 class WordRecorder(Observer):
     """List the events of a rank, with the words that it counts from each to the next.
 
-    Parameters
-    ----------
-    grid : Grid
-        The ranks; its counts of traffic are reset.
+    The counts of traffic of the grid are reset.
     """
 
     sizes = False
@@ -108,21 +105,12 @@ class DryRank:
 
 def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryRank],
             kinds: tuple[type, ...]) -> tuple[DryRank, list[tuple[Recorded, ...]]]:
-    """Run dry on every rank of a grid what `make` returns for its scheme.
-
-    Parameters
-    ----------
-    scheme : type of Scheme
-        The parallelism, with its default options.
-    make : callable
-        Returns the `DryRank` of a rank.
-    kinds : tuple of type
-        The events that are recorded.
+    """Run dry on every rank of a grid what `make` returns for its scheme, with default options.
 
     Returns
     -------
-    Subject, list of tuple of Recorded
-        The subject of rank 0; and the events in order, each with those of all ranks.
+    DryRank, list of tuple of Recorded
+        That of rank 0; and the events of these kinds in order, each with those of all ranks.
 
     Raises
     ------
@@ -131,14 +119,14 @@ def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryR
     """
     scheme.check_grid(grid)
     backend = backends.get(DryBackend())
-    subjects = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend))
-                for rank in range(grid.ranks)]
+    every = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend))
+             for rank in range(grid.ranks)]
     found = []
-    for one in subjects:
+    for one in every:
         recorder = WordRecorder(one.grid, kinds)
         recorder.observe(one.run, one.model)
         found.append(recorder.found)
-    return subjects[0], [*zip(*found, strict=True)]
+    return every[0], [*zip(*found, strict=True)]
 
 
 def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],

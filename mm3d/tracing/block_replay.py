@@ -11,7 +11,7 @@ from typing import Iterator, Mapping
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
-from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS
+from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, matrix_shapes
 from mm3d.tracing.events import Collective, Gemm
 
 GATHERS, REDUCTIONS = ("all_gather", "broadcast"), ("reduce_scatter", "reduce", "all_reduce")
@@ -103,12 +103,10 @@ class Replay:
                  layouts: Mapping[str, tuple[Layout, tuple[int, ...]]],
                  shape: tuple[int, int, int]) -> None:
         self.form, self.grid, self.layouts = form, grid, layouts
-        extents = dict(zip("MNK", shape))
-        self.shapes = {name: (extents[rows], extents[columns])
-                       for name, (rows, columns) in zip("ABC", FORMS[form])}
+        self.shapes = matrix_shapes(form, shape)
         self.coords = [*grid.all_coordinates()]
         ranks = range(grid.ranks)
-        self.held: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
+        self.held: list[dict[str, tuple[MatrixBlock, ...]]] = []    # of the steps so far
         self.operands: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
         self.terms: list[list[Term]] = [[] for _ in ranks]
 
@@ -183,7 +181,8 @@ class Replay:
                     travels += self._reduce(line, kind, result, words)
             matrix = result if kind in REDUCTIONS else "d" * (
                 matrix == "C" and result != "C") + matrix
-        self._settle(result)
+        # The extent that is summed over.
+        self._settle(result, self.shapes[names[0]][0 if form == "atb" else 1])
         return ReplayStep(kind, matrix, direction, result, words,
                           tuple(one for one in travels if one.block.size),
                           tuple(map(dict, self.held)))
@@ -250,13 +249,8 @@ class Replay:
             self.terms[rank].append(Term(goal, inner))
             yield from (Travel(source, rank, goal) for source in line if source != rank)
 
-    def _settle(self, result: str) -> None:
-        """Turn sums that have all of their terms into blocks of the result, and show the others.
-        """
-        name = result[-1]
-        form, names = (self.form, "AB") if result == "C" else GRADIENT_PRODUCTS[self.form][
-            "AB".index(name)]
-        whole = self.shapes[names[0]][0 if form == "atb" else 1]
+    def _settle(self, result: str, whole: int) -> None:
+        """Turn sums of `whole` terms into blocks of the result, and show the others."""
         for rank, terms in enumerate(self.terms):
             ready = [one.block for one in terms if len(one.inner) == whole]
             self.terms[rank] = [one for one in terms if len(one.inner) < whole]

@@ -179,12 +179,8 @@ class DryNamespace:
 class DryBackend(Backend):
     """Provide arrays without contents.
 
-    The backend is not registered, so that nobody can choose it by name for a measurement.
-
-    Attributes
-    ----------
-    trace : Trace
-        The trace that counts events and memory.
+    The backend is not registered, so that nobody can choose it by name for a measurement.  Its
+    `trace` counts events and memory.
     """
 
     name = "dry"

@@ -10,13 +10,12 @@ elementwise pass, every collective, and the memory over time, exactly.
 (51380224, True)
 """
 
-import math
 import sys
 from contextlib import nullcontext
 from typing import Any, Callable
 
 from mm3d.arrays import backend as backends
-from mm3d.model.recomputation import parse_policy
+from mm3d.model.recomputation import period_of
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
@@ -26,7 +25,7 @@ from mm3d.tracing.trace import SUMS, Trace
 from mm3d.transport.communicators import DryCommunicator
 
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate", "extrapolate_step",
-           "trace", "trace_step"]
+           "period_of", "trace", "trace_step"]
 
 MOST_LAYERS = 1024    # that are traced one by one: some seconds
 
@@ -138,26 +137,10 @@ def step_of_chunks(model: Any, trace: Trace, halves: bool = False) -> None:
 
 def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
                      layers: int, **rest: Any) -> Trace:
-    """Return the trace of `trace_step` for any number of layers, in the time of five layers.
-
-    Parameters
-    ----------
-    name, ranks, grid, rank, **rest
-        As in `trace_step`.
-    layers : int
-        Number of layers.
-    """
+    """Return the trace of `trace_step` for any number of layers, in the time of five layers."""
     return extrapolate(
         lambda count: trace_step(name, ranks, grid, rank, layers=count, **rest), layers,
         period_of(rest.get("recompute", "none"), rest.get("experts")))
-
-
-def period_of(recompute: str, experts: Any = None) -> int:
-    """Return the number of layers of a group, such that all groups are alike.
-
-    Recomputation may keep the input of every n-th layer, and every n-th layer may have experts.
-    """
-    return math.lcm(parse_policy(recompute).period, experts.every if experts else 1)
 
 
 def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
@@ -171,8 +154,6 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
     ----------
     trace_of : callable
         Traces a model of a number of layers.
-    layers : int
-        Number of layers.
     period : int
         Number of layers of a group; in a pipeline times the number of stages.
     least : int
@@ -184,16 +165,16 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
         return trace_of(layers)
     two, three = (trace_of(n * period + left) for n in (least, least + 1))
 
-    def extrapolate(second: int, third: int) -> int:
+    def beyond(second: int, third: int) -> int:
         return third + (groups - least - 1) * (third - second)
 
     for key, times in three.events.items():
-        three.events[key] = extrapolate(two.events[key], times)
+        three.events[key] = beyond(two.events[key], times)
     for phase, moved in three.traffic.items():
         for key, traffic in moved.items():
             before = two.traffic[phase][key]
             for field, value in vars(traffic).items():
-                setattr(traffic, field, extrapolate(getattr(before, field), value))
+                setattr(traffic, field, beyond(getattr(before, field), value))
     for field in ("parameters", "divided", "saved", "operands", "peak", "held", "pool_peak"):
-        setattr(three, field, extrapolate(getattr(two, field), getattr(three, field)))
+        setattr(three, field, beyond(getattr(two, field), getattr(three, field)))
     return three

@@ -13,7 +13,11 @@ from typing import Any, Iterator
 import numpy as np
 
 NUMBERS_PER_RANK = 8
-TIME_FIELDS = (1, 2, 3)    # the numbers that are times, in nanoseconds
+# What they are: a rank's process id; the times when its thread last looked, when it last made
+# progress, and when it last used its processor; the number of times that it has entered or left a
+# collective, and whether it is in one.  Times are in nanoseconds of the node's monotonic clock.
+PROCESS, *TIMES, EVENTS, INSIDE = range(6)
+BEAT, MOVED, WORKED = TIMES
 HEADER = struct.Struct(f"<Qi{NUMBERS_PER_RANK}q")    # the job, the rank, and its numbers
 MAX_DATAGRAM_BYTES = 4096
 
@@ -21,10 +25,7 @@ MAX_DATAGRAM_BYTES = 4096
 class HeartbeatChannel:
     """Send the row of numbers of this rank to the ranks of other nodes, and receive theirs.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which make it together.
+    All ranks of `comm` make it together.
     """
 
     def __init__(self, comm: Any, nodes: list[int]) -> None:
@@ -42,19 +43,14 @@ class HeartbeatChannel:
                         if node != nodes[comm.rank] and addresses[name]]
 
     def send(self, numbers: np.ndarray, now: int, texts: bytes = b"") -> None:
-        """Send this rank's row to the ranks of other nodes, with times as ages.
+        """Send this rank's row, and texts, to the ranks of other nodes, with times as ages.
 
-        Parameters
-        ----------
-        now : int
-            The time on this node's clock, in nanoseconds.
-        texts : bytes
-            Sent with it as they are.
+        This node's clock is at `now` nanoseconds.
         """
         if self._socket is None:
             return
         row = numbers.tolist()
-        for field in TIME_FIELDS:
+        for field in TIMES:
             row[field] = now - row[field] if row[field] > 0 else -1
         message = HEADER.pack(self._job, self.rank, *row) + texts
         for place in self._others:
@@ -80,7 +76,7 @@ class HeartbeatChannel:
             job, rank, *row = HEADER.unpack_from(message)
             if job != self._job:
                 continue
-            for field in TIME_FIELDS:
+            for field in TIMES:
                 row[field] = now - row[field] if row[field] >= 0 else -1
             yield rank, row, message[HEADER.size:]
 

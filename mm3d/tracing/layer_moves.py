@@ -68,8 +68,6 @@ class LayerStory:
         hidden, heads, batch, seq.
     parts : tuple of LayerPart
         In the order in which they are computed.
-    backward : bool
-        Whether they are those of backward.
     closed_form : tuple of Move
         The collectives in closed form, with the words of all ranks.
     """

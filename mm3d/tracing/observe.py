@@ -60,14 +60,7 @@ def observed(grids: Any, observer: Observer, *models: Any) -> Iterator[None]:
 
 
 class _ObservedAttribute:
-    """Replace an attribute by a wrapper that tells its observers.
-
-    Parameters
-    ----------
-    owner, name
-        The object and its attribute.
-    wrap : callable
-        Makes the wrapper from the attribute's own value and the observers.
+    """Replace an attribute by a wrapper, which `wrap` makes of its own value and its observers.
     """
 
     def __init__(self, owner: Any, name: str, wrap: Wrap) -> None:

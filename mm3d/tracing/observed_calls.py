@@ -239,14 +239,7 @@ class ObservedTransport:
 class NamedOperand:
     """Wrap a Split, Vector or Space so that an observer knows the operand that it moves.
 
-    Parameters
-    ----------
-    target : Split, Vector or Space
-        The object that calls collectives.
-    operand : str
-        Name of its operand, such as "A".
-    observer : Observer
-        The observer whose `operand` is set during the calls.
+    Its name, such as "A", is the observer's `operand` during the calls of collectives.
     """
 
     def __init__(self, target: Any, operand: str, observer: Observer) -> None:

@@ -9,14 +9,10 @@ from typing import Any, Callable
 import numpy as np
 
 from mm3d.tracing.events import Collective, Event, Layer, Observer, Recomputation
-from mm3d.tracing.heartbeats import NUMBERS_PER_RANK
+from mm3d.tracing.heartbeats import EVENTS, INSIDE, NUMBERS_PER_RANK
 from mm3d.transport.communicators import create
 from mm3d.transport.nodes import own_node
 
-# Fields of a rank's row: its process id; the times when its thread last looked, when it last made
-# progress, and when it last used its processor; the number of times that it has entered or left a
-# collective, and whether it is in one.  Times are in nanoseconds of the node's monotonic clock.
-PROCESS, BEAT, MOVED, WORKED, EVENTS, INSIDE = range(6)
 NUMBERS_BYTES = 8 * NUMBERS_PER_RANK    # of the numbers of a row
 TEXT_BYTES = 96    # of the name of a layer or a collective
 ROW_BYTES = NUMBERS_BYTES + 2 * TEXT_BYTES
@@ -25,12 +21,8 @@ ROW_BYTES = NUMBERS_BYTES + 2 * TEXT_BYTES
 class StatusBoard:
     """Hold a table in memory that the ranks of a node share, with a row for each rank of the job.
 
-    A rank writes its own row.  Rows of ranks on other nodes are copied from their messages.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which make it together.
+    All ranks of `comm` make it together.  A rank writes its own row.  Rows of ranks on other nodes
+    are copied from their messages.
 
     Attributes
     ----------

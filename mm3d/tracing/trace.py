@@ -107,8 +107,9 @@ class Trace(Observer):
     def count(self, kind: type, phase: str | None = None) -> Counter:
         """Count how often each event of a kind occurred in a phase (by default in all)."""
         found: Counter = Counter()
+        wanted = [phase] if phase else self.phases
         for (when, _, event), times in self.events.items():
-            if isinstance(event, kind) and when in ([phase] if phase else self.phases):
+            if isinstance(event, kind) and when in wanted:
                 found[event] += times
         return found
 

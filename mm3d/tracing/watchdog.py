@@ -14,13 +14,14 @@ import threading
 import time
 from typing import Any, Iterator
 
+from mm3d.arrays.plain_numbers import is_number
 from mm3d.console import complain
 from mm3d.grid.agreement import format_ranks
 from mm3d.guard import FLUSH_SECONDS
-from mm3d.tracing.heartbeats import HeartbeatChannel
+from mm3d.tracing.heartbeats import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, WORKED,
+                                     HeartbeatChannel)
 from mm3d.tracing.observe import observed
-from mm3d.tracing.status_board import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, TEXT_BYTES, WORKED,
-                                       PositionObserver, StatusBoard)
+from mm3d.tracing.status_board import TEXT_BYTES, PositionObserver, StatusBoard
 from mm3d.transport.communicators import create
 
 MIN_WORKING_SHARE = 0.05    # of the time, in which a rank that computes uses its processor
@@ -41,8 +42,6 @@ class Watchdog:
         All ranks of the job, which make it together.
     seconds : float
         Seconds without progress after which the job ends.
-    period : float, optional
-        Seconds between two checks (default: a tenth of `seconds`, at most 5).
 
     Raises
     ------
@@ -55,12 +54,12 @@ class Watchdog:
     ...     train(model)
     """
 
-    def __init__(self, comm: Any, seconds: float, period: float | None = None) -> None:
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"a watchdog of {seconds} seconds: give a positive number, such as "
+    def __init__(self, comm: Any, seconds: float) -> None:
+        if not is_number(seconds) or not 0 < seconds < float("inf"):
+            raise ValueError(f"a watchdog of {seconds!r} seconds: give a positive number, such as "
                              "120")
         self.comm, self.seconds = create(comm.Dup), seconds
-        self.period = period or min(5.0, seconds / 10)
+        self.period = min(5.0, seconds / 10)    # between two checks
         self.board = StatusBoard(self.comm)
         self.heartbeats = HeartbeatChannel(self.comm, self.board.nodes)
         self.board.mine[PROCESS] = os.getpid()

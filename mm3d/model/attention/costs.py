@@ -53,14 +53,13 @@ def context_moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, ranks
     return found
 
 
-def context_pairs(seq: int, ranks: int, rank: int, causal: bool = True,
-                  window: int | None = None) -> int:
+def context_pairs(seq: int, ranks: int, rank: int, window: int | None = None) -> int:
     """Count the pairs of a query and a key of a sequence that a rank of a context multiplies.
 
-    Of n ranks with 2 n equal chunks of l positions each has (2 n + 1) l^2 under a causal mask,
+    The mask is causal.  Of n ranks with 2 n equal chunks of l positions each has (2 n + 1) l^2,
     where one rank without a context has 4 n^2 l^2: only what a mask hides wholly is left out.
     """
     every = [chunk for one in range(ranks) for chunk in chunks_of(seq, ranks, one)]
-    pairs = (visible(own, keys, causal, window)
+    pairs = (visible(own, keys, True, window)
              for own in chunks_of(seq, ranks, rank) for keys in every)
     return sum(math.prod(map(len, pair)) for pair in pairs)

@@ -40,16 +40,8 @@ def window_mask(q: Array, k: Array, first: int, window: int) -> Array:
 def visible(own: range, keys: range, causal: bool, window: int | None) -> tuple[range, range]:
     """Return the queries and the keys among given positions between which a mask hides least.
 
-    Each query that is returned sees some of the keys.
-
-    Parameters
-    ----------
-    own, keys : range
-        Positions of queries and of keys.
-    causal : bool
-        Whether a position attends only to itself and those before it.
-    window : int or None
-        To how many positions a causal position attends at most.
+    Each query that is returned sees some of the keys.  Parameters are as of
+    `mm3d.model.attention.layer.Attention`.
     """
     if not causal or not own:
         return own, keys

@@ -22,12 +22,7 @@ LARGEST_PATTERN = 2 ** 24    # numbers of a pattern
 
 
 class ChoicePattern:
-    """Give each token its experts by its number: a pattern that repeats.
-
-    Parameters
-    ----------
-    experts : ExpertOptions
-        The options; only the numbers E and k are used.
+    """Give each token its experts by its number: a pattern that repeats, by E and k alone.
 
     Raises
     ------
@@ -59,15 +54,7 @@ class ChoicePattern:
 
 
 class AssumedOrder(TokenOrder):
-    """Order the tokens of all ranks, whose experts are assumed; nothing is received.
-
-    Parameters
-    ----------
-    space, replicas, spaces
-        As for `TokenOrder`.
-    experts : ExpertOptions
-        The options.
-    """
+    """Order the tokens of all ranks, whose experts are assumed; nothing is received."""
 
     def __init__(self, space: Space, replicas: Sequence[Axis], spaces: Sequence[Space] | None,
                  experts: ExpertOptions) -> None:

@@ -7,9 +7,10 @@ so the sum of all ranks' parts and gradients is the loss of the global batch on 
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of, host_dtype, namespace
 from mm3d.model.experts.gates import Choice, softmax_backward
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.functional import upcast
 
 
 def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
@@ -17,13 +18,9 @@ def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int 
 
     Parameters
     ----------
-    experts : ExpertOptions
-        The options.
     totals : ndarray of int64
-        (k, E): how many tokens have each expert as their first, second ... choice, dropped
-        or not.
-    tokens : int
-        Global number of tokens.
+        (k, E): how many of all `tokens` have each expert as their first, second ... choice,
+        dropped or not.
     layers : int
         Number of layers of the model, which the convention "megablocks" divides by.
 
@@ -47,25 +44,19 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
     The loss is alpha E sum_i f_i P_i, with the coefficient alpha = ``experts.balance``, the
     global shares f of `shares`, and the mean probability P over all tokens.  With p the
     probabilities of a token t, its gradient is dL/dz_tj = (alpha E / T) p_tj (f_j - sum_i f_i
-    p_ti).  Source: Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.
-
-    Parameters
-    ----------
-    choice : Choice
-        This rank's tokens.
-    experts, totals, tokens, layers
-        As in `shares`.
+    p_ti).  Source: Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.  Parameters as in
+    `shares`.
 
     Returns
     -------
     value, dlogits : Array
         The part of the loss, of shape (1,) in float64; and (tokens of this rank, E).
     """
-    library, xp = backend_of(choice.probabilities), namespace(choice.probabilities)
     p = choice.probabilities
+    library, xp = backend_of(p), namespace(p)
     factor = experts.balance * experts.count / tokens
     weights = factor * shares(experts, totals, tokens, layers)
-    of_token = library.asarray(weights.astype(str(p.dtype).rpartition(".")[2])[None, :])
+    of_token = library.asarray(weights.astype(host_dtype(p))[None, :])
     sums = xp.sum(p, axis=0, dtype=xp.float64)
     value = xp.sum(sums * library.asarray(weights), axis=0, keepdims=True)
     return value, softmax_backward(of_token, p, choice.slope)
@@ -76,24 +67,10 @@ def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array
 
     The loss is (c / T) sum_t lse_t^2, where lse is the logarithm of the sum of exponentials of a
     token's logits; its gradient is (2 c / T) lse_t softmax(z_t)_j.  Source: Zoph et al., arXiv
-    2202.08906, equation 5.
-
-    Parameters
-    ----------
-    logits : Array
-        (tokens of this rank, E).
-    coefficient : float
-        c.
-    tokens : int
-        Global number of tokens T.
-
-    Returns
-    -------
-    value, dlogits : Array
-        As in `balance_loss`.
+    2202.08906, equation 5.  The logits, and both results, have the shapes of `balance_loss`; T is
+    the global number of tokens, c the coefficient.
     """
-    xp = namespace(logits)
-    z = xp.astype(logits, accumulation_dtype(logits), copy=False)
+    xp, z = namespace(logits), upcast(logits)
     most = xp.max(z, axis=-1, keepdims=True)
     p = xp.exp(z - most)
     total = xp.sum(p, axis=-1, keepdims=True)

@@ -11,24 +11,17 @@ from fractions import Fraction
 
 import numpy as np
 
-from mm3d.model.experts.gates import Choice
 from mm3d.model.experts.options import ExpertOptions
 
 
 def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
     """Return how many (token, choice) pairs an expert takes, as the convention computes it.
 
-    Parameters
-    ----------
-    experts : ExpertOptions
-        The options.
-    tokens : int
-        Global number of tokens T; T >= 1.
-
     Returns
     -------
     int or None
-        At most T, since a token is sent to an expert once; None when nothing is dropped.
+        At most the global number of tokens, since a token is sent to an expert once; None when
+        nothing is dropped.
 
     Raises
     ------
@@ -56,16 +49,12 @@ def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
     return taken
 
 
-def counts(choice: Choice) -> np.ndarray:
-    """Count how many of this rank's tokens have each expert as their first, second ... choice.
+def counts(chosen: np.ndarray, experts: int) -> np.ndarray:
+    """Count how many tokens have each expert as their first, second ... choice: int64, (k, E).
 
-    Returns
-    -------
-    ndarray of int64
-        (k, E).
+    `chosen` are the experts of the tokens, (tokens, k).
     """
-    experts = choice.probabilities.shape[1]
-    return np.stack([np.bincount(column, minlength=experts) for column in choice.chosen.T])
+    return np.stack([np.bincount(column, minlength=experts) for column in chosen.T])
 
 
 def positions(chosen: np.ndarray, before: np.ndarray, totals: np.ndarray,
@@ -109,18 +98,8 @@ def _places(numbers: np.ndarray, count: int) -> np.ndarray:
 
 
 def kept(places: np.ndarray, capacity: int | None) -> np.ndarray:
-    """Return which (token, choice) pairs their experts take; all with the capacity None.
+    """Return which (token, choice) pairs their experts take, (tokens, k), from their `positions`.
 
-    Parameters
-    ----------
-    places : ndarray of int64
-        (tokens, k), from `positions`.
-    capacity : int or None
-        From `capacity_of`.
-
-    Returns
-    -------
-    ndarray of bool
-        (tokens, k).
+    With the capacity None all are taken.
     """
     return np.ones(places.shape, bool) if capacity is None else places < capacity

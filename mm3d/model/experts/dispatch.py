@@ -29,6 +29,7 @@ from mm3d.grid.axis import Axis
 from mm3d.grid.layout import divided_directions
 from mm3d.model.experts.grouped_product import DividedRows, RowLine
 from mm3d.model.experts.token_order import TokenOrder
+from mm3d.model.functional import upcast
 from mm3d.model.token_functions import look_up_rows
 
 
@@ -298,8 +299,8 @@ def split_by_pair(dy: Array, rows: Array, pairs: np.ndarray,
     library, top = backend_of(dy), gates.shape[1]
     xp, count = library.xp, gates.shape[0] * top
     drows = take_pairs(dy, pairs, top)
-    wide = xp.astype(drows, accumulation_dtype(dy), copy=False)
-    products = xp.sum(wide * xp.astype(rows, wide.dtype, copy=False), axis=1, keepdims=True)
+    wide = upcast(drows)
+    products = xp.sum(wide * upcast(rows), axis=1, keepdims=True)
     dgates = library.empty((count, 1), gates.dtype)
     dgates[...] = 0
     library.put_rows(dgates, pairs, xp.astype(products, gates.dtype, copy=False))

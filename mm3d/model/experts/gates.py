@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
+from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.model.experts.options import BEST_OF_GROUP, ExpertDesign, ExpertOptions
+from mm3d.model.functional import upcast
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
     if bias is not None and experts.gate != "sigmoid-bias":
         raise ValueError(f"gate={experts.gate!r} uses no bias: bias=None, or "
                          f"gate='sigmoid-bias', would do")
-    library, xp = backend_of(logits), namespace(logits)
-    z = xp.astype(logits, accumulation_dtype(logits), copy=False)
+    library, xp, z = backend_of(logits), namespace(logits), upcast(logits)
     scores, slope, sought = z, None, z
     if experts.gate == "sigmoid-bias":
         scores = xp.minimum(z, 0) - xp.log1p(xp.exp(-xp.abs(z)))    # log(1 / (1 + exp(-z)))
@@ -93,19 +93,9 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
 
 
 def gates_backward(choice: Choice, dgates: Array) -> Array:
-    """Compute the gradient of the logits from the gradient of the gates, for a fixed choice.
+    """Compute the gradient of the logits, (tokens, E), from that of ``choice.gates``, (tokens, k).
 
-    Parameters
-    ----------
-    choice : Choice
-        Result of `choose`.
-    dgates : Array
-        (tokens, k), the gradient of ``choice.gates``.
-
-    Returns
-    -------
-    Array
-        (tokens, E).
+    The choice is fixed.
     """
     library, xp = backend_of(dgates), namespace(dgates)
     if choice.gate == "switch":

@@ -48,12 +48,7 @@ class DividedRows:
 class RowLine:
     """Gather the rows of experts, and scatter sums of them, along a direction that divides rows.
 
-    Parameters
-    ----------
-    axis : Axis
-        The direction.
-    face : bool
-        Whether its first rank holds all rows, as with the scheme "faces".
+    With `face` its first rank holds all rows, as with the scheme "faces".
     """
 
     def __init__(self, axis: Axis, face: bool) -> None:

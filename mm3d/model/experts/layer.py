@@ -6,7 +6,7 @@ dropped (token, choice) pair adds nothing to the token.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Sequence
 
 import numpy as np
@@ -74,29 +74,27 @@ class ExpertLinear:
     ----------
     build : Builder
         Makes W of all experts, and b, whose global shape is that of W without `in`.
-    name : str
-        Name in the block, such as "experts.up".
-    way : {"up", "down"}
-        "up" from the outer space into the inner one, "down" back.
+    name, way, has_bias
+        As of `mm3d.model.layers.Linear`.
     shape : tuple of int
         Global shape (experts, in, out) of W, or (experts, in, 2, out) for two products.
     own : int
         Number of experts of this rank.
-    has_bias : bool
-        Whether there is b.
     """
 
     def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...],
                  own: int, has_bias: bool) -> None:
         source, target = build.spaces(way)
+        divided = build.expert_ranks.create_parameter    # by replicas, perhaps
         layout = build.scheme.product(source, target, shape[1:], (1, 1)).weight
         self.product = GroupedProduct(source, target, way, layout, shape[1:])
         self.vector, self.bias = Vector(target, (own, *shape[2:])), None
-        self.weight = _create(build, f"{name}.weight", self.product.stack, shape)
+        self.weight = build.create_parameter(f"{name}.weight", self.product.stack, shape,
+                                             kind=divided)
         self.parameters = [self.weight]
         if has_bias:
-            self.bias = _create(build, f"{name}.bias", self.vector.layout,
-                                (shape[0], *shape[2:]))
+            self.bias = build.create_parameter(f"{name}.bias", self.vector.layout,
+                                               (shape[0], *shape[2:]), kind=divided)
             self.parameters.append(self.bias)
         self.product.use_weight(self.weight)
 
@@ -129,14 +127,10 @@ class ExpertsLayer:
     ----------
     build : Builder
         Makes the parameters; its `routings` record each routing.
-    name : str
-        Name of the layer in its block.
-    experts : ExpertOptions
-        The options.
     hidden, wide : int
         Global numbers of features of an expert's input and output, and between its products.
     layer_count : int
-        Number of layers of the model.
+        Number of layers of the model, see `mm3d.model.experts.balance.shares`.
     architecture : Architecture
         Says what an expert computes.
     """
@@ -149,9 +143,7 @@ class ExpertsLayer:
         self.order = _order_tokens(build, experts)
         self.dispatch = Dispatch(build.outer, build.inner, self.order, E, hidden,
                                  build.expert_ranks.axis)
-        vector = Vector(build.outer, (E, hidden))
-        self.router = Router(build.outer, vector, build.create_parameter(
-            f"{name}.router.weight", vector.layout, vector.shape))
+        self.router = Router(build, f"{name}.router", (E, hidden))
         self.bias = _create_bias(build, name, E) if experts.gate == "sigmoid-bias" else None
         self.gates, has_bias = architecture.gates, architecture.biases == "all"
         gates = [self.gates] if self.gates > 1 else []
@@ -203,11 +195,11 @@ class ExpertsLayer:
             self.bias.value, logits.dtype, copy=False)
         choice = choose(logits, self.experts, bias, self.order.assumed)
         order = self.experts.dropping_order
-        runs = [replace(choice, chosen=choice.chosen[run]) for run in self.order.runs]
-        own = np.array([counts(run) for run in runs], np.int64)
+        runs = [choice.chosen[run] for run in self.order.runs]
+        own = np.array([counts(run, self.experts.count) for run in runs], np.int64)
         every = self.order.gather(own.reshape(-1, self.experts.top, self.experts.count),
                                   self.capacity, order)
-        places = [positions(run.chosen, before, every.totals, order)
+        places = [positions(run, before, every.totals, order)
                   for run, before in zip(runs, every.before)]
         taken = kept(np.concatenate([*places, choice.chosen[:0]]), self.capacity)
         plan = self.dispatch.plan(choice.chosen, taken, every.kept)
@@ -279,22 +271,12 @@ def _order_tokens(build: Builder, experts: ExpertOptions) -> TokenOrder:
     return AssumedOrder(outer, ranks.replicas, spaces, experts)
 
 
-def _create(build: Builder, name: str, layout: Layout, shape: tuple[int, ...]) -> Parameter:
-    """Create a parameter of all experts, which replicas may divide."""
-    divided = build.expert_ranks.create_parameter
-    if divided is None:
-        return build.create_parameter(name, layout, shape)
-    return divided(build.full_name(name), build.scheme.grid, layout, shape, build.dtype, None,
-                   build.master)
-
-
 def _create_bias(build: Builder, name: str, count: int) -> Parameter:
     """Create the bias of the gate "sigmoid-bias".
 
     Every rank changes it in the same way, by the counts of all tokens, so nothing is sent.
     """
-    bias = Parameter(build.full_name(f"{name}.{ROUTER_BIAS}"), build.scheme.grid, Layout(""),
-                     (count,), build.dtype, None, build.master)
+    bias = build.create_parameter(f"{name}.{ROUTER_BIAS}", Layout(""), (count,), kind=Parameter)
     bias.first_copy = not any(axis.rank for axis in build.expert_ranks.replicas)
     build.routings.biases[build.full_name(name)] = bias
     return bias
@@ -305,13 +287,6 @@ class RecomputedExperts(Recomputed):
 
     Routers are not computed again: another choice would send other rows than the gradients belong
     to, and other ranks would wait for them.
-
-    Parameters
-    ----------
-    routings : Routings
-        Records and replays the routings of the model.
-    *layers : Layer
-        The layers.
     """
 
     def __init__(self, routings: Routings, *layers: Layer) -> None:

@@ -48,18 +48,12 @@ class ExpertDesign(PlainFields):
     factor: float = 1.0
 
     def check(self, count: int, top: int, gate: str) -> None:
-        """Raise ValueError unless so many experts, with this gate, can have it.
-
-        Parameters
-        ----------
-        count, top, gate
-            As of `mm3d.model.experts.options.ExpertOptions`.
+        """Raise ValueError unless `ExpertOptions` with this `count`, `top` and `gate` can have it.
         """
         for name in ("width", "shared", "groups", "top_groups"):
             value = getattr(self, name)
-            if value is None and name in ("width", "shared"):
-                continue
-            check_whole(name, value)
+            if value is not None or name.endswith("groups"):
+                check_whole(name, value)
         check_types(self)
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate=True without a shared expert: shared=1024 would do, or "
@@ -168,13 +162,7 @@ class ExpertOptions(PlainFields):
         return layer % self.every == self.every - 1
 
     def check(self) -> None:
-        """Raise ValueError unless the options are possible.
-
-        Raises
-        ------
-        ValueError
-            Naming the first option that is not, its value and what would do.
-        """
+        """Raise ValueError unless the options are possible, naming the first that is not."""
         for name in ("count", "top", "every"):
             check_whole(name, getattr(self, name))
         if self.min_capacity is not None:
@@ -191,6 +179,9 @@ class ExpertOptions(PlainFields):
             if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} should be a number of at least 0")
         self._check_capacity()
+        if not isinstance(self.design, ExpertDesign):
+            raise ValueError(f"design={self.design!r} should be mm3d.ExpertDesign(...), such as "
+                             f"mm3d.ExpertDesign(shared=1024)")
         self.design.check(self.count, self.top, self.gate)
 
     def _check_capacity(self) -> None:
@@ -205,13 +196,7 @@ class ExpertOptions(PlainFields):
                              f"with convention='huggingface' capacity=None would do")
 
     def check_tokens(self, tokens: int) -> None:
-        """Raise ValueError unless the choices of this many tokens can be counted.
-
-        Parameters
-        ----------
-        tokens : int
-            Global number of tokens.
-        """
+        """Raise ValueError unless the choices of so many tokens, globally, can be counted."""
         limit = np.iinfo(np.int64).max
         if tokens * self.top > limit:
             raise ValueError(f"tokens={tokens} with top={self.top} are {tokens * self.top} "

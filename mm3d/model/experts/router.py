@@ -4,10 +4,9 @@ from typing import Any
 
 from mm3d.arrays.backend import Array, namespace
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.activations import Space
 from mm3d.grid.split import Split
+from mm3d.model.builder import Builder
 from mm3d.model.functional import upcast
-from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import Vector
 
 
@@ -19,16 +18,17 @@ class Router:
 
     Parameters
     ----------
-    space : Space
-        Space of x, the outer one.
-    vector : Vector
-        Storage of W along the features of the space.
-    weight : Parameter
-        W, of global shape (experts, hidden), in the layout ``vector.layout``.
+    build : Builder
+        Makes W; x is in its outer space.
+    name : str
+        Name of W in the block, without "weight".
+    shape : tuple of int
+        Global shape of W, (experts, hidden), which is stored like vectors along the features.
     """
 
-    def __init__(self, space: Space, vector: Vector, weight: Parameter) -> None:
-        self.vector, self.weight = vector, weight
+    def __init__(self, build: Builder, name: str, shape: tuple[int, int]) -> None:
+        self.vector, space = Vector(build.outer, shape), build.outer
+        self.weight = build.create_parameter(f"{name}.weight", self.vector.layout, shape)
         self._axes = [space.grid[c] for c in space.features if space.grid[c].size > 1]
 
     def forward(self, x: Array) -> tuple[Array, Any]:

@@ -70,8 +70,11 @@ class Routings(PlainNumbers):
     def replaying(self, routings: list[Any]) -> Iterator[None]:
         """Give these routings to the layers in this context, so that they choose nothing."""
         self._replayed = deque(routings)
-        yield
-        assert not self._replayed, "fewer layers with experts were recomputed than computed"
+        try:
+            yield
+            assert not self._replayed, "fewer layers with experts were recomputed than computed"
+        finally:
+            self._replayed.clear()    # after a failure, too: the next pass chooses for itself
 
     def next_replayed(self) -> Any:
         """Return the routing of the next layer that is recomputed; None in other passes."""

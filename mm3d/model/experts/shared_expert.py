@@ -11,26 +11,13 @@ from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.router import Router
 from mm3d.model.functional import upcast
 from mm3d.model.swiglu import perceptron_layers, sigmoid
-from mm3d.model.vectors import Vector
 
 
 class SharedExpert:
     """Compute F(x), where F is a perceptron; or with a gate sigmoid(x w) F(x).
 
-    Its weights are those of linear layers: divided by the scheme, and among replicas by ZeRO.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes the parameters.
-    name : str
-        The beginning of their names, such as "experts.shared".
-    design : ExpertDesign
-        With the width, and whether there is a gate.
-    hidden : int
-        Global number of features of a token.
-    architecture : Architecture
-        Says what the perceptron computes.
+    Its weights are those of linear layers: divided by the scheme, and among replicas by ZeRO.  The
+    design has its width, and says whether there is a gate; the architecture what F computes.
     """
 
     def __init__(self, build: Builder, name: str, design: ExpertDesign, hidden: int,
@@ -39,9 +26,7 @@ class SharedExpert:
                                               architecture.gates, architecture.biases == "all"))
         self.gate, self.parameters = None, self.chain.parameters
         if design.shared_gate:
-            vector = Vector(build.outer, (1, hidden))
-            self.gate = Router(build.outer, vector, build.create_parameter(
-                f"{name}.gate.weight", vector.layout, vector.shape))
+            self.gate = Router(build, f"{name}.gate", (1, hidden))
             self.parameters = [*self.parameters, self.gate.weight]
 
     def forward(self, x: Array) -> tuple[Array, Any]:

@@ -19,13 +19,7 @@ from mm3d.schemes.products_alone import ProductAlone
 
 
 class OrderedSums:
-    """Wrap a `Split` so that terms are added in the order of the ranks.
-
-    Parameters
-    ----------
-    split : Split
-        The division.
-    """
+    """Wrap a `Split` so that terms are added in the order of the ranks."""
 
     def __init__(self, split: Split) -> None:
         self.split = split

@@ -25,6 +25,16 @@ def test_losses_are_the_same_on_all_meshes(comm):
         assert [line.split()[0] for line in lines] == ["step", "0", "5", "most"]
 
 
+@pytest.mark.parametrize("words, said", [
+    (["--steps", "0"], "--steps=0 should be a whole number of at least 1"),
+    (["--every", "0"], "--every=0 should be a whole number of at least 1"),
+    (["--transformers", "/none"], "--transformers /none: there is no such program")])
+def test_options_that_cannot_be_are_refused_before_the_training(capsys, words, said):
+    with pytest.raises(SystemExit):
+        learn.main(words, None)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.limit(300)
 def test_transformers_learns_the_same(tmp_path):
     """By the interpreter that MM3D_TORCH names, if this one has no transformers."""

@@ -13,7 +13,7 @@ from mm3d.model import cost
 from mm3d.schemes import cube
 from mm3d.schemes.closed_form import ProductShape
 from models import EACH_ONCE, Parallelism
-from reference import (SHAPES, every_grid, grids, integers, on_grid, relative_error, total, words)
+from reference import integers, on_grid, relative_error, total, words
 
 # Everything divides; nothing does, and there are fewer sequences and heads than ranks.
 MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
@@ -103,23 +103,6 @@ def words_of_product(grid, m, n, k) -> int:
     grid.reset_traffic()
     cube.ab(A_ijl, B_lji, a, b, c)
     return sum(words(grid).values())
-
-
-@every_grid
-def test_words_of_a_product(comm):
-    """Where everything divides, w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) with w(n) = (n-1)/n on
-    each rank; where nothing does, as many over all ranks."""
-    for grid in grids(comm):
-        X, Y, Z = grid.shape.values()
-
-        def formula(m, n, k):
-            return (Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k
-        sizes = 2 * X * Y * Z, 3 * X * Y * Z, 5 * X * Y * Z
-        assert words_of_product(grid, *sizes) == formula(*sizes) // comm.size, grid
-        for sizes in SHAPES:
-            assert comm.allreduce(words_of_product(grid, *sizes)) == formula(*sizes), grid
-            forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("up", *sizes))
-            assert sum(move.words for move in forward) == formula(*sizes), grid
 
 
 @pytest.mark.ranks(8)

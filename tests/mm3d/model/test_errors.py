@@ -103,8 +103,22 @@ def test_cupy_that_is_not_there(refused, monkeypatch, no_backends):
 
 
 @pytest.mark.ranks(1)
-def test_unknown_scheme_of_closed_forms(refused):
-    refused(lambda: mm3d.cost.words("4d", {"x": 8}, mm3d.ModelSizes(**SIZES)), "'4d'", "1d, 1d-sp")
+@pytest.mark.parametrize("name, grid, more, words", [
+    ("4d", {"x": 8}, {}, ["'4d'", "1d, 1d-sp"]),
+    ("3d", {"x": 8}, {}, ["directions x, y, z", "3 sizes"]),
+    ("1d", {"x": 2, "y": 4}, {}, ["directions x", "1 sizes"]),
+    ("2d", {"x": 2, "y": 4}, {}, ["square grid, not 2 x 4"]),
+    ("1d", {"x": 2}, {"keeep": "both"}, ["no option 'keeep'"]),
+    ("3d", {"x": 2, "y": 2, "z": 2}, {"keep": "all"}, ["keep='all'", "none, weight, both"]),
+    ("1d", {"x": 2}, {"heads": 3}, ["hidden=8", "heads=3"])])
+def test_closed_forms(refused, name, grid, more, words):
+    """Refuse what no model on ranks could be; a row's `keep` may be given for each scheme."""
+    sizes = mm3d.ModelSizes(**SIZES | {key: more[key] for key in more if key in SIZES})
+    options = {key: value for key, value in more.items() if key not in SIZES}
+    refused(lambda: mm3d.cost.words(name, grid, sizes, **options), *words)
+    right = {direction: 2 for direction in mm3d.SCHEMES["3d"].directions}
+    assert mm3d.cost.words("2.5d", right, mm3d.ModelSizes(**SIZES), keep="none") == (
+        mm3d.cost.words("2.5d", dict(reversed(right.items())), mm3d.ModelSizes(**SIZES)))
 
 
 @pytest.mark.ranks(1, 8)
@@ -150,6 +164,7 @@ def test_models(refused, scheme, monkeypatch):
 def test_objects_of_another_kind(comm, model):
     for call, said in ((lambda: mm3d.scheme("3d", 3), "3 is no communicator"),
                        (lambda: mm3d.scheme("3d", MPI.COMM_NULL), "is no communicator"),
+                       (lambda: mm3d.Transformer("3d", **SIZES), "Transformer: '3d' is no scheme"),
                        (lambda: mm3d.GPT(comm, **SIZES), "GPT: .*comm is no mesh"),
                        (lambda: mm3d.AdamW(None, lr=1), "AdamW: NoneType is no model"),
                        (lambda: mm3d.save("a", None), "save: NoneType is no model"),

@@ -109,7 +109,7 @@ def test_layer_norm_with_a_large_mean(comm):
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm) as scheme:
             space, inner = scheme.spaces(3, 5)
-            layer = LayerNorm(Builder(scheme, space, inner, np.float32), "norm", hidden)
+            layer = LayerNorm(Builder(scheme, space, inner, np.float32), "norm", hidden, 1e-5)
             layer.weight.value[...] = 1
             layer.bias.value[...] = 0
             y, _ = layer.forward(space.layout().shard(X, scheme.grid))
@@ -255,7 +255,7 @@ def layers(scheme):
 
     yield "linear into", linear(), ten, wide
     yield "linear back", back(), wide, ten
-    yield "layer norm", LayerNorm(build, "norm", 10), ten, ten
+    yield "layer norm", LayerNorm(build, "norm", 10, 1e-5), ten, ten
     up = linear(adds_bias=False)
     yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
     yield "residual", Residual(linear(), back()), ten, ten

@@ -58,7 +58,8 @@ def test_gradients_of_a_norm_are_summed_in_float32(comm):
     for parallelism in schemes(comm):
         with parallelism.on(comm, "numpy") as scheme:
             space, inner = scheme.spaces(64, 64)
-            layer = LayerNorm(Builder(scheme, space, inner, np.float16, np.float32), "norm", 8)
+            build = Builder(scheme, space, inner, np.float16, np.float32)
+            layer = LayerNorm(build, "norm", 8, 1e-5)
             layer.weight.load(np.ones(8))
             layer.bias.load(np.zeros(8))
             layout = space.layout()

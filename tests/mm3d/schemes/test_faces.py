@@ -11,7 +11,6 @@ from mm3d.schemes.cube import Cube
 from mm3d.schemes.faces import Faces
 from mm3d.tracing import dry_run
 from models import SIZES
-from products import FORMS
 from reference import every_grid, grids, integers
 
 EVEN = dict(layers=1, hidden=64, heads=8, batch=16, seq=8)
@@ -39,22 +38,6 @@ def test_layouts_put_matrices_on_faces(comm):
             assert np.array_equal(found, block * grid[face].size) and found.shape == block.shape
             assert {kind for _, kind in grid.traffic()} == (
                 {"broadcast", "reduce"} if grid[face].size > 1 else set())
-
-
-@pytest.mark.ranks(1, 8, slow=(4, 6))
-@pytest.mark.parametrize("form", FORMS)
-def test_products_of_plain_matrices(comm, form):
-    """Each form and its gradients, in exact integers, of sizes that nothing divides."""
-    for grid in grids(comm):
-        product = Faces.matrix_product(grid, form, (7, 11, 5))
-        A, B, dC = (integers(product.shapes[name], seed) for seed, name in enumerate("ABC"))
-        local = {name: product.layouts[name].shard(a, grid)
-                 for name, a in zip("ABC", (A, B, dC))}
-        expected = FORMS[form].serial(A, B), *FORMS[form].backward(dC, A, B)
-        found = (product.forward(local["A"], local["B"]),
-                 *product.backward(local["C"], local["A"], local["B"]))
-        for name, got, whole in zip("CAB", found, expected):
-            assert np.array_equal(got, product.layouts[name].shard(whole, grid)), (grid, name)
 
 
 @pytest.mark.parametrize("way", ["up", "down"])

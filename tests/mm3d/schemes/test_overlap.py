@@ -78,8 +78,9 @@ def test_ranks_on_several_nodes_overlap_unless_told(comm, monkeypatch, node_size
         assert same(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
-def test_a_dry_run_knows_no_nodes():
+def test_a_dry_run_knows_no_nodes_and_a_number_of_panels_is_a_whole_one():
     assert mm3d.scheme("3d", DryCommunicator(8), (2, 2, 2)).overlap is False
+    assert type(mm3d.scheme("3d", DryCommunicator(8), (2, 2, 2), overlap=2.0).overlap) is int
 
 
 @pytest.mark.slow_but_first

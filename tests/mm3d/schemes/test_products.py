@@ -6,12 +6,11 @@ import pytest
 
 import mm3d
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.split import Split
-from mm3d.schemes import cube, summa
+from mm3d.schemes import cube
 from mm3d.schemes.closed_form import Move, ProductShape
 from products import FORMS, Case
 from reference import (GRIDS, SHAPES, every_grid, grids, grids_and_squares, integers, moved,
-                       on_grid, schemes, words)
+                       schemes, words)
 
 pytestmark = pytest.mark.usefixtures("transport")
 KEEP = cube.Cube.options["keep"].choices
@@ -162,26 +161,3 @@ def test_float16_products_are_rounded_once():
     A, B = np.ones((2, 4096), np.float16), np.ones((4096, 3), np.float16)
     for C in (matmul(A, B), matmul_nt(A, B.T.copy()), matmul_tn(A.T.copy(), B)):
         assert C.dtype == np.float16 and (C == 4096).all() and C.shape == (2, 3)
-
-
-# --- SUMMA's three forms -------------------------------------------------------------------
-
-@pytest.mark.ranks(1, 4)
-def test_the_three_forms_of_summa(comm):
-    """q x q blocks; a deals the inner dimension over y, b over x; unequal blocks."""
-    layout, q = mm3d.Layout("x,y"), int(comm.size ** 0.5)
-    with on_grid(comm, x=q, y=q) as grid:
-        for m, n, k in SHAPES:
-            A, B, dC = integers((m, n), 0), integers((n, k), 1), integers((m, k), 2)
-            a, b = Split(grid.y, 1, n), Split(grid.x, 0, n)
-            A_l, B_l, dC_l = (layout.shard(M, grid) for M in (A, B, dC))
-            assert np.array_equal(summa.ab(A_l, B_l, a, b), layout.shard(A @ B, grid))
-            for compute, operands, whole, calls in (
-                    (summa.abt, (dC_l, B_l), dC @ B.T, {("x", "broadcast"): q,
-                                                        ("y", "reduce"): q}),
-                    (summa.atb, (A_l, dC_l), A.T @ dC, {("y", "broadcast"): q,
-                                                        ("x", "reduce"): q})):
-                grid.reset_traffic()
-                assert np.array_equal(compute(*operands, a, b), layout.shard(whole, grid))
-                assert {key: t.calls for key, t in grid.traffic().items()} == (
-                    calls if q > 1 else {})

@@ -19,8 +19,8 @@ NAMES = list(algorithms_with_products())
 every_form = pytest.mark.parametrize("form", FORMS)
 # Other schemes have tests of their own.
 every_name = pytest.mark.parametrize("name", [
-    name if name in {*PRODUCTS_ALONE, "2.5d"} else pytest.param(name, marks=pytest.mark.slow)
-    for name in NAMES])
+    pytest.param(name, marks=[pytest.mark.slow] * (
+        name not in {*PRODUCTS_ALONE, "2.5d", "faces"})) for name in NAMES])
 
 
 def usable(name: str, ranks: int) -> list[tuple[int, ...]]:
@@ -140,6 +140,14 @@ def test_ordered_sums_have_the_same_bits_by_every_transport(comm, monkeypatch):
 def test_grids_that_do_not_fit_are_refused(name, ranks, sizes, message):
     with pytest.raises(ValueError, match=message):
         product_grid(name, DryCommunicator(ranks), sizes, DryBackend())
+
+
+@pytest.mark.parametrize("form, shape", [("ba", (4, 4, 4)), ("ab", (4, 4)), ("ab", (4, 4.5, 4)),
+                                         ("ab", (4, 0, 4))])
+def test_products_that_cannot_be_are_refused(form, shape):
+    grid = product_grid("cannon", DryCommunicator(4), None, DryBackend())
+    with pytest.raises(ValueError, match="three whole numbers M, N, K of at least 1, would do"):
+        algorithms_with_products()["cannon"].matrix_product(grid, form, shape)
 
 
 def test_closed_forms_of_square_matrices():

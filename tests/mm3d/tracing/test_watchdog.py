@@ -7,7 +7,7 @@ import pytest
 
 import mm3d
 from mm3d.grid.agreement import format_ranks
-from mm3d.tracing import status_board
+from mm3d.tracing import heartbeats
 from mm3d.tracing.watchdog import Watchdog, is_stalled
 from support import run_python, run_ranks
 
@@ -114,12 +114,12 @@ def test_states(comm, monkeypatch):
             (lately, past, past, 0): "idle", (-1, past, past, 1): "left",
             (0, 0, 0, 0): "unknown"}.items():
         comm.Barrier()
-        row[status_board.BEAT], row[status_board.MOVED] = beat, moved
-        row[status_board.WORKED], row[status_board.INSIDE] = worked, inside
+        row[heartbeats.BEAT], row[heartbeats.MOVED] = beat, moved
+        row[heartbeats.WORKED], row[heartbeats.INSIDE] = worked, inside
         assert dog.rank_states()[0] == state
         comm.Barrier()
     # Who has been stopped with all others, as by Ctrl-Z, finds them silent, and gives them time.
-    row[status_board.BEAT] = past
+    row[heartbeats.BEAT] = past
     dog._looked = past
     dog.update_board()
     assert dog._since > now and dog.rank_states()[0] == "working"
@@ -157,7 +157,7 @@ def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
     assert all(map(np.array_equal, before, after))
     assert [axis.transport for axis in scheme.grid.axes.values()] == transports
     mine = dog.board.mine
-    assert mine[status_board.EVENTS] == 2 * calls and not mine[status_board.INSIDE]
+    assert mine[heartbeats.EVENTS] == 2 * calls and not mine[heartbeats.INSIDE]
     assert (" of layers.0." in dog.board.text(comm.rank)) == (comm.size > 1)
     scheme.grid.free()
 
@@ -196,7 +196,7 @@ def test_ranks_are_named_in_runs():
     assert format_ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "12", None])
 def test_a_time_that_cannot_be_meant(seconds):
     with pytest.raises(ValueError, match="give a positive number"):
         Watchdog(None, seconds)

@@ -4,11 +4,12 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from experts import SIZES, activations, expert_layer, state_of, step
+from experts import SIZES, activations, expert_layer, state_of
 from mm3d.arrays import backend
 from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.gates import choose, gates_backward
 from mm3d.model.experts.layer import Experts
+from mm3d.model.initial_values import gpt2_values, varied_values
 from mm3d.tracing import dry_run
 from models import Parallelism
 
@@ -103,25 +104,6 @@ def test_the_layer_is_the_sum_of_its_experts_and_the_shared_one(experts):
         assert np.allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("experts", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
-@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gelu", "swiglu"])
-def test_gradients_are_those_of_central_differences(experts, fields):
-    """Along a random direction in each parameter, and in the input; routing does not change."""
-    with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
-        model = mm3d.Transformer(scheme, **SIZES, experts=experts, **fields)
-        state, (x, dy) = state_of(model), activations(model)
-        found = step(model, state)
-        rng = np.random.default_rng(5)
-
-        def value(name, move):
-            model.load(state | ({} if name == "dx" else {name: state[name] + move}))
-            return (model.forward(model.shard(x + move if name == "dx" else x))[0] * dy).sum()
-        for name in ["dx", *(one for one in state if not one.endswith("router.bias"))]:
-            way = rng.standard_normal(found[name].shape)
-            slope = (value(name, 1e-6 * way) - value(name, -1e-6 * way)) / 2e-6
-            assert (found[name] * way).sum() == pytest.approx(slope, rel=1e-6, abs=1e-7), name
-
-
 @pytest.mark.parametrize("design, more, said", [
     (dict(width=0), {}, "width=0 should be a whole number of at least 1"),
     (dict(shared=1.5), {}, "shared=1.5 should be a whole number of at least 1"),
@@ -138,6 +120,14 @@ def test_what_cannot_be_is_refused(design, more, said):
     with pytest.raises(ValueError) as refused:
         experts.check()
     assert str(refused.value).startswith(said)
+
+
+def test_initial_values_of_a_shared_expert_are_those_of_linear_layers():
+    """By the features that go in; GPT-2's are smaller for the product into the residual stream."""
+    for part, inputs, shape in ("up", 12, (12, 2, 7)), ("down", 7, (7, 12)), ("gate", 12, (1, 12)):
+        name = f"layers.1.experts.shared.{part}.weight"
+        assert varied_values(name, shape) == (0, inputs ** 0.5)
+        assert gpt2_values(8)(name, shape) == (0, 200 if part == "down" else 50)
 
 
 @pytest.mark.parametrize("experts", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])

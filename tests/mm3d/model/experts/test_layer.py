@@ -100,13 +100,15 @@ def test_an_expert_without_tokens_gets_a_zero_gradient():
 
 # Gradients.
 
-@pytest.mark.slow_but_first
 @pytest.mark.parametrize("experts, fields", [
     (mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=0.7), dict(perceptron="swiglu")),
     (mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=None), {}),
     (mm3d.Experts(4, top=3, every=1, gate="gshard", balance=0.2, z=0.1, capacity=0.8), {}),
     (mm3d.Experts(4, every=2, gate="sigmoid-bias", balance=0.2, z=0.1, convention="huggingface",
-                  capacity=None), dict(biases="none"))])
+                  capacity=None), dict(biases="none")),
+    (mm3d.Experts(12, top=4, every=1, gate="sigmoid-bias", capacity=None, design=mm3d.ExpertDesign(
+        5, 7, groups=4, top_groups=2, factor=2.5)), dict(perceptron="swiglu", biases="none")),
+    (mm3d.Experts(5, every=1, capacity=None, design=mm3d.ExpertDesign(5, 7, True)), {})])
 def test_gradients_are_central_differences(experts, fields):
     """Of every parameter and the input, along a random direction; no choice changes so near."""
     many = model(experts, **fields)
@@ -145,6 +147,9 @@ def test_recomputation_changes_no_bit(policy):
     again.load(state_of(again))
     x, dy = activations(again)
     y, saved = again.forward(again.shard(x))
+    with pytest.raises(ZeroDivisionError), again.routings.replaying(["a routing of before"]):
+        1 / 0
+    assert again.routings.next_replayed() is None    # what is left belongs to no other pass
     for bias in again.routings.biases.values():    # as if a step had changed them
         bias.load(np.array([9.0, 0, 0, -9]))
     dx = again.backward(again.shard(dy), saved)

@@ -24,12 +24,6 @@ def logits(tokens=TOKENS, count=COUNT, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 2, (tokens, count))
 
 
-def chosen_as(chosen, count=COUNT) -> Choice:
-    """A choice of these experts, of which nothing else matters."""
-    chosen = np.array(chosen, np.int64)
-    return Choice(chosen, np.ones(chosen.shape), np.ones((len(chosen), count)), None, "switch")
-
-
 def derivative(value, z: np.ndarray, step=1e-6) -> np.ndarray:
     """Central differences of a number by each element of z."""
     out = np.empty_like(z)
@@ -153,9 +147,9 @@ def test_capacities_by_hand():
 
 def test_exactly_one_token_is_dropped():
     """Four experts, eight tokens, capacity 2: the third token of expert 1 is one too many."""
-    choice = chosen_as([[0], [1], [1], [2], [1], [3], [0], [2]], 4)
-    total = counts(choice)
-    places = positions(choice.chosen, 0 * total, total, "position")
+    chosen = np.array([[0], [1], [1], [2], [1], [3], [0], [2]])
+    total = counts(chosen, 4)
+    places = positions(chosen, 0 * total, total, "position")
     taken = capacity_of(Experts(4, top=1, capacity=1.0), 8)
     assert taken == 2 and np.flatnonzero(~kept(places, taken)).tolist() == [4]
     assert kept(places, 3).all() and kept(places, None).all()
@@ -163,12 +157,12 @@ def test_exactly_one_token_is_dropped():
 
 def test_both_orders_of_dropping():
     """Three tokens that want the experts 0 and 1: who comes third?"""
-    choice = chosen_as([[0, 1], [1, 0], [0, 1]], 2)
-    total = counts(choice)
+    chosen = np.array([[0, 1], [1, 0], [0, 1]])
+    total = counts(chosen, 2)
     assert total.tolist() == [[2, 1], [1, 2]]
     for order, places in (("position", [[0, 0], [1, 1], [2, 2]]),
                           ("choice", [[0, 1], [0, 2], [1, 2]])):
-        assert positions(choice.chosen, 0 * total, total, order).tolist() == places
+        assert positions(chosen, 0 * total, total, order).tolist() == places
     assert Experts(8).dropping_order == "position"
     assert Experts(8, gate="gshard").dropping_order == "choice"
     assert Experts(8, convention="deepspeed").dropping_order == "choice"
@@ -178,18 +172,18 @@ def test_both_orders_of_dropping():
 @pytest.mark.parametrize("order", ["position", "choice"])
 def test_places_do_not_depend_on_how_tokens_are_divided(order):
     """And are the numbers 0 to n - 1 in each expert, which one of them gets no token."""
-    choice = choose(np.where(np.arange(6) == 4, -99, logits(37, 6)), Experts(6, top=3))
-    total = counts(choice)
-    whole = positions(choice.chosen, 0 * total, total, order)
+    chosen = choose(np.where(np.arange(6) == 4, -99, logits(37, 6)), Experts(6, top=3)).chosen
+    total = counts(chosen, 6)
+    whole = positions(chosen, 0 * total, total, order)
     for expert in range(6):
-        assert sorted(whole[choice.chosen == expert]) == list(range(total.sum(0)[expert]))
+        assert sorted(whole[chosen == expert]) == list(range(total.sum(0)[expert]))
     assert not total[:, 4].any()
     for cuts in (0, 1, 5, 37), (0, 20, 20, 37):
         before = 0 * total
         for start, stop in zip(cuts, cuts[1:]):
-            part = chosen_as(choice.chosen[start:stop], 6)
-            assert (positions(part.chosen, before, total, order) == whole[start:stop]).all()
-            before = before + counts(part)
+            part = chosen[start:stop]
+            assert (positions(part, before, total, order) == whole[start:stop]).all()
+            before = before + counts(part, 6)
         assert (before == total).all()
 
 
@@ -216,7 +210,7 @@ def test_closed_values_of_the_balance_loss(convention, top, uniform, collapsed):
     experts = Experts(5, top=top, balance=0.01, convention=convention)
     for expected, alike in (uniform, False), (collapsed, True):
         choice = routed(experts, alike)
-        value, _ = balance_loss(choice, experts, counts(choice), 40, layers=4)
+        value, _ = balance_loss(choice, experts, counts(choice.chosen, 5), 40, layers=4)
         assert value.shape == (1,) and value.dtype == np.float64
         assert np.isclose(value[0], 0.01 * expected, rtol=1e-7)
 
@@ -246,7 +240,7 @@ def test_losses_against_central_differences(gate):
 
 def test_parts_of_a_loss_add_up_to_that_of_the_whole():
     z, experts = logits(), Experts(COUNT)
-    total = counts(choose(z, experts))
+    total = counts(choose(z, experts).chosen, COUNT)
     whole = balance_loss(choose(z, experts), experts, total, TOKENS), z_loss(z, 1e-3, TOKENS)
     parts = [(balance_loss(choose(part, experts), experts, total, TOKENS),
               z_loss(part, 1e-3, TOKENS)) for part in (z[:4], z[4:4], z[4:])]
@@ -283,6 +277,7 @@ def test_entropy_of_utilisation():
     (dict(count=4, capacity=0), "capacity=0 drops every token: a factor above 0"),
     (dict(count=4, capacity=float("inf")), "capacity=inf"),
     (dict(count=4, convention="huggingface"), "Hugging Face's Mixtral drops no token"),
+    (dict(count=4, design={"shared": 8}), "design={'shared': 8} should be mm3d.ExpertDesign(...)"),
 ])
 def test_bad_options_are_refused_in_one_line(options, message):
     with pytest.raises(ValueError) as refused:
