@@ -118,6 +118,10 @@ def test_in_flight_with_a_part_kept_for_the_weights():
     ("1f1b:2", 4, 8, "1f1b has no choice of chunks"),
     ("interleaved:0", 4, 8, "a number of chunks of at least 1"),
     ("interleaved:two", 4, 8, "a number of chunks of at least 1"),
+    ("1f1b", 4, 2 ** 16 + 1, "4 stages and 65537 micro-batches have 262148 forward steps"),
+    ("interleaved", 4, 2 ** 15 + 1, "8 stages and 32769 micro-batches have 262152 forward steps"),
+    ("v-min", 4, 2 ** 15 + 1, "8 stages and 32769 micro-batches have 262152 forward steps"),
+    ("auto", 4, 2 ** 13 + 1, "4 stages and 8193 micro-batches have 32772 .* at most 32768 would"),
     ("dualpipe-v", 4, 7, "at least 8 micro-batches are needed")])
 def test_what_there_is_no_schedule_of_is_refused(name, ranks, microbatches, match):
     with pytest.raises(ValueError, match=match):
