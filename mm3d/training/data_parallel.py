@@ -2,17 +2,7 @@
 
 Replicas compute with different rows of a batch, so a parameter's gradient is the sum over them.  A
 stage of ZeRO says which arrays of a parameter are divided along direction d, and so held once:
-
-=====  ========  =========  ========  =================================================
-stage  master,   gradient   value     words of Psi parameters and k micro-batches, times
-       moments                        N - 1 over all ranks
-=====  ========  =========  ========  =================================================
-0      whole     whole      whole     2 Psi: gradients are summed at the end of a step
-1      divided   whole      whole     2 Psi: a sum, and a gather of updated values
-2      divided   divided    whole     (k + 1) Psi: a sum for each micro-batch
-3      divided   divided    divided   3 k Psi: values are gathered for forward and for
-                                      backward; 2 k for vectors, which forward saves
-=====  ========  =========  ========  =================================================
+``README.rst`` has a table of them, and of the words that they move.
 
 A shard divides this rank's block further: the layout has the letter d last in its first
 dimension, so "xy,z" becomes "xyd,z", and a shard is a part of the global array like any block.
@@ -55,16 +45,9 @@ class DataParallel:
     ----------
     parameters : list of Parameter
         The parameters created, in order.
-
-    Raises
-    ------
-    ValueError
-        When there is no such stage, or for a negative `in_flight`.
     """
 
     def __init__(self, grid: DataGrid, zero: int = 0, in_flight: int = 0) -> None:
-        check_zero(zero)
-        check_in_flight(in_flight)
         self.grid, self.zero, self.in_flight = grid, zero, in_flight
         self.parameters: list[SummedParameter] = []
         self._begun: list[Callable[[], Any]] = []    # each ends a sum

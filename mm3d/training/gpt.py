@@ -12,7 +12,6 @@ from mm3d.arrays.plain_numbers import PlainNumbers, check_types
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, same_arguments
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
@@ -94,7 +93,6 @@ class GPT(PlainNumbers, Staged):
                       for name in part.__dataclass_fields__ if name not in OF_MESH}
             check_vocabulary(model.vocab, model.label_smoothing, model.z_loss)
             check_scheme(mesh.scheme, model.tied)
-            check_experts_given(model.experts, model.layers)
             check_types(model)
             check_types(how)
         self.config, self.mesh, self.comm = config, mesh, mesh.comm
@@ -210,8 +208,7 @@ class GPT(PlainNumbers, Staged):
         """Sum up the routings of a step; return the routers' losses."""
         if self.experts is None:
             return 0.0
-        chunks = self.chunks
-        self.routings = sum_routings(self.comm, chunks, self.schedule.microbatches)
+        self.routings = sum_routings(self.comm, self.chunks, self.schedule.microbatches)
         return math.fsum(loss for one in self.routings.values() for loss in (one.balance, one.z))
 
     def _sum_tied_gradients(self) -> None:

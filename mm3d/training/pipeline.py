@@ -162,10 +162,9 @@ class Pipeline(Staged):
         self.mesh, self.schedule = mesh, schedule
         experts, share = stack.experts, mesh.context.size if mesh.context else 1
         replicas = mesh.shape["d"] // share    # with other sequences
-        self.parts = divide_layers(schedule, mesh.shape["s"], stack.sizes, microbatches,
-                                   replicas, experts is not None)
+        self.parts = divide_layers(schedule, mesh.shape["s"], stack.sizes, microbatches, replicas)
         together = stack.batch // schedule.microbatches    # sequences, of all replicas
-        check_experts(experts, how.expert_parallel, replicas, together * stack.seq)
+        check_experts(experts, how.expert_parallel, replicas, together * stack.seq, stack.layers)
         self.rows = divide_rows(stack.batch, replicas, schedule.microbatches,
                                 experts is not None)[mesh.replica // share]
         self.context = make_context(mesh.context, stack, how.context_way)

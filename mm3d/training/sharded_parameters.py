@@ -45,15 +45,10 @@ class SummedParameter(Parameter):
         self.stored = layout.owns_block(grid)
         self._left = 0
         super().__init__(name, *self._place(grid, layout), shape, dtype, gathered_along, master)
-        self.first_copy = self._has_first_copy()
 
     def _place(self, grid: Grid, layout: Layout) -> tuple[Any, Layout]:
         """Return the grid and the layout of master and gradient."""
         return grid, layout
-
-    def _has_first_copy(self) -> bool:
-        """Return whether no rank outside `grid` holds this block already."""
-        return True
 
     @property
     def first(self) -> bool:
@@ -116,6 +111,10 @@ class SummedOnce(SummedParameter, ABC):
 class ReplicatedParameter(SummedOnce):
     """Hold a parameter whose value, gradient and master are whole on every replica (ZeRO-0)."""
 
+    def __init__(self, *given: Any, **sums: Any) -> None:
+        super().__init__(*given, **sums)
+        self.first_copy = self.first
+
     def _allocate_gradient(self) -> None:
         super()._allocate_gradient()
         self._terms = namespace(self.grad).reshape(self.grad, (self.grad.size,))
@@ -124,9 +123,6 @@ class ReplicatedParameter(SummedOnce):
     @property
     def first(self) -> bool:
         return self.data.coords["r"] == self.data.coords["d"] == 0
-
-    def _has_first_copy(self) -> bool:
-        return self.first
 
     def _finish_sum(self, pending: Pending) -> None:
         self._terms[...] = self._split.all_gather(pending.take())

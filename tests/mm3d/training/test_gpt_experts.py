@@ -270,6 +270,14 @@ def test_steps_that_are_skipped_change_no_bias():
     model.free()
 
 
+def test_experts_that_no_layer_of_a_pipeline_has_are_refused():
+    mesh, sizes = mm3d.Mesh(MPI.COMM_SELF, scheme="serial"), dict(SIZES)
+    del sizes["vocab"]
+    with pytest.raises(ValueError, match="every=9 layers are in none of layers=2: every=1 would"):
+        mm3d.Pipeline(mesh, "1f1b", 1, **sizes, experts=mm3d.Experts(4, every=9))
+    mesh.free()
+
+
 def test_gradients_of_routers_losses_have_the_scale_of_the_loss():
     model, gradients = one_process_gpt(mm3d.Experts(4, z=0.1, balance=0.1), dtype="float64"), []
     for model.loss_scale in (1.0, 8.0):
