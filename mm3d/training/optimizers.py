@@ -122,8 +122,15 @@ class Optimizer(PlainNumbers, ABC):
             other numbers, or make another call.
         FloatingPointError
             On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
-            without `loss_scaling`; no parameter has changed then.
+            without `loss_scaling`, or with its smallest factor; no parameter has changed then.
+        RuntimeError
+            While a CUDA graph is recorded: it would repeat the numbers of this one step.
         """
+        for t in self.model.trained[:1]:
+            stream = getattr(backend_of(t.master), "stream", None)
+            if stream is not None and stream.is_capturing():
+                raise RuntimeError("a CUDA graph would repeat the learning rate and the count of "
+                                   "this step: record forward and backward alone")
         factor = self._gradient_factor()
         if factor is None:
             return False
@@ -201,13 +208,6 @@ class Optimizer(PlainNumbers, ABC):
         """Change parameters by one kernel; return which, by number, and whose values it rounds."""
         return (), ()
 
-    @staticmethod
-    def _decay(xp: Any, factors: tuple[float, float], w: Array) -> float:
-        """Multiply `w` by its factor; return that of the gradient."""
-        if factors[1] != 1:
-            xp.multiply(w, factors[1], out=w)
-        return factors[0]
-
     @abstractmethod
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
@@ -243,7 +243,9 @@ class SGD(Optimizer):
 
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
-        factor = self._decay(xp, factors, w)
+        factor, kept = factors
+        if kept != 1:
+            xp.multiply(w, kept, out=w)
         if not moments:
             xp.multiply(g, self.lr * factor, out=scratch)
         else:
@@ -322,7 +324,8 @@ class AdamW(Optimizer):
         fused = getattr(backend_of(w).kernels, "adamw", None)
         if fused and fused((w, g, m, v), numbers):
             return
-        self._decay(xp, factors, w)
+        if factors[1] != 1:
+            xp.multiply(w, factors[1], out=w)
         xp.multiply(g, numbers[0], out=scratch)
         xp.multiply(m, numbers[1], out=m)
         xp.add(m, scratch, out=m)
