@@ -1,6 +1,5 @@
 """Restore a model and its optimizer from a checkpoint, whatever wrote it."""
 
-import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -192,6 +191,6 @@ def _read(path: Path, stored: StoredArray, blocks: list[Block]) -> np.ndarray:
     """Read this rank's block of an array from all blocks that it touches."""
     out = np.empty([s.stop - s.start for s in stored.place], stored.dtype)
     found = sum(read_part(path, block, stored.place, out) for block in blocks) if out.size else 0
-    if found != math.prod(out.shape):
+    if found != out.size:
         raise OSError(f"blocks of {stored.path} are missing")
     return out

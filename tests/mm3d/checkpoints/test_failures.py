@@ -15,9 +15,8 @@ from mpi4py import MPI
 import mm3d
 from mm3d.checkpoints.folder import checkpoints
 from mm3d.checkpoints.index_file import read_index
+from checkpoint_models import transformer
 from support import LIMIT, clean_environment, run_command, run_ranks
-
-SIZES = dict(layers=1, hidden=6, heads=2, batch=4, seq=2)
 
 # Saves for ever: in step n all elements are n.
 ENDLESS = """
@@ -39,11 +38,6 @@ while True:
     if comm.rank == 0:
         print(step, flush=True)
 """
-
-
-def transformer(comm, seed: int = 0, **options):
-    scheme = mm3d.scheme("1d", comm, grid=(comm.size,))
-    return mm3d.Transformer(scheme, **(SIZES | options), seed=seed)
 
 
 def is_complete(folder: Path, hidden: int) -> int:
