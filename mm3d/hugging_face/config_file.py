@@ -158,8 +158,7 @@ def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     scaling = dict(scaling)
     found = {"rotary_base": scaling.pop("rope_theta", given["rope_theta"]),
              "rotary_scaling": None}
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))    # which takes both out
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         refused.append("partial_rotary_factor")
     if kind == "llama3":
@@ -246,19 +245,16 @@ def config_of(model: Model) -> dict[str, Any]:
     values |= {key: getattr(architecture, field) for field, key in family.keys.items()}
     if family.rotary:
         values["rope_theta"] = architecture.rotary_base
-        values |= {name: value for name, value in {
-            "num_key_value_heads": architecture.kv_heads or model.heads,
-            "intermediate_size": architecture.inner or INNER_FACTOR * model.hidden}.items()}
+        values |= {"num_key_value_heads": architecture.kv_heads or model.heads,
+                   "intermediate_size": architecture.inner or INNER_FACTOR * model.hidden}
         if architecture.rotary_scaling is not None:
             values["rope_scaling"] = {"rope_type": "llama3"} | dict(
                 zip(LLAMA3, architecture.rotary_scaling))
     if family.window:
         values["sliding_window"] = architecture.window
-        values["use_sliding_window"] = architecture.window is not None
         if kind.startswith("qwen2"):
+            values["use_sliding_window"] = architecture.window is not None
             values["max_window_layers"] = 0 if architecture.window else model.layers
-        else:
-            del values["use_sliding_window"]
     if experts is not None:
         values |= dict(zip(family.experts, (
             experts.count, experts.top, experts.balance > 0, experts.balance, experts.every,
@@ -282,8 +278,7 @@ def _family_of(architecture: Architecture, experts: Any) -> str:
 
 
 def _of_family(experts: Experts | None, family: Family) -> bool:
-    """Return whether experts are those of a Mixtral, or of a Qwen where the family has its keys.
-    """
+    """Return whether experts are those of a Mixtral, or of a Qwen with that family's keys."""
     if experts is None or experts.capacity is not None:
         return False
     if family.experts == QWEN_EXPERTS:

@@ -50,10 +50,10 @@ def save_pretrained(model: GPT, folder: str | Path, shard_bytes: int = SHARD) ->
     ImportError
         On every rank alike, without the package safetensors.
     ValueError
-        On every rank alike, when no family of Hugging Face computes the same, or the folder is
-        there.
+        On every rank alike, when no family of Hugging Face computes the same.
     OSError
-        On every rank alike, when something could not be written on any rank.
+        On every rank alike, when the folder is there already, or something could not be written
+        on any rank.
     """
     folder, comm = Path(folder), model.comm
     with same_arguments(comm, "save_pretrained") as given:

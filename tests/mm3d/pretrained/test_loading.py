@@ -20,6 +20,7 @@ SIZES = dict(batch=BATCH, seq=SEQ)
 DATA = tokens_and_targets(dict(SIZES, vocab=17))
 # By ranks: the mesh, and the division.
 MESHES = {1: [(dict(scheme="serial"), {})],
+          2: [(dict(scheme="1d"), {})],
           4: [(dict(scheme="3d", grid=(2, 1, 2)), {}),
               (dict(scheme="serial", data=4), dict(zero=3)),
               (dict(scheme="1d", stages=2), dict(microbatches=2)),
@@ -138,43 +139,31 @@ def test_the_way_back_has_the_same_bits(comm, folder, shared_tmp_path, kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype, master", [("float32", None), ("float16", "float32"),
                                            ("bfloat16", "float32")])
-def test_types_of_files_and_of_models_may_differ(comm, folder, shared_tmp_path, dtype, master):
+def test_types_of_files_and_of_models_may_differ(comm, folder, dtype, master):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     real = getattr(ml_dtypes, dtype, dtype)
     arrays = tensors(LLAMA, real)
     path = folder(LLAMA, arrays)
-    mesh = mm3d.Mesh(comm, scheme="1d")
-    model = mm3d.load_pretrained(path, mesh, **SIZES, dtype=dtype, master=master)
-    table = model.state()["embedding.weight"]
+    with loaded(comm, path, dtype=dtype, master=master) as model:
+        table = model.state()["embedding.weight"]
     assert table.dtype == np.float32
     assert np.array_equal(table, arrays["model.embed_tokens.weight"].astype(np.float32))
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
 def test_older_files_have_no_prefix_and_buffers_and_a_tied_head(comm, folder):
     gpt2, qwen2 = tensors(GPT2), tensors(QWEN2)
-    with mm3d_state(comm, folder(GPT2, gpt2)) as expected:
-        pass
+    with loaded(comm, folder(GPT2, gpt2)) as model:
+        expected = model.state()
     old = {name.removeprefix("transformer."): a for name, a in gpt2.items()}
     old |= {"h.0.attn.bias": np.ones((1, 1, 9, 9)), "h.1.attn.masked_bias": np.ones(())}
-    with mm3d_state(comm, folder(GPT2, old, name="old")) as found:
+    with loaded(comm, folder(GPT2, old, name="old")) as model:
+        found = model.state()
         assert all(np.array_equal(found[name], a) for name, a in expected.items())
     qwen2 |= {"lm_head.weight": qwen2["model.embed_tokens.weight"],
               "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}
-    with mm3d_state(comm, folder(QWEN2, qwen2, name="tied")) as found:
-        assert np.array_equal(found["embedding.weight"], qwen2["lm_head.weight"])
-
-
-@contextmanager
-def mm3d_state(comm, path):
-    """The parameters that are loaded, on two ranks."""
-    mesh = mm3d.Mesh(comm, scheme="1d")
-    model = mm3d.load_pretrained(path, mesh, **SIZES, dtype="float64")
-    yield model.state()
-    model.free()
-    mesh.free()
+    with loaded(comm, folder(QWEN2, qwen2, name="tied")) as model:
+        assert np.array_equal(model.state()["embedding.weight"], qwen2["lm_head.weight"])
 
 
 # --- What is refused --------------------------------------------------------------------------
