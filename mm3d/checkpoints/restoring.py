@@ -76,7 +76,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     arrays = stored_arrays(model, optimizer)
     path, index, read, new, said = _read_all(folder, step, model, optimizer, arrays)
     for stored, one in read:
-        if stored.size:
+        if stored.array.size:
             stored.backend.copy_from_host(one, stored.array)
     for name in new:
         for array in optimizer.state[name]:

@@ -104,7 +104,7 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
     """Write each rank's blocks, then the index with the groups of attributes."""
     problem = (f"no checkpoint of step {writer.step} was written in {writer.folder}, earlier ones "
                f"are unchanged")
-    own = [stored for stored in arrays if stored.counted and stored.size]
+    own = [stored for stored in arrays if stored.counted and stored.array.size]
     aside = on_root(comm, problem, writer.begin)
     blocks = on_each(comm, problem, lambda: write_blocks(
         aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])

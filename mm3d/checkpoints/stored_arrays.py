@@ -43,11 +43,6 @@ class StoredArray:
         """Return the type of its elements in a file."""
         return host_dtype(self.array)
 
-    @property
-    def size(self) -> int:
-        """Return the number of elements of this rank's block."""
-        return self.array.size
-
 
 def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
     """Return this rank's arrays of a model and of the moments of its optimizer.

@@ -145,15 +145,11 @@ class ShardedParameter(SummedParameter):
         start = sum(self._split.counts[:self._split.axis.rank]) if self.stored else 0
         stop = start + local[self._split.dim]
         self._own = (slice(None),) * self._split.dim + (slice(start, stop), Ellipsis)
-        self._allocate_value(gathered_along)
-        self.master = (self.data.backend.empty(local, master) if self.has_master else
-                       self._part_of(self.value))
-
-    def _allocate_value(self, gathered_along: Split | None) -> None:
-        """Allocate `value`, this rank's whole block."""
         layout, grid = self.whole
         whole = layout.local_shape(grid, self.shape)
         self.value = (gathered_along or self.data.backend).empty(whole, self.dtype)
+        self.master = (self.data.backend.empty(local, master) if self.has_master else
+                       self._part_of(self.value))
 
     def _part_of(self, whole: Array) -> Array:
         """Return this rank's shard of `whole`, as a view if that is contiguous."""

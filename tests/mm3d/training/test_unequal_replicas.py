@@ -8,7 +8,6 @@ from mpi4py import MPI
 import mm3d
 from gpts import SIZES, differences, train
 from mm3d.training.batches import divide_rows
-from reference import all_refuse
 
 # By ranks: a mesh, a schedule, micro-batches, and sequences, which these divide.
 MESHES = {
@@ -44,15 +43,6 @@ def test_every_sequence_is_in_one_micro_batch_and_those_of_a_replica_are_equal()
         assert {len(one) for one in lengths} == {1}
         assert max(map(max, lengths)) - min(map(min, lengths)) == bool(batch // micros % data)
     assert refused
-
-
-@pytest.mark.ranks(2)
-def test_a_batch_that_micro_batches_do_not_divide_is_refused_on_every_rank(comm):
-    mesh = mm3d.Mesh(comm, data=2, scheme="serial")
-    with all_refuse(comm, "^a batch of 7 sequences cannot be divided into 2 equal micro-batches "
-                    "of at least 2 sequences, one for each replica: 6 or 8 would do$"):
-        mm3d.GPT(mesh, **SIZES | {"batch": 7}, microbatches=2)
-    mesh.free()
 
 
 def alone(sizes, **case) -> dict[str, np.ndarray]:
