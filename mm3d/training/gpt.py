@@ -97,7 +97,7 @@ class GPT(PlainNumbers, Staged):
             check_types(how)
         self.config, self.mesh, self.comm = config, mesh, mesh.comm
         self._own_mesh = mesh if isinstance(where, Config) else None
-        self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
+        self.vocab, self.ignored = model.vocab, model.ignored
         self.shape, self.loss_scale = (model.batch, model.seq), 1.0
         self.optimizer: Callable[[], Any] = lambda: None
         values = gpt2_values(model.layers) if drawn else lambda *_: (0, math.inf)

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from gpts import case_of
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.training.sharded_parameters import shard_layout
@@ -70,9 +71,7 @@ def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, nu
     pytorch/pytorch#176076), and against a sum that keeps the last micro-batch alone
     (allenai/open-instruct#1498).
     """
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    options, schedule, microbatches, batch = MESHES[comm.size][number]
+    options, schedule, microbatches, batch = case_of(comm, MESHES, number)
     sizes = SIZES | {"batch": batch}
     expected, mesh, found = run_alone(comm, sizes), mm3d.Mesh(comm, **options), []
     for zero in range(4):

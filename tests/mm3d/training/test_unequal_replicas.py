@@ -1,13 +1,12 @@
 """Replicas that have one sequence more than others in each micro-batch: the same model."""
 from itertools import product
 
-import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mm3d
-from gpts import SIZES, differences, train
+from gpts import SIZES, alone, case_of, differences, train
 from mm3d.training.batches import divide_rows
+from models import different
 
 # By ranks: a mesh, a schedule, micro-batches, and sequences, which these divide.
 MESHES = {
@@ -45,14 +44,6 @@ def test_every_sequence_is_in_one_micro_batch_and_those_of_a_replica_are_equal()
     assert refused
 
 
-def alone(sizes, **case) -> dict[str, np.ndarray]:
-    """`train` on one rank, with the whole batch at once."""
-    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
-    found = train(mesh, sizes=sizes, **case)
-    mesh.free()
-    return found
-
-
 @pytest.mark.ranks(1, 4, slow=(2, 8), first=(4,))
 @pytest.mark.parametrize("number", range(3))
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
@@ -61,9 +52,7 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     Masks of dropout are those of the sequences' numbers in the batch.  Stages of ZeRO are equal to
     the bit as where all is even.
     """
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    options, schedule, microbatches, batch = MESHES[comm.size][number]
+    options, schedule, microbatches, batch = case_of(comm, MESHES, number)
     sizes = SIZES | {"batch": batch}
     mesh, replicas = mm3d.Mesh(comm, **options), options.get("data", 1) > 1
     cases = [dict(tied=True, dropout=0.3), dict(tied=False, z_loss=0.01)]
@@ -74,6 +63,5 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
         for one in found:
             assert not differences(one, expected), (options, case)
         for one, other in ((1, 0), (3, 2)) if replicas else ():
-            assert all(np.array_equal(found[one][name], a)
-                       for name, a in found[other].items()), (one, other)
+            assert not different(found[one], found[other]), (one, other)
     mesh.free()
