@@ -15,6 +15,7 @@ from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers, check_range
 from mm3d.grid.agreement import same_arguments, text_of
 from mm3d.model.parameters import comm_of
+from mm3d.training.learning_rates import check_rate
 from mm3d.training.loss_scaling import LossScaling, check_masters
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
@@ -101,7 +102,7 @@ class Optimizer(PlainNumbers, ABC):
 
     def _check(self) -> None:
         """Raise ValueError for numbers out of range, and for models that it cannot train."""
-        check_range("lr", self.lr, lambda lr: 0 <= lr < math.inf, "at least 0")
+        check_rate(self.lr)
         check_range("weight_decay", self.weight_decay, lambda decay: 0 <= decay < math.inf,
                     "at least 0")
         check_range("clip", self.clip, lambda clip: clip is None or clip >= 0,
@@ -119,7 +120,7 @@ class Optimizer(PlainNumbers, ABC):
         ------
         ValueError
             On every rank alike and before anything changes, when ranks that clip or scale have
-            other numbers, or make another call.
+            other numbers, or make another call; and when ``lr`` was set to no learning rate.
         FloatingPointError
             On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
             without `loss_scaling`, or with its smallest factor; no parameter has changed then.
@@ -178,10 +179,12 @@ class Optimizer(PlainNumbers, ABC):
         scaling, self.norm = self.loss_scaling, None
         nothing_to_see = not all(backend_of(t.grad).has_contents for t in self.model.trained)
         if scaling is None and self.clip is None or nothing_to_see:
+            check_rate(self.lr)
             return 1.0
         counted = [t.grad for t in self.model.trained if t.counted]
         largest = largest_magnitude(counted, self.model.comm, f"{type(self).__name__}.step",
                                     self.numbers() | self.options())
+        check_rate(self.lr)    # after ranks with other rates are named
         factor = 1.0
         if scaling is not None:
             factor = 1 / scaling.scale
