@@ -12,7 +12,7 @@ from typing import Any
 from mm3d.config import Model
 from mm3d.hugging_face.families import DECODER, FAMILIES, NEUTRAL, QWEN_EXPERTS, Family
 from mm3d.model.architecture import INNER_FACTOR, PLAIN, Architecture
-from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign
+from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign, check_experts_given
 from mm3d.model.experts.layer import Experts
 
 CONFIG = "config.json"
@@ -143,9 +143,12 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
         raise ValueError(f"{name} has features that nothing here computes: {', '.join(refused)}")
     sizes = {field: _size(name, key, given.get(key)) for field, key in family.sizes.items()}
     found = {field: _plain_size(name, field, value, sizes) for field, value in found.items()}
-    return sizes | {"tied": given["tie_word_embeddings"],
-                    "architecture": Architecture(**found),
-                    "experts": _experts(name, given, family.experts) if family.experts else None}
+    architecture = Architecture(**found)
+    architecture.check()
+    experts = _experts(name, given, family.experts) if family.experts else None
+    check_experts_given(experts)
+    return sizes | {"tied": given["tie_word_embeddings"], "architecture": architecture,
+                    "experts": experts}
 
 
 def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -188,7 +191,9 @@ def _window(given: Mapping[str, Any], layers: Any, refused: list[str]) -> int | 
     elif kinds:
         return window if kinds == {"sliding_attention"} else None
     elif window is not None and (first := given.get("max_window_layers") or 0):
-        if first < (layers or 0):
+        if not type(first) is type(layers) is int:
+            refused.append(f"max_window_layers={first!r} of {layers!r} layers")
+        elif first < layers:
             refused.append(f"max_window_layers={first}, so that layers have different windows")
         return None
     return window
@@ -218,7 +223,7 @@ def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> 
     """Return a field of an architecture; None where it is the default of the sizes."""
     if field == "kv_heads" and value == sizes["heads"]:
         return None
-    if field == "head" and value is not None and value * sizes["heads"] == sizes["hidden"]:
+    if field == "head" and type(value) is int and value * sizes["heads"] == sizes["hidden"]:
         return None
     return None if field == "inner" and value == INNER_FACTOR * sizes["hidden"] else value
 

@@ -175,6 +175,8 @@ def spoil(what):
         del arrays["model.layers.1.mlp.up_proj.weight"], arrays["model.norm.weight"]
     elif what == "more":
         arrays["model.layers.0.self_attn.q_norm.weight"] = np.ones(4)
+    elif what == "odd":
+        arrays["model.layers.odd"] = np.ones(4)
     elif what == "shape":
         arrays["model.layers.0.self_attn.k_proj.weight"] = np.ones((24, 18))
     elif what == "type":
@@ -193,6 +195,7 @@ def spoil(what):
 @pytest.mark.parametrize("what, kind, said", [
     ("missing", ValueError, r"'model.layers.1.mlp.up_proj.weight' and 1 more: missing$"),
     ("more", ValueError, r"'model.layers.0.self_attn.q_norm.weight': not of this model$"),
+    ("odd", ValueError, r"'model.layers.odd': not of this model$"),
     ("shape", ValueError, r"k_proj.weight' has the shape \(24, 18\), not \(12, 18\)$"),
     ("type", ValueError, r"'model.norm.weight' is in I8, .*: F64, F32, F16, BF16 would do$"),
     ("scalar", ValueError, r"'model.norm.weight' has the shape \(\), not \(18,\)$"),
