@@ -16,6 +16,7 @@ from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign, check_experts
 from mm3d.model.experts.layer import Experts
 
 CONFIG = "config.json"
+TRUTHS = ("tie_word_embeddings", "use_sliding_window", "output_router_logits", "norm_topk_prob")
 # Keys of `mm3d.Architecture.rotary_scaling`, in its order.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -127,9 +128,8 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
                          f"{own}; model_type {', '.join(FAMILIES)} would do")
     given = {**family.defaults, **config}
     refused = [f"{key}={config[key]!r}" for key in config if key not in family.known]
-    if not isinstance(given["tie_word_embeddings"], bool):
-        refused.append(f"tie_word_embeddings={given['tie_word_embeddings']!r} (true or false "
-                       f"would do)")
+    refused += [f"{key}={given[key]!r} (true or false would do)" for key in TRUTHS
+                if not isinstance(given.get(key, True), bool)]
     refused += [f"{key}={given[key]!r} ({' or '.join(map(repr, values))} would do)"
                 for key, values in (DECODER | family.only).items()
                 if key in given and given[key] not in values]
@@ -142,6 +142,8 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
     if refused:
         raise ValueError(f"{name} has features that nothing here computes: {', '.join(refused)}")
     sizes = {field: _size(name, key, given.get(key)) for field, key in family.sizes.items()}
+    if family.rotary:    # of these no model has a width that is a multiple by default
+        _size(name, family.keys["inner"], given.get(family.keys["inner"]))
     found = {field: _plain_size(name, field, value, sizes) for field, value in found.items()}
     architecture = Architecture(**found)
     architecture.check()
