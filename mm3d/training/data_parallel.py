@@ -103,7 +103,7 @@ class DataParallel:
 
 def check_zero(zero: Any) -> None:
     """Raise ValueError unless `zero` is a stage of ZeRO."""
-    if zero not in STAGES or isinstance(zero, bool):
+    if not is_whole(zero, 0) or zero not in STAGES:
         raise ValueError(f"zero={zero!r} is no stage of ZeRO: 0 (replicas), 1 (optimizer state "
                          f"divided), 2 (gradients too) and 3 (parameters too) would do")
 

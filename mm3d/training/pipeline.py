@@ -9,7 +9,7 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.plain_numbers import check_whole
+from mm3d.arrays.plain_numbers import check_types, check_whole
 from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, same_arguments
@@ -149,6 +149,7 @@ class Pipeline(Staged):
                 "microbatches": microbatches, "zero": how.zero, "in_flight": how.in_flight,
                 "expert_parallel": how.expert_parallel, "synchronous": how.synchronous,
                 "schedule": schedule, "context_way": how.context_way}
+            check_types(how)
             check_zero(how.zero)
             check_in_flight(how.in_flight)
             if isinstance(schedule, str):
