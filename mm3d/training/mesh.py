@@ -183,6 +183,8 @@ def stage_grids(kind: type[Scheme], ranks: int, stages: int,
     share = ranks // stages
     if grid is None:
         grid = kind.default_grid(share)
+    if not hasattr(grid, "__iter__"):
+        raise ValueError(f"grid={grid!r}: sizes in a tuple would do, or one for each stage")
     same = isinstance(grid, GridShape) or not any(isinstance(one, (tuple, list, GridShape))
                                                   for one in grid)
     grids = [kind.grid_shape(one) for one in ([grid] * stages if same else grid)]

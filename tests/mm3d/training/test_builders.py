@@ -108,8 +108,9 @@ def test_in_flight_with_a_part_kept_for_the_weights():
 
 @pytest.mark.parametrize("name, ranks, microbatches, match", [
     ("zb", 4, 8, "'zb' is unknown: choose one of 1f1b, auto, dualpipe-v"),
-    ("1f1b", 0, 8, "0 ranks and 8 micro-batches: at least 1"),
-    ("1f1b", 4, 0, "4 ranks and 0 micro-batches: at least 1"),
+    ("1f1b", 0, 8, "0 ranks with 1 chunks and 8 micro-batches: whole numbers of at least 1"),
+    ("1f1b", "4", 8, "'4' ranks with 1 chunks and 8 micro-batches: whole numbers of at least 1"),
+    ("v-min", 4, 0, "4 ranks with 2 chunks and 0 micro-batches: whole numbers of at least 1"),
     ("1f1b:2", 4, 8, "1f1b has no choice of chunks"),
     ("interleaved:0", 4, 8, "a number of chunks of at least 1"),
     ("interleaved:two", 4, 8, "a number of chunks of at least 1"),
@@ -121,6 +122,12 @@ def test_in_flight_with_a_part_kept_for_the_weights():
 def test_what_there_is_no_schedule_of_is_refused(name, ranks, microbatches, match):
     with pytest.raises(ValueError, match=match):
         build(name, ranks, microbatches)
+
+
+@pytest.mark.parametrize("chunks", [0, 1.5, None])
+def test_chunks_are_a_whole_number(chunks):
+    with pytest.raises(ValueError, match=f"2 ranks with {chunks} chunks and 4 micro-batches"):
+        build("interleaved", 2, 4, chunks=chunks)
 
 
 def test_a_new_builder_needs_its_function_alone():

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+from numbers import Integral
 from typing import Any, Callable
 
 from mm3d.names import find_name
@@ -94,8 +95,10 @@ def _request(name: str, ranks: int, microbatches: int,
             raise ValueError(f"schedule {name!r}: a number of chunks of at least 1 is expected "
                              f"after the colon")
         given["chunks"] = int(count)
-    if ranks < 1 or microbatches < 1:
-        raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
-                         f"is needed")
-    check_size(ranks, microbatches, given.get("chunks", CHUNKS[plain]), MOST[plain])
+    chunks = given.get("chunks", CHUNKS[plain])
+    if not all(isinstance(number, Integral) and number >= 1
+               for number in (ranks, microbatches, chunks)):
+        raise ValueError(f"{ranks!r} ranks with {chunks!r} chunks and {microbatches!r} "
+                         f"micro-batches: whole numbers of at least 1 would do")
+    check_size(ranks, microbatches, chunks, MOST[plain])
     return plain, given
