@@ -258,6 +258,10 @@ def test_a_model_of_fewer_layers_another_optimizer_and_no_checkpoint(tmp_path):
             (lambda: mm3d.restore(tmp_path, transformer(comm)), "not in the model"),
             (lambda: mm3d.restore(tmp_path, model, mm3d.AdamW(model, 1)), "SGD, not AdamW")):
         assert words in lines(comm, act, ValueError)
+    other = mm3d.SGD(transformer(comm, layers=2), 1.0)
+    for act in (lambda: mm3d.save(tmp_path, model, other), lambda: mm3d.restore(
+            tmp_path, model, other)):
+        assert "this SGD changes the parameters of another model" in lines(comm, act, ValueError)
     assert "steps 1 are" in lines(comm, lambda: mm3d.restore(tmp_path, model, step=7),
                                   FileNotFoundError)
 
