@@ -18,7 +18,7 @@ from mm3d.model.sizes import SIZES, ModelSizes
 from mm3d.pretrained.files import Reader, Tensor, check_tensors, find_tensors
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.training.gpt import GPT
-from mm3d.training.mesh import Mesh
+from mm3d.training.mesh import Mesh, check_mesh
 
 TABLE = "positions.weight"
 
@@ -65,6 +65,7 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
     """
     folder = Path(folder)
     refuse_of_mesh(fields)
+    check_mesh(mesh, "load_pretrained")
     with same_arguments(mesh.comm, "load_pretrained") as given:
         given |= {"folder": str(folder), "batch": batch, "seq": seq} | fields
         config = Config.of(vars(model_from_config(folder, batch=batch, seq=seq)) | fields)

@@ -57,6 +57,8 @@ def save_pretrained(model: GPT, folder: str | Path, shard_bytes: int = SHARD) ->
         On every rank alike, when the folder is there already, or something could not be written
         on any rank.
     """
+    if not isinstance(model, GPT):
+        raise TypeError(f"save_pretrained: {type(model).__name__} is no mm3d.GPT")
     folder, comm = Path(folder), model.comm
     with same_arguments(comm, "save_pretrained") as given:
         given |= {"folder": str(folder), "shard_bytes": shard_bytes}

@@ -17,7 +17,7 @@ from mm3d.model.initial_values import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
 from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary
-from mm3d.training.mesh import Mesh
+from mm3d.training.mesh import Mesh, check_mesh
 from mm3d.training.pipeline import Pipeline, Staged
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
@@ -296,9 +296,7 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
     """Return the mesh and the configuration that the parameters of `GPT` say."""
     if not isinstance(where, Config):
         refuse_of_mesh(given)
-        if not isinstance(where, Mesh):
-            raise TypeError(f"GPT: {type(where).__name__} is no mesh: GPT(mm3d.Mesh(comm, ...), "
-                            f"layers=...) would do")
+        check_mesh(where, "GPT")
         return where, Config.of(given)
     if comm is None or given:
         raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "

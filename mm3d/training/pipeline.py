@@ -24,7 +24,7 @@ from mm3d.training.batches import divide_layers, divide_rows
 from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
 from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.hops import Hops
-from mm3d.training.mesh import Mesh
+from mm3d.training.mesh import Mesh, check_mesh
 from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
@@ -143,6 +143,7 @@ class Pipeline(Staged):
                  around: Callable[[Action], ContextManager] | None = None, asleep: bool = False,
                  initial_values: InitialValues = varied_values, **fields: Any) -> None:
         refuse_of_mesh(fields)
+        check_mesh(mesh, "Pipeline")
         stack, how = make_of_fields(fields, "Pipeline", Stack, Division)
         with same_arguments(mesh.comm, "Pipeline") as given:
             given |= stack.fields() | {

@@ -248,6 +248,8 @@ def test_arguments_are_refused_alike(comm, folder, shared_tmp_path):
     model = mm3d.load_pretrained(path, mesh, **SIZES)
     with pytest.raises(OSError, match="is there already: another name would do"):
         mm3d.save_pretrained(model, path)
+    with pytest.raises(TypeError, match="save_pretrained: Pipeline is no mm3d.GPT"):
+        mm3d.save_pretrained(model.pipeline, shared_tmp_path / "new")
     with pytest.raises(ValueError, match="shard_bytes='5GB' should be a whole number of at lea"):
         mm3d.save_pretrained(model, shared_tmp_path / "new", "5GB")
     assert [*shared_tmp_path.glob("*")] == [path] == [*shared_tmp_path.iterdir()]
