@@ -23,6 +23,7 @@ from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.sharded_parameters import (ReplicatedParameter, ShardedGradient, ShardedMaster,
                                               ShardedValue, SummedParameter)
+from mm3d.transport.pending import Pending
 
 STAGES = (0, 1, 2, 3)
 
@@ -50,7 +51,7 @@ class DataParallel:
     def __init__(self, grid: DataGrid, zero: int = 0, in_flight: int = 0) -> None:
         self.grid, self.zero, self.in_flight = grid, zero, in_flight
         self.parameters: list[SummedParameter] = []
-        self._begun: list[Callable[[], Any]] = []    # each ends a sum
+        self._begun: list[tuple[Pending, Callable[[Pending], Any]]] = []    # what ends each
 
     def create_parameter(self, *arguments: Any) -> Parameter:
         """Create a parameter from the arguments of `mm3d.model.parameters.Parameter`."""
@@ -74,6 +75,8 @@ class DataParallel:
         Every rank must enter it, and accumulates the same number of micro-batches.  Earlier
         gradients are kept, and counted once.
         """
+        while self._begun:    # in a step that failed, alike on all ranks
+            self._begun.pop(0)[0].take()
         for p in self.parameters:
             p.begin_step(microbatches)
         try:
@@ -90,15 +93,16 @@ class DataParallel:
             p.finish_step()
         self.complete(0)
 
-    def start(self, end: Callable[[], Any]) -> None:
+    def start(self, pending: Pending, end: Callable[[Pending], Any]) -> None:
         """Add a sum in flight, which `end` completes."""
-        self._begun.append(end)
+        self._begun.append((pending, end))
         self.complete(self.in_flight)
 
     def complete(self, left: int) -> None:
         """Complete the sums in flight, but for the `left` newest."""
         while len(self._begun) > left:
-            self._begun.pop(0)()
+            pending, end = self._begun.pop(0)
+            end(pending)
 
 
 def check_zero(zero: Any) -> None:

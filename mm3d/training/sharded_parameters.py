@@ -5,7 +5,6 @@ and the gathers of its value.
 """
 
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import Any
 
 from mm3d.arrays.backend import Array, namespace
@@ -101,7 +100,7 @@ class SummedOnce(SummedParameter, ABC):
         self.finish_gradient()
         if self.stored:
             pending = self._split.begin_reduce_scatter(self._terms)
-            self.sums.start(partial(self._finish_sum, pending))
+            self.sums.start(pending, self._finish_sum)
 
     @abstractmethod
     def _finish_sum(self, pending: Pending) -> None:
@@ -213,7 +212,7 @@ class ShardedGradient(ShardedParameter):
         """Add the sum of all replicas' gradients of a micro-batch to this rank's shard."""
         if gradient is not None and self.stored:
             pending = self._split.begin_reduce_scatter(gradient)
-            self.sums.start(partial(self._finish_sum, pending))
+            self.sums.start(pending, self._finish_sum)
 
     def _finish_sum(self, pending: Pending) -> None:
         super().accumulate(pending.take())

@@ -7,6 +7,7 @@ from gpts import case_of
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.training.sharded_parameters import shard_layout
+from models import different
 from reference import all_refuse
 
 SIZES = dict(layers=2, hidden=10, heads=2, seq=3)
@@ -119,6 +120,29 @@ def test_what_replicas_cannot_divide_is_named_on_all_ranks(comm, changed, said):
     mesh = mm3d.Mesh(comm, data=2, scheme="serial")
     with all_refuse(comm, said):
         mm3d.Pipeline(mesh, "gpipe", **SIZES | {"batch": 8, "microbatches": 2} | changed)
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_after_one_that_failed_has_gradients_of_its_own(comm):
+    """Not those of micro-batches before the failure, whose sums are on their way yet."""
+    mesh = mm3d.Mesh(comm, data=2, scheme="serial")
+    for zero in range(4):
+        pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, batch=8, microbatches=2, zero=zero,
+                                 in_flight=2)
+        pipeline.rehearse()
+        expected, draw = pipeline.gradients(), pipeline.chunks[0].random
+
+        def fail(micro, y):
+            if micro:
+                raise KeyboardInterrupt
+            return draw("gradient")
+        with pytest.raises(KeyboardInterrupt), pipeline.new_gradients():
+            pipeline.step(lambda micro: draw("input"), fail)
+        with pipeline.new_gradients():
+            pipeline.rehearse()
+        assert not different(pipeline.gradients(), expected), zero
+        pipeline.free()
     mesh.free()
 
 
