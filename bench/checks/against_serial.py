@@ -10,6 +10,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
+from bench.checks.freivalds import EPS, describe_worst
 from bench.records.measurements import Check
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
@@ -25,7 +26,6 @@ TOLERANCES = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5)}
 # that few roundings differ.  The tolerance is `ROUNDINGS` times the distance of one from the next
 # number times the square root of the layers.  With up to two layers in bfloat16 it still finds a
 # factor of 1.02.
-EPS = {"tf32": 2.0 ** -10, "float16": 2.0 ** -10, "bfloat16": 2.0 ** -7}
 ROUNDINGS = 1.75
 
 # Words of the global quantities whose blocks are sent to rank 0 in one gather.  They are sent
@@ -115,13 +115,9 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
 
 def failure_message(checks: list[Check], reference: str = "the serial scheme") -> str | None:
     """Describe the checks against `reference` that did not pass; None when all did."""
-    failed = [check for check in checks if not check.passed]
-    if not failed:
-        return None
-    worst = max(failed, key=lambda check: np.nan_to_num(check.error, nan=np.inf))
-    return (f"differs from {reference}: {worst.quantity} has a relative error of "
-            f"{worst.error:.2g}, tolerance {worst.tolerance:g} ({len(failed)} of {len(checks)} "
-            f"quantities fail); no times were written")
+    return describe_worst(checks, "quantities", lambda worst: (
+        f"differs from {reference}: {worst.quantity} has a relative error of {worst.error:.2g}, "
+        f"tolerance {worst.tolerance:g}"))
 
 
 def worst_error(blocks: list[Block], expected: np.ndarray) -> float:

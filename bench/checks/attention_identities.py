@@ -128,8 +128,6 @@ def _check_identities(errors: Any, layer: Any, Q: np.ndarray, K: np.ndarray, V: 
         return terms.sum((1, 3)), np.abs(terms).sum((1, 3))
     sums = np.array([inner(dV, V), inner(dO, out), inner(dK, K), inner(dQ, Q)])
     if layer.split is not None:
-        total = np.empty_like(sums)
-        layer.space.sequence_axis.comm.Allreduce(sums, total)
-        sums = total
+        sums = layer.space.sequence_axis.comm.allreduce(sums)
     for name, (a, b) in (("<dV, V>", sums[:2]), ("<dK, K>", sums[2:])):
         errors.note(layer, name, a[0] - b[0], a[1] + b[1])

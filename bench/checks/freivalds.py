@@ -6,16 +6,17 @@ a multiple of eps |A||B| (Higham, "Accuracy and Stability of Numerical Algorithm
 """
 
 from dataclasses import dataclass, replace
+from typing import Callable
 
 import numpy as np
 
+from bench.checks.sharded_matrices import row_chunks
 from bench.records.measurements import Check
 
 # The bound grows with the number of terms in the worst case; errors found in practice are far
 # below one eps, and a missing or doubled term is far above eight.
 MULTIPLE = 8
 ROWS = 4
-CHUNK = 256    # rows that are float64 at a time
 # Distances of one from the next number; TensorFloat-32 rounds the factors of a product.
 EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float16": 2.0 ** -10,
        "bfloat16": 2.0 ** -7}
@@ -62,10 +63,10 @@ class DistributedMatrix:
         """
         out = np.zeros((self.shape[0], x.shape[1]))
         rows, columns = self.place
-        for start in range(0, self.block.shape[0], CHUNK):
-            part = self.block[start:start + CHUNK].astype(np.float64)
-            first = rows.start + start
-            out[first:first + len(part)] = (np.abs(part) if absolute else part) @ x[columns]
+        first = rows.start
+        for part in row_chunks(self.block, absolute):
+            out[first:first + len(part)] = part @ x[columns]
+            first += len(part)
         total = np.empty_like(out)
         self.comm.Allreduce(out, total)
         return total
@@ -93,7 +94,7 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
         The same on every rank; errors are multiples of |A||B|.
     """
     random = np.random.default_rng(seed)
-    tolerance = MULTIPLE * (eps or float(np.finfo(dtype).eps))
+    tolerance = MULTIPLE * (eps or EPS[dtype])
     x = random.choice([-1.0, 1.0], (right.shape[1], 1))
     vector = _ratio(result.times(x) - left.times(right.times(x)),
                     left.times(right.times(np.abs(x), True), True))
@@ -109,12 +110,17 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
 
 def failure_message(checks: list[Check]) -> str | None:
     """Describe the checks that did not pass; None when all did."""
-    wrong = [check for check in checks if not check.passed]
-    if not wrong:
+    return describe_worst(checks, "checks", lambda worst: (
+        f"{worst.quantity}: off by {worst.error:.2g} |A||B|, tolerance {worst.tolerance:.2g}"))
+
+
+def describe_worst(checks: list[Check], what: str, say: Callable[[Check], str]) -> str | None:
+    """Describe the worst check by `say`, and how many of `what` fail; None when all passed."""
+    failed = [check for check in checks if not check.passed]
+    if not failed:
         return None
-    worst = max(wrong, key=lambda check: np.nan_to_num(check.error, nan=np.inf))
-    return (f"{worst.quantity}: off by {worst.error:.2g} |A||B|, tolerance {worst.tolerance:.2g} "
-            f"({len(wrong)} of {len(checks)} checks fail); no times were written")
+    worst = max(failed, key=lambda check: np.nan_to_num(check.share, nan=np.inf))
+    return f"{say(worst)} ({len(failed)} of {len(checks)} {what} fail); no times were written"
 
 
 def _ratio(difference: np.ndarray, bound: np.ndarray) -> float:

@@ -205,15 +205,9 @@ class LayerErrors(ArrayObserver):
         terms = np.array([[np.sum(a * (b - offset) * factor),
                            np.sum(np.abs(a) * (np.abs(b) + np.abs(offset)))]
                           for a, b in zip(row_chunks(dY.local()), row_chunks(Y.local()))]).sum(0)
-        total, bound = self._sum_first_copies(dY, terms)
+        total, bound = self.grid.comm.allreduce(terms * (dY.copy == 0))    # of each block once
         self._inner_product(layer, "dweight", layer.weight, gamma * w, total, bound)
         self._bias(layer, dY)
-
-    def _sum_first_copies(self, matrix: ShardedMatrix, terms: np.ndarray) -> np.ndarray:
-        """Sum `terms` over the ranks that hold the first copy of their block."""
-        total = np.empty_like(terms)
-        self.grid.comm.Allreduce(terms * (matrix.copy == 0), total)
-        return total
 
     def _norm_matrix(self, layer: LayerNorm, a: Any) -> ShardedMatrix:
         return self.activation(a, layer.space, (layer.hidden,), 1)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.checks import attention_identities
-from bench.checks.freivalds import EPS
+from bench.checks.freivalds import EPS, describe_worst
 from bench.checks.layer_errors import LayerErrors, SUMS
 from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
@@ -62,13 +62,9 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
 
 def failure_message(checks: list[Check]) -> str | None:
     """Describe the checks of a step that did not pass; None when all did."""
-    failed = [check for check in checks if not check.passed]
-    if not failed:
-        return None
-    worst = max(failed, key=lambda check: check.error / check.tolerance)
-    return (f"the measured model's own step is wrong: {worst.quantity}, is off by "
-            f"{worst.error:.2g} of its bound, tolerance {worst.tolerance:.2g} ({len(failed)} of "
-            f"{len(checks)} residuals fail); no times were written")
+    return describe_worst(checks, "residuals", lambda worst: (
+        f"the measured model's own step is wrong: {worst.quantity}, is off by {worst.error:.2g} "
+        f"of its bound, tolerance {worst.tolerance:.2g}"))
 
 
 def tolerances(layers: int, rounding: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -60,10 +60,10 @@ class Index:
 
     arrays: dict[str, ArrayInfo]
     blocks: list[Block]
-    attributes: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any]
+    optimizer: dict[str, Any]
+    model: dict[str, Any]
+    training: dict[str, Any]
 
     def blocks_by_path(self) -> dict[str, list[Block]]:
         """Return the blocks of each array."""

@@ -1,6 +1,5 @@
 """Restore a model and its optimizer from a checkpoint, whatever wrote it."""
 
-import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, read_part
 from mm3d.checkpoints.facts import compare_facts
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
-from mm3d.checkpoints.saving import check_whole
+from mm3d.checkpoints.saving import whole_number
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
@@ -72,12 +71,12 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     """
     folder, comm = Path(folder), comm_of(model, "restore")
     with same_arguments(comm, "restore") as given:
-        step = step if step is None else check_whole("step", step, 0)
+        step = step if step is None else whole_number("step", step, 0)
         given |= {"folder": str(folder), "step": step}
     arrays = stored_arrays(model, optimizer)
     path, index, read, new, said = _read_all(folder, step, model, optimizer, arrays)
     for stored, one in read:
-        if stored.size:
+        if stored.array.size:
             stored.backend.copy_from_host(one, stored.array)
     for name in new:
         for array in optimizer.state[name]:
@@ -192,6 +191,6 @@ def _read(path: Path, stored: StoredArray, blocks: list[Block]) -> np.ndarray:
     """Read this rank's block of an array from all blocks that it touches."""
     out = np.empty([s.stop - s.start for s in stored.place], stored.dtype)
     found = sum(read_part(path, block, stored.place, out) for block in blocks) if out.size else 0
-    if found != math.prod(out.shape):
+    if found != out.size:
         raise OSError(f"blocks of {stored.path} are missing")
     return out

@@ -62,8 +62,8 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     """
     folder, comm = Path(folder), comm_of(model, "save")
     with same_arguments(comm, "save") as given:
-        step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
-        keep = check_whole("keep", keep, 1)
+        step = whole_number("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
+        keep = whole_number("keep", keep, 1)
         attributes = _own_attributes(attributes)
         described = {} if optimizer is None else storable_attributes({
             "name": type(optimizer).__name__, **optimizer.numbers()})
@@ -104,7 +104,7 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
     """Write each rank's blocks, then the index with the groups of attributes."""
     problem = (f"no checkpoint of step {writer.step} was written in {writer.folder}, earlier ones "
                f"are unchanged")
-    own = [stored for stored in arrays if stored.counted and stored.size]
+    own = [stored for stored in arrays if stored.counted and stored.array.size]
     aside = on_root(comm, problem, writer.begin)
     blocks = on_each(comm, problem, lambda: write_blocks(
         aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])
@@ -114,7 +114,7 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
         index_bytes(_join(gathered, *groups), f"written by {comm.size} ranks")))
 
 
-def check_whole(name: str, value: Any, least: int) -> int:
+def whole_number(name: str, value: Any, least: int) -> int:
     """Return a whole number of at least `least` as Python's; ValueError for all else."""
     found = plain_number(value)
     if type(found) is not int or not least <= found < 2 ** 63:

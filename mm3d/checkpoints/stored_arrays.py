@@ -43,11 +43,6 @@ class StoredArray:
         """Return the type of its elements in a file."""
         return host_dtype(self.array)
 
-    @property
-    def size(self) -> int:
-        """Return the number of elements of this rank's block."""
-        return self.array.size
-
 
 def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
     """Return this rank's arrays of a model and of the moments of its optimizer.
@@ -55,9 +50,12 @@ def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
     Raises
     ------
     ValueError
-        For a type that HDF5 does not have.
+        For a type that HDF5 does not have, and for the optimizer of another model.
     """
     moments = optimizer.state if optimizer is not None else {}
+    if optimizer is not None and [*optimizer.model.trained] != [*model.trained]:
+        raise ValueError(f"this {type(optimizer).__name__} changes the parameters of another "
+                         f"model: an optimizer of the model itself would do")
     found = []
     for index, t in enumerate(model.trained):
         arrays = {f"parameters/{t.name}": t.master} | {

@@ -17,13 +17,7 @@ def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     OSError
         On every rank alike, with `problem` before the line of the error that `act` raised.
     """
-    result, line = None, None
-    if comm.rank == 0:
-        try:
-            result = act()
-        except Exception as error:    # of any kind: the others wait
-            line = describe_error(error)
-    result, line = comm.bcast((result, line))
+    result, line = comm.bcast(_attempt(act) if comm.rank == 0 else None)
     if line:
         raise OSError(f"{problem}: {line}")
     return result
@@ -37,16 +31,20 @@ def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     OSError
         On every rank alike, with the line of the first rank that failed.
     """
-    result, line = None, None
-    try:
-        result = act()
-    except Exception as error:    # of any kind: the others wait
-        line = describe_error(error)
+    result, line = _attempt(act)
     lines = comm.allgather(line)
     failed = [rank for rank, found in enumerate(lines) if found]
     if failed:
         raise OSError(f"{problem}: {lines[failed[0]]} (rank {failed[0]} of {comm.size})")
     return result
+
+
+def _attempt(act: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return what `act` returns, and the line of its error, of any kind: other ranks wait."""
+    try:
+        return act(), None
+    except Exception as error:
+        return None, describe_error(error)
 
 
 def describe_error(error: BaseException) -> str:

@@ -72,9 +72,6 @@ class Writer:
                     return self._aside
             except FileNotFoundError:    # another job took the empty folder for a leftover
                 continue
-            except OSError:
-                self.discard()
-                raise
             self.close()
         raise OSError(f"other jobs remove what is written in {self.folder}")
 
@@ -117,11 +114,10 @@ class Writer:
                     if not os.path.lexists(path := self.folder / name))
 
     def discard(self) -> None:
-        """Remove what was written, as far as that can be."""
+        """Remove what was written, as far as that can be; `close` comes after it."""
         if self._aside is not None:
             with suppress(OSError):    # the next writer removes it, or says why not
                 folders.remove_files(self._aside)
-        self.close()
 
     def close(self) -> None:
         """Release the index."""

@@ -12,10 +12,11 @@ from typing import Any
 from mm3d.config import Model
 from mm3d.hugging_face.families import DECODER, FAMILIES, NEUTRAL, QWEN_EXPERTS, Family
 from mm3d.model.architecture import INNER_FACTOR, PLAIN, Architecture
-from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign
+from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign, check_experts_given
 from mm3d.model.experts.layer import Experts
 
 CONFIG = "config.json"
+TRUTHS = ("tie_word_embeddings", "use_sliding_window", "output_router_logits", "norm_topk_prob")
 # Keys of `mm3d.Architecture.rotary_scaling`, in its order.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -127,9 +128,8 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
                          f"{own}; model_type {', '.join(FAMILIES)} would do")
     given = {**family.defaults, **config}
     refused = [f"{key}={config[key]!r}" for key in config if key not in family.known]
-    if not isinstance(given["tie_word_embeddings"], bool):
-        refused.append(f"tie_word_embeddings={given['tie_word_embeddings']!r} (true or false "
-                       f"would do)")
+    refused += [f"{key}={given[key]!r} (true or false would do)" for key in TRUTHS
+                if not isinstance(given.get(key, True), bool)]
     refused += [f"{key}={given[key]!r} ({' or '.join(map(repr, values))} would do)"
                 for key, values in (DECODER | family.only).items()
                 if key in given and given[key] not in values]
@@ -142,10 +142,15 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
     if refused:
         raise ValueError(f"{name} has features that nothing here computes: {', '.join(refused)}")
     sizes = {field: _size(name, key, given.get(key)) for field, key in family.sizes.items()}
+    if family.rotary:    # of these no model has a width that is a multiple by default
+        _size(name, family.keys["inner"], given.get(family.keys["inner"]))
     found = {field: _plain_size(name, field, value, sizes) for field, value in found.items()}
-    return sizes | {"tied": given["tie_word_embeddings"],
-                    "architecture": Architecture(**found),
-                    "experts": _experts(name, given, family.experts) if family.experts else None}
+    architecture = Architecture(**found)
+    architecture.check()
+    experts = _experts(name, given, family.experts) if family.experts else None
+    check_experts_given(experts)
+    return sizes | {"tied": given["tie_word_embeddings"], "architecture": architecture,
+                    "experts": experts}
 
 
 def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -158,8 +163,7 @@ def _rotary(given: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     scaling = dict(scaling)
     found = {"rotary_base": scaling.pop("rope_theta", given["rope_theta"]),
              "rotary_scaling": None}
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))    # which takes both out
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         refused.append("partial_rotary_factor")
     if kind == "llama3":
@@ -189,7 +193,9 @@ def _window(given: Mapping[str, Any], layers: Any, refused: list[str]) -> int | 
     elif kinds:
         return window if kinds == {"sliding_attention"} else None
     elif window is not None and (first := given.get("max_window_layers") or 0):
-        if first < (layers or 0):
+        if not type(first) is type(layers) is int:
+            refused.append(f"max_window_layers={first!r} of {layers!r} layers")
+        elif first < layers:
             refused.append(f"max_window_layers={first}, so that layers have different windows")
         return None
     return window
@@ -219,7 +225,7 @@ def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> 
     """Return a field of an architecture; None where it is the default of the sizes."""
     if field == "kv_heads" and value == sizes["heads"]:
         return None
-    if field == "head" and value is not None and value * sizes["heads"] == sizes["hidden"]:
+    if field == "head" and type(value) is int and value * sizes["heads"] == sizes["hidden"]:
         return None
     return None if field == "inner" and value == INNER_FACTOR * sizes["hidden"] else value
 
@@ -246,19 +252,16 @@ def config_of(model: Model) -> dict[str, Any]:
     values |= {key: getattr(architecture, field) for field, key in family.keys.items()}
     if family.rotary:
         values["rope_theta"] = architecture.rotary_base
-        values |= {name: value for name, value in {
-            "num_key_value_heads": architecture.kv_heads or model.heads,
-            "intermediate_size": architecture.inner or INNER_FACTOR * model.hidden}.items()}
+        values |= {"num_key_value_heads": architecture.kv_heads or model.heads,
+                   "intermediate_size": architecture.inner or INNER_FACTOR * model.hidden}
         if architecture.rotary_scaling is not None:
             values["rope_scaling"] = {"rope_type": "llama3"} | dict(
                 zip(LLAMA3, architecture.rotary_scaling))
     if family.window:
         values["sliding_window"] = architecture.window
-        values["use_sliding_window"] = architecture.window is not None
         if kind.startswith("qwen2"):
+            values["use_sliding_window"] = architecture.window is not None
             values["max_window_layers"] = 0 if architecture.window else model.layers
-        else:
-            del values["use_sliding_window"]
     if experts is not None:
         values |= dict(zip(family.experts, (
             experts.count, experts.top, experts.balance > 0, experts.balance, experts.every,
@@ -282,8 +285,7 @@ def _family_of(architecture: Architecture, experts: Any) -> str:
 
 
 def _of_family(experts: Experts | None, family: Family) -> bool:
-    """Return whether experts are those of a Mixtral, or of a Qwen where the family has its keys.
-    """
+    """Return whether experts are those of a Mixtral, or of a Qwen with that family's keys."""
     if experts is None or experts.capacity is not None:
         return False
     if family.experts == QWEN_EXPERTS:

@@ -199,6 +199,6 @@ def canonical(kind: str, tensor: str) -> str | None:
     """Return a tensor's name with the prefix of the family; None for a buffer."""
     root, layers = GPT2_PREFIXES if kind == "gpt2" else LLAMA_PREFIXES
     own = tensor.removeprefix(root)
-    if own.startswith(layers) and own.split(".", 2)[2] in BUFFERS:
+    if own.startswith(layers) and own.split(".", 2)[-1] in BUFFERS:
         return None
     return own if own in HEAD["head.weight"] else root + own

@@ -8,7 +8,7 @@ import numpy as np
 
 from mm3d.arrays.backend import host_dtype
 from mm3d.checkpoints.together import on_each
-from mm3d.config import OF_MESH, Config, Division, Model, refuse_of_mesh
+from mm3d.config import Config, Model, refuse_of_mesh
 from mm3d.grid.agreement import same_arguments
 from mm3d.hugging_face.config_file import model_from_config, read_config
 from mm3d.hugging_face.families import FAMILIES
@@ -18,7 +18,7 @@ from mm3d.model.sizes import SIZES, ModelSizes
 from mm3d.pretrained.files import Reader, Tensor, check_tensors, find_tensors
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.training.gpt import GPT
-from mm3d.training.mesh import Mesh
+from mm3d.training.mesh import Mesh, check_mesh
 
 TABLE = "positions.weight"
 
@@ -65,6 +65,7 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
     """
     folder = Path(folder)
     refuse_of_mesh(fields)
+    check_mesh(mesh, "load_pretrained")
     with same_arguments(mesh.comm, "load_pretrained") as given:
         given |= {"folder": str(folder), "batch": batch, "seq": seq} | fields
         config = Config.of(vars(model_from_config(folder, batch=batch, seq=seq)) | fields)
@@ -77,7 +78,7 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
         rows = keys[FAMILIES[kind].sizes["positions"]]
         check_tensors(folder, tensors, tensor_shapes(pieces),
                       {one.tensor: rows for one in pieces.get(TABLE, ())})
-    model = GPT(mesh, drawn=False, **vars(config.model), **division_fields(config.division))
+    model = GPT(mesh, drawn=False, **vars(config.model), **config.division.given())
     try:
         on_each(mesh.comm, f"{folder} cannot be read",
                 lambda: _read_blocks(model.trained, pieces, tensors))
@@ -86,11 +87,6 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
         raise
     model.refresh()
     return model
-
-
-def division_fields(division: Division) -> dict[str, Any]:
-    """Return the fields of a division that the mesh does not say."""
-    return {name: value for name, value in division.given().items() if name not in OF_MESH}
 
 
 def model_pieces(kind: str, model: Model) -> dict[str, list[Piece]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.backend import host_dtype
+from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints.folder import remove_files, sync
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
@@ -50,14 +51,18 @@ def save_pretrained(model: GPT, folder: str | Path, shard_bytes: int = SHARD) ->
     ImportError
         On every rank alike, without the package safetensors.
     ValueError
-        On every rank alike, when no family of Hugging Face computes the same, or the folder is
-        there.
+        On every rank alike, when no family of Hugging Face computes the same, or `shard_bytes`
+        is no whole number of at least 1.
     OSError
-        On every rank alike, when something could not be written on any rank.
+        On every rank alike, when the folder is there already, or something could not be written
+        on any rank.
     """
+    if not isinstance(model, GPT):
+        raise TypeError(f"save_pretrained: {type(model).__name__} is no mm3d.GPT")
     folder, comm = Path(folder), model.comm
     with same_arguments(comm, "save_pretrained") as given:
         given |= {"folder": str(folder), "shard_bytes": shard_bytes}
+        check_whole("shard_bytes", shard_bytes)
         safetensors()
         config = config_of(model.config.model)
         pieces = model_pieces(config["model_type"], model.config.model)

@@ -29,15 +29,14 @@ def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     period = model.experts.every if model.experts else 1
     own = _shapes_of(replace(model, layers=min(model.layers, period), dtype="float32",
                              master=None))
-    found: dict[str, tuple[int, ...]] = {}
-    before = [one for one in own if not one[0].startswith("layers.")]
-    after = [one for one in before if one[0].startswith(("norm.", "head."))]
-    found |= {name: shape for name, shape in before if (name, shape) not in after}
+    of_layers = [n for n, (name, _) in enumerate(own) if name.startswith("layers.")]
+    first, last = of_layers[0], of_layers[-1] + 1
+    found = dict(own[:first])
     for layer in range(model.layers):
         here = f"layers.{layer % period}."
         found |= {f"layers.{layer}.{name.removeprefix(here)}": shape
-                  for name, shape in own if name.startswith(here)}
-    return found | dict(after)
+                  for name, shape in own[first:last] if name.startswith(here)}
+    return found | dict(own[last:])
 
 
 @functools.lru_cache

@@ -12,8 +12,7 @@ from mm3d.training.schedules import Schedule, check
 
 
 def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
-                  microbatches: int | None = None, data: int = 1,
-                  together: bool = False) -> list[range]:
+                  microbatches: int | None = None, data: int = 1) -> list[range]:
     """Return the layers of each stage of a schedule, after checking that all fit together.
 
     Parameters
@@ -28,8 +27,6 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
         The micro-batches that it should have; any number, if not given.
     data : int
         Number of replicas.
-    together : bool
-        As for `divide_rows`.
 
     Raises
     ------

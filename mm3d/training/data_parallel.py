@@ -2,17 +2,7 @@
 
 Replicas compute with different rows of a batch, so a parameter's gradient is the sum over them.  A
 stage of ZeRO says which arrays of a parameter are divided along direction d, and so held once:
-
-=====  ========  =========  ========  =================================================
-stage  master,   gradient   value     words of Psi parameters and k micro-batches, times
-       moments                        N - 1 over all ranks
-=====  ========  =========  ========  =================================================
-0      whole     whole      whole     2 Psi: gradients are summed at the end of a step
-1      divided   whole      whole     2 Psi: a sum, and a gather of updated values
-2      divided   divided    whole     (k + 1) Psi: a sum for each micro-batch
-3      divided   divided    divided   3 k Psi: values are gathered for forward and for
-                                      backward; 2 k for vectors, which forward saves
-=====  ========  =========  ========  =================================================
+``README.rst`` has a table of them, and of the words that they move.
 
 A shard divides this rank's block further: the layout has the letter d last in its first
 dimension, so "xy,z" becomes "xyd,z", and a shard is a part of the global array like any block.
@@ -33,6 +23,7 @@ from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.training.sharded_parameters import (ReplicatedParameter, ShardedGradient, ShardedMaster,
                                               ShardedValue, SummedParameter)
+from mm3d.transport.pending import Pending
 
 STAGES = (0, 1, 2, 3)
 
@@ -55,19 +46,12 @@ class DataParallel:
     ----------
     parameters : list of Parameter
         The parameters created, in order.
-
-    Raises
-    ------
-    ValueError
-        When there is no such stage, or for a negative `in_flight`.
     """
 
     def __init__(self, grid: DataGrid, zero: int = 0, in_flight: int = 0) -> None:
-        check_zero(zero)
-        check_in_flight(in_flight)
         self.grid, self.zero, self.in_flight = grid, zero, in_flight
         self.parameters: list[SummedParameter] = []
-        self._begun: list[Callable[[], Any]] = []    # each ends a sum
+        self._begun: list[tuple[Pending, Callable[[Pending], Any]]] = []    # what ends each
 
     def create_parameter(self, *arguments: Any) -> Parameter:
         """Create a parameter from the arguments of `mm3d.model.parameters.Parameter`."""
@@ -91,6 +75,8 @@ class DataParallel:
         Every rank must enter it, and accumulates the same number of micro-batches.  Earlier
         gradients are kept, and counted once.
         """
+        while self._begun:    # in a step that failed, alike on all ranks
+            self._begun.pop(0)[0].take()
         for p in self.parameters:
             p.begin_step(microbatches)
         try:
@@ -107,20 +93,21 @@ class DataParallel:
             p.finish_step()
         self.complete(0)
 
-    def start(self, end: Callable[[], Any]) -> None:
+    def start(self, pending: Pending, end: Callable[[Pending], Any]) -> None:
         """Add a sum in flight, which `end` completes."""
-        self._begun.append(end)
+        self._begun.append((pending, end))
         self.complete(self.in_flight)
 
     def complete(self, left: int) -> None:
         """Complete the sums in flight, but for the `left` newest."""
         while len(self._begun) > left:
-            self._begun.pop(0)()
+            pending, end = self._begun.pop(0)
+            end(pending)
 
 
 def check_zero(zero: Any) -> None:
     """Raise ValueError unless `zero` is a stage of ZeRO."""
-    if zero not in STAGES or isinstance(zero, bool):
+    if not is_whole(zero, 0) or zero not in STAGES:
         raise ValueError(f"zero={zero!r} is no stage of ZeRO: 0 (replicas), 1 (optimizer state "
                          f"divided), 2 (gradients too) and 3 (parameters too) would do")
 

@@ -44,7 +44,7 @@ def expert_ranks(data: DataParallel | None, grid: DataGrid | None, batch: int) -
 
 
 def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas: int,
-                  tokens: int) -> None:
+                  tokens: int, layers: int | None = None) -> None:
     """Check the options of experts, and the number of replicas that divide them.
 
     Parameters
@@ -52,18 +52,20 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
     experts : ExpertOptions or None
         The options.
     expert_parallel : int
-        This number.
+        The number of replicas that divide them.
     replicas : int
         Number of all replicas.
     tokens : int
         Number of tokens of a micro-batch in all replicas.
+    layers : int, optional
+        Number of layers of the model.
 
     Raises
     ------
     ValueError
-        When experts cannot be divided so, or drop every token.
+        When experts cannot be divided so, drop every token, or are in no layer.
     """
-    check_experts_given(experts)
+    check_experts_given(experts, layers)
     if experts is None:
         if expert_parallel != 1:
             raise ValueError(f"expert_parallel={expert_parallel!r} divides experts, but the model "

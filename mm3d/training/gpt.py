@@ -12,13 +12,12 @@ from mm3d.arrays.plain_numbers import PlainNumbers, check_types
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, same_arguments
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
 from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary
-from mm3d.training.mesh import Mesh
+from mm3d.training.mesh import Mesh, check_mesh
 from mm3d.training.pipeline import Pipeline, Staged
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
@@ -94,12 +93,10 @@ class GPT(PlainNumbers, Staged):
                       for name in part.__dataclass_fields__ if name not in OF_MESH}
             check_vocabulary(model.vocab, model.label_smoothing, model.z_loss)
             check_scheme(mesh.scheme, model.tied)
-            check_experts_given(model.experts, model.layers)
             check_types(model)
-            check_types(how)
         self.config, self.mesh, self.comm = config, mesh, mesh.comm
         self._own_mesh = mesh if isinstance(where, Config) else None
-        self.vocab, self.ignored, self.tied = model.vocab, model.ignored, model.tied
+        self.vocab, self.ignored = model.vocab, model.ignored
         self.shape, self.loss_scale = (model.batch, model.seq), 1.0
         self.optimizer: Callable[[], Any] = lambda: None
         values = gpt2_values(model.layers) if drawn else lambda *_: (0, math.inf)
@@ -210,8 +207,7 @@ class GPT(PlainNumbers, Staged):
         """Sum up the routings of a step; return the routers' losses."""
         if self.experts is None:
             return 0.0
-        chunks = self.chunks
-        self.routings = sum_routings(self.comm, chunks, self.schedule.microbatches)
+        self.routings = sum_routings(self.comm, self.chunks, self.schedule.microbatches)
         return math.fsum(loss for one in self.routings.values() for loss in (one.balance, one.z))
 
     def _sum_tied_gradients(self) -> None:
@@ -300,9 +296,7 @@ def _place(where: Mesh | Config, comm: MPI.Intracomm | None,
     """Return the mesh and the configuration that the parameters of `GPT` say."""
     if not isinstance(where, Config):
         refuse_of_mesh(given)
-        if not isinstance(where, Mesh):
-            raise TypeError(f"GPT: {type(where).__name__} is no mesh: GPT(mm3d.Mesh(comm, ...), "
-                            f"layers=...) would do")
+        check_mesh(where, "GPT")
         return where, Config.of(given)
     if comm is None or given:
         raise TypeError(f"with a Config comm is needed, and no {', '.join(given) or 'fields'}: "

@@ -133,16 +133,14 @@ class Hops(BlockMessages):
 
     Parameters
     ----------
-    mesh : Mesh
-        The stages; every rank must create it.
+    mesh, synchronous, asleep
+        As for `BlockMessages`.
     schedule : Schedule
         Its ranks are the mesh's stages.
     shape : tuple of int
         Global shape of the activations of a micro-batch: (batch, seq, hidden).
     dtype : dtype
         Their type.
-    synchronous, asleep : bool
-        See `mm3d.transport.point_to_point.PointToPoint`.
 
     Raises
     ------

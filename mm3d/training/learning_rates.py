@@ -1,8 +1,14 @@
 """Compute learning rates that change from step to step."""
 
 import math
+from typing import Any
 
 from mm3d.arrays.plain_numbers import check_range, plain_number
+
+
+def check_rate(lr: Any) -> None:
+    """Raise ValueError unless `lr` is a learning rate."""
+    check_range("lr", lr, lambda lr: 0 <= lr < math.inf, "at least 0")
 
 
 def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,

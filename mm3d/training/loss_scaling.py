@@ -24,7 +24,8 @@ class LossScaling(PlainNumbers):
     hysteresis : int
         Overflows, since the factor last changed, at which it shrinks.
     smallest : float
-        The factor never goes below.
+        The factor never goes below: gradients that overflow even then end the training, unless
+        `backoff` is 1.
 
     Attributes
     ----------
@@ -58,11 +59,21 @@ class LossScaling(PlainNumbers):
                 f"{self.hysteresis}, at least {self.smallest!r}")
 
     def update(self, overflow: bool) -> None:
-        """Change the factor after a step, which overflowed or not."""
+        """Change the factor after a step, which overflowed or not.
+
+        Raises
+        ------
+        FloatingPointError
+            When it would shrink, and is the smallest already.
+        """
         if overflow:
             self.skipped, self.overflows, self.good_steps = (
                 self.skipped + 1, self.overflows + 1, 0)
             if self.overflows >= self.hysteresis:
+                if self.scale == self.smallest and self.backoff < 1:
+                    raise FloatingPointError(
+                        f"the gradients are not finite with the smallest factor of the loss, "
+                        f"{self.scale:g}, either: a smaller learning rate would do")
                 self._change(self.backoff)
         else:
             self.good_steps += 1

@@ -155,6 +155,12 @@ class Mesh(Shown):
         self._group.Free()
 
 
+def check_mesh(mesh: Any, call: str) -> None:
+    """Raise TypeError, naming the call, for what is no mesh, such as a communicator."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{call}: {type(mesh).__name__} is no mesh: mm3d.Mesh(comm, ...) would do")
+
+
 def check_data(ranks: int, data: int, shards: int | None, context: int = 1) -> int:
     """Check the numbers of replicas and shards as in `Mesh`; return the number of shards."""
     check_divisor(f"context={context!r} does", context, ranks, f"{ranks} ranks into equal parts")
@@ -183,6 +189,8 @@ def stage_grids(kind: type[Scheme], ranks: int, stages: int,
     share = ranks // stages
     if grid is None:
         grid = kind.default_grid(share)
+    if not hasattr(grid, "__iter__"):
+        raise ValueError(f"grid={grid!r}: sizes in a tuple would do, or one for each stage")
     same = isinstance(grid, GridShape) or not any(isinstance(one, (tuple, list, GridShape))
                                                   for one in grid)
     grids = [kind.grid_shape(one) for one in ([grid] * stages if same else grid)]

@@ -15,6 +15,7 @@ from mm3d.arrays.elementwise import pieces
 from mm3d.arrays.plain_numbers import PlainNumbers, check_range
 from mm3d.grid.agreement import same_arguments, text_of
 from mm3d.model.parameters import comm_of
+from mm3d.training.learning_rates import check_rate
 from mm3d.training.loss_scaling import LossScaling, check_masters
 from mm3d.training.norms import largest_magnitude, reproducible_norm
 
@@ -101,7 +102,7 @@ class Optimizer(PlainNumbers, ABC):
 
     def _check(self) -> None:
         """Raise ValueError for numbers out of range, and for models that it cannot train."""
-        check_range("lr", self.lr, lambda lr: 0 <= lr < math.inf, "at least 0")
+        check_rate(self.lr)
         check_range("weight_decay", self.weight_decay, lambda decay: 0 <= decay < math.inf,
                     "at least 0")
         check_range("clip", self.clip, lambda clip: clip is None or clip >= 0,
@@ -119,11 +120,18 @@ class Optimizer(PlainNumbers, ABC):
         ------
         ValueError
             On every rank alike and before anything changes, when ranks that clip or scale have
-            other numbers, or make another call.
+            other numbers, or make another call; and when ``lr`` was set to no learning rate.
         FloatingPointError
             On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
-            without `loss_scaling`; no parameter has changed then.
+            without `loss_scaling`, or with its smallest factor; no parameter has changed then.
+        RuntimeError
+            While a CUDA graph is recorded: it would repeat the numbers of this one step.
         """
+        for t in self.model.trained[:1]:
+            stream = getattr(backend_of(t.master), "stream", None)
+            if stream is not None and stream.is_capturing():
+                raise RuntimeError("a CUDA graph would repeat the learning rate and the count of "
+                                   "this step: record forward and backward alone")
         factor = self._gradient_factor()
         if factor is None:
             return False
@@ -171,10 +179,12 @@ class Optimizer(PlainNumbers, ABC):
         scaling, self.norm = self.loss_scaling, None
         nothing_to_see = not all(backend_of(t.grad).has_contents for t in self.model.trained)
         if scaling is None and self.clip is None or nothing_to_see:
+            check_rate(self.lr)
             return 1.0
         counted = [t.grad for t in self.model.trained if t.counted]
         largest = largest_magnitude(counted, self.model.comm, f"{type(self).__name__}.step",
                                     self.numbers() | self.options())
+        check_rate(self.lr)    # after ranks with other rates are named
         factor = 1.0
         if scaling is not None:
             factor = 1 / scaling.scale
@@ -200,13 +210,6 @@ class Optimizer(PlainNumbers, ABC):
     def _update_together(self, factor: float) -> tuple[Collection[int], Collection[int]]:
         """Change parameters by one kernel; return which, by number, and whose values it rounds."""
         return (), ()
-
-    @staticmethod
-    def _decay(xp: Any, factors: tuple[float, float], w: Array) -> float:
-        """Multiply `w` by its factor; return that of the gradient."""
-        if factors[1] != 1:
-            xp.multiply(w, factors[1], out=w)
-        return factors[0]
 
     @abstractmethod
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
@@ -243,7 +246,9 @@ class SGD(Optimizer):
 
     def _update(self, xp: Any, factors: tuple[float, float], scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
-        factor = self._decay(xp, factors, w)
+        factor, kept = factors
+        if kept != 1:
+            xp.multiply(w, kept, out=w)
         if not moments:
             xp.multiply(g, self.lr * factor, out=scratch)
         else:
@@ -322,7 +327,8 @@ class AdamW(Optimizer):
         fused = getattr(backend_of(w).kernels, "adamw", None)
         if fused and fused((w, g, m, v), numbers):
             return
-        self._decay(xp, factors, w)
+        if factors[1] != 1:
+            xp.multiply(w, factors[1], out=w)
         xp.multiply(g, numbers[0], out=scratch)
         xp.multiply(m, numbers[1], out=m)
         xp.add(m, scratch, out=m)

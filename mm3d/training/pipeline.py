@@ -9,7 +9,7 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.plain_numbers import check_whole
+from mm3d.arrays.plain_numbers import check_types, check_whole
 from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, same_arguments
@@ -24,7 +24,7 @@ from mm3d.training.batches import divide_layers, divide_rows
 from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
 from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.hops import Hops
-from mm3d.training.mesh import Mesh
+from mm3d.training.mesh import Mesh, check_mesh
 from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
@@ -143,12 +143,14 @@ class Pipeline(Staged):
                  around: Callable[[Action], ContextManager] | None = None, asleep: bool = False,
                  initial_values: InitialValues = varied_values, **fields: Any) -> None:
         refuse_of_mesh(fields)
+        check_mesh(mesh, "Pipeline")
         stack, how = make_of_fields(fields, "Pipeline", Stack, Division)
         with same_arguments(mesh.comm, "Pipeline") as given:
             given |= stack.fields() | {
                 "microbatches": microbatches, "zero": how.zero, "in_flight": how.in_flight,
                 "expert_parallel": how.expert_parallel, "synchronous": how.synchronous,
                 "schedule": schedule, "context_way": how.context_way}
+            check_types(how)
             check_zero(how.zero)
             check_in_flight(how.in_flight)
             if isinstance(schedule, str):
@@ -162,10 +164,9 @@ class Pipeline(Staged):
         self.mesh, self.schedule = mesh, schedule
         experts, share = stack.experts, mesh.context.size if mesh.context else 1
         replicas = mesh.shape["d"] // share    # with other sequences
-        self.parts = divide_layers(schedule, mesh.shape["s"], stack.sizes, microbatches,
-                                   replicas, experts is not None)
+        self.parts = divide_layers(schedule, mesh.shape["s"], stack.sizes, microbatches, replicas)
         together = stack.batch // schedule.microbatches    # sequences, of all replicas
-        check_experts(experts, how.expert_parallel, replicas, together * stack.seq)
+        check_experts(experts, how.expert_parallel, replicas, together * stack.seq, stack.layers)
         self.rows = divide_rows(stack.batch, replicas, schedule.microbatches,
                                 experts is not None)[mesh.replica // share]
         self.context = make_context(mesh.context, stack, how.context_way)

@@ -5,7 +5,6 @@ and the gathers of its value.
 """
 
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import Any
 
 from mm3d.arrays.backend import Array, namespace
@@ -45,15 +44,10 @@ class SummedParameter(Parameter):
         self.stored = layout.owns_block(grid)
         self._left = 0
         super().__init__(name, *self._place(grid, layout), shape, dtype, gathered_along, master)
-        self.first_copy = self._has_first_copy()
 
     def _place(self, grid: Grid, layout: Layout) -> tuple[Any, Layout]:
         """Return the grid and the layout of master and gradient."""
         return grid, layout
-
-    def _has_first_copy(self) -> bool:
-        """Return whether no rank outside `grid` holds this block already."""
-        return True
 
     @property
     def first(self) -> bool:
@@ -106,7 +100,7 @@ class SummedOnce(SummedParameter, ABC):
         self.finish_gradient()
         if self.stored:
             pending = self._split.begin_reduce_scatter(self._terms)
-            self.sums.start(partial(self._finish_sum, pending))
+            self.sums.start(pending, self._finish_sum)
 
     @abstractmethod
     def _finish_sum(self, pending: Pending) -> None:
@@ -116,6 +110,10 @@ class SummedOnce(SummedParameter, ABC):
 class ReplicatedParameter(SummedOnce):
     """Hold a parameter whose value, gradient and master are whole on every replica (ZeRO-0)."""
 
+    def __init__(self, *given: Any, **sums: Any) -> None:
+        super().__init__(*given, **sums)
+        self.first_copy = self.first
+
     def _allocate_gradient(self) -> None:
         super()._allocate_gradient()
         self._terms = namespace(self.grad).reshape(self.grad, (self.grad.size,))
@@ -124,9 +122,6 @@ class ReplicatedParameter(SummedOnce):
     @property
     def first(self) -> bool:
         return self.data.coords["r"] == self.data.coords["d"] == 0
-
-    def _has_first_copy(self) -> bool:
-        return self.first
 
     def _finish_sum(self, pending: Pending) -> None:
         self._terms[...] = self._split.all_gather(pending.take())
@@ -149,15 +144,11 @@ class ShardedParameter(SummedParameter):
         start = sum(self._split.counts[:self._split.axis.rank]) if self.stored else 0
         stop = start + local[self._split.dim]
         self._own = (slice(None),) * self._split.dim + (slice(start, stop), Ellipsis)
-        self._allocate_value(gathered_along)
-        self.master = (self.data.backend.empty(local, master) if self.has_master else
-                       self._part_of(self.value))
-
-    def _allocate_value(self, gathered_along: Split | None) -> None:
-        """Allocate `value`, this rank's whole block."""
         layout, grid = self.whole
         whole = layout.local_shape(grid, self.shape)
         self.value = (gathered_along or self.data.backend).empty(whole, self.dtype)
+        self.master = (self.data.backend.empty(local, master) if self.has_master else
+                       self._part_of(self.value))
 
     def _part_of(self, whole: Array) -> Array:
         """Return this rank's shard of `whole`, as a view if that is contiguous."""
@@ -221,7 +212,7 @@ class ShardedGradient(ShardedParameter):
         """Add the sum of all replicas' gradients of a micro-batch to this rank's shard."""
         if gradient is not None and self.stored:
             pending = self._split.begin_reduce_scatter(gradient)
-            self.sums.start(partial(self._finish_sum, pending))
+            self.sums.start(pending, self._finish_sum)
 
     def _finish_sum(self, pending: Pending) -> None:
         super().accumulate(pending.take())

@@ -19,21 +19,18 @@ class TiedStages(BlockMessages):
 
     Parameters
     ----------
-    mesh : Mesh
-        The stages; every rank must create it.
+    mesh, asleep, synchronous
+        As for `mm3d.training.hops.BlockMessages`.
     stages : tuple of int
         The stage of the embedding, and another one of the head.
     shape : tuple of int
         Global shape of the table.
-    asleep, synchronous : bool
-        See `mm3d.transport.point_to_point.PointToPoint`.
     divided : bool
         Whether replicas divide the gradients, as from stage 1 of ZeRO on.
     """
 
     def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
-                 asleep: bool = False, divided: bool = False,
-                 synchronous: bool = False) -> None:
+                 asleep: bool, divided: bool, synchronous: bool) -> None:
         super().__init__(mesh, synchronous, asleep)
         layout, grids = Layout(mesh.scheme.down_weight), [mesh.grids[stage] for stage in stages]
         # Shards are exchanged by all ranks that divide a copy, and blocks inside a replica.

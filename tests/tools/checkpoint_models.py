@@ -49,8 +49,8 @@ def same(found: dict, expected: dict) -> bool:
 SIZES = dict(layers=1, hidden=6, heads=2, batch=4, seq=2)
 
 
-def transformer(comm=MPI.COMM_SELF, seed: int = 0):
-    return mm3d.Transformer(mm3d.scheme("1d", comm, grid=(comm.size,)), **SIZES, seed=seed)
+def transformer(comm=MPI.COMM_SELF, **options):
+    return mm3d.Transformer(mm3d.scheme("1d", comm, grid=(comm.size,)), **SIZES | options)
 
 
 def release(*models) -> None:
@@ -70,6 +70,26 @@ def saved(folder: Path, model, step: int, **options) -> str:
 
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
+
+
+class Calls:
+    """Calls of the system in a save, before one of which, by its number, something happens."""
+
+    NAMES = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir",
+             "listdir")
+
+    def __init__(self, monkeypatch, at: int, act, *more: str) -> None:
+        self.count = 0
+        for name in (*self.NAMES, *more):
+            monkeypatch.setattr(os, name, self.watched(getattr(os, name), at, act))
+
+    def watched(self, original, at, act):
+        def call(*given, **options):
+            self.count += 1
+            if self.count == at:
+                act()
+            return original(*given, **options)
+        return call
 
 
 def as_before(path: Path) -> None:

@@ -1,8 +1,6 @@
 """GPTs with experts for tests, trained as in `gpts`."""
 import functools
 
-from mpi4py import MPI
-
 import gpts
 import mm3d
 from mm3d.model.experts.options import ExpertDesign
@@ -16,14 +14,15 @@ CASES = [(mm3d.Experts(5, every=1, gate="mixtral", capacity=0.8, z=0.1, balance=
 
 
 def train(mesh, case: int, steps: int = 2, batch: int = 6, **options) -> dict:
+    return gpts.train(mesh, **options_of(case, steps, batch), **options)
+
+
+def options_of(case: int, steps: int, batch: int) -> dict:
     experts, microbatches = CASES[case]
-    return gpts.train(mesh, steps, SIZES | {"batch": batch}, experts=experts,
-                      microbatches=microbatches, **options)
+    return dict(steps=steps, sizes=SIZES | {"batch": batch}, experts=experts,
+                microbatches=microbatches)
 
 
 @functools.cache
 def serial(case: int, steps: int = 2, batch: int = 6) -> dict:
-    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
-    found = train(mesh, case, steps, batch)
-    mesh.free()
-    return found
+    return gpts.alone(**options_of(case, steps, batch))

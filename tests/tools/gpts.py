@@ -2,6 +2,7 @@
 import functools
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import mm3d
@@ -41,13 +42,25 @@ def train(mesh: mm3d.Mesh, steps: int = 2, sizes=SIZES, **options) -> dict[str, 
     return {"losses": np.array(losses)} | found
 
 
-@functools.cache
-def serial(**options) -> dict[str, np.ndarray]:
+def alone(sizes=SIZES, **options) -> dict[str, np.ndarray]:
     """`train` on one rank."""
     mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
-    found = train(mesh, **options)
+    found = train(mesh, sizes=sizes, **options)
     mesh.free()
     return found
+
+
+@functools.cache
+def serial(**options) -> dict[str, np.ndarray]:
+    """`train` on one rank, once for each of the `options`."""
+    return alone(**options)
+
+
+def case_of(comm, cases: dict[int, list], number: int):
+    """The case of that number on so many ranks, or a skipped test."""
+    if number >= len(cases[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(cases[comm.size])} cases")
+    return cases[comm.size][number]
 
 
 def differences(found, expected, loss: float = 1e-12, gradient: float = 1e-11) -> list[str]:

@@ -37,7 +37,7 @@ def check(schedule: Schedule, pending: int | None = None) -> None:
     """
     _check_rules(schedule)
     if pending is not None:
-        _check_messages(schedule, "pending", pending)
+        check_messages(schedule, pending)
 
 
 @lru_cache(maxsize=16)
@@ -115,12 +115,9 @@ def check_order(schedule: Schedule) -> None:
             happened.update(schedule.outputs(rank, action))
 
 
-def check_progress(schedule: Schedule) -> None:
-    """Check the rule "progress"."""
-    _check_messages(schedule, "progress", None)
-
-
-def _check_messages(schedule: Schedule, rule: str, pending: int | None) -> None:
+def check_messages(schedule: Schedule, pending: int | None = None) -> None:
+    """Check the rule "progress"; with a limit of pending messages the rule "pending"."""
+    rule = "progress" if pending is None else "pending"
     waiting = ScheduleProgress(schedule, pending).waiting()
     for rank, operation in waiting.items():
         others = [str(other) for other in waiting if other != rank]
@@ -131,4 +128,4 @@ def _check_messages(schedule: Schedule, rule: str, pending: int | None) -> None:
 
 
 RULES: tuple[Callable[[Schedule], None], ...] = (
-    check_stages, check_actions, check_joined, check_order, check_progress)
+    check_stages, check_actions, check_joined, check_order, check_messages)

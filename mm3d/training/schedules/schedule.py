@@ -145,13 +145,18 @@ def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {}
 LARGEST = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
-MOST: dict[str, int] = {}    # of each builder
+MOST: dict[str, int] = {}      # of each builder
+CHUNKS: dict[str, int] = {}    # a rank, of each builder, unless others are asked for
 
 
-def builder(name: str, most: int = LARGEST) -> Callable[[Callable[..., Schedule]],
-                                                        Callable[..., Schedule]]:
-    """Decorate a builder of schedules called `name`, which have at most `most` forward steps."""
+def builder(name: str, most: int = LARGEST, chunks: int = 1) -> Callable[
+        [Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Decorate a builder of schedules called `name`.
+
+    They have at most `most` forward steps, and `chunks` a rank unless it has a parameter `chunks`
+    that says otherwise.
+    """
     def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        BUILDERS[name], MOST[name] = function, most
+        BUILDERS[name], MOST[name], CHUNKS[name] = function, most, chunks
         return function
     return named

@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mm3d
 from bench.__main__ import main
 from bench.checks import layer_residuals
+from bench.checks.layer_residuals import tolerances
 from bench.checks.rounding import rounding_backend
 from bench.records import run_file
 from bench.records.measurements import Check
@@ -31,10 +32,6 @@ def model_of(comm, scheme, grid, dtype="float32", causal=False, **sizes):
                             **sizes)
 
 
-def limits(layers, rounding):
-    return layer_residuals.tolerances(layers, rounding)
-
-
 def checked(model):
     return layer_residuals.check_step(model, model.random("input"),
                                       model.random("output gradient"), 3)
@@ -47,8 +44,8 @@ def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
         if ranks == comm.size:
             checks = checked(model_of(comm, scheme, grid, dtype, causal, layers=2, heads=8))
             assert layer_residuals.failure_message(checks) is None
-            assert [c.quantity for c in checks] != [] and all(c.error >= 0 for c in checks)
-            assert {c.quantity for c in checks} == limits(2, dtype).keys()
+            assert all(c.error >= 0 for c in checks)
+            assert {c.quantity for c in checks} == tolerances(2, dtype).keys()
             assert any(c.error > 0 for c in checks)
             assert comm.allgather(checks) == [checks] * comm.size
 
@@ -112,13 +109,12 @@ def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
     scheme, grid = {1: ("serial", None), 4: ("1d", None), 8: ("3d", (2, 2, 2))}[comm.size]
     # Sequences divide over the grid, so that the last rank has all of the last one's positions.
     model = model_of(comm, scheme, grid, batch=4, seq=5)
-    layer = [one for block in model.layers.layers for one in block.layers
-             if type(one) is kind][number]
+    layer = one_of(model, kind, number)
     if comm.rank == faulty(model, layer, change):
         spoil(layer, way, change)
     checks = checked(model)
-    failed = [c.quantity for c in checks if not c.passed]
-    assert any(named in quantity for quantity in failed), failed
+    found = [c.quantity for c in checks if not c.passed]
+    assert any(named in quantity for quantity in found), found
     assert comm.allgather(checks) == [checks] * comm.size
     assert "no times were written" in layer_residuals.failure_message(checks)
 
@@ -228,7 +224,7 @@ def test_the_rules_allow_tf32_its_eps_where_products_are(tuning):
             environment=dict(tuning_variables=tuning))
         checks = [Check(name, 0.0, limit) for name, limit in limits.items()]
         return [*rules.check_residuals(run, checks)]
-    plain, few = (limits(1, rounding) for rounding in ("float32", "tf32"))
+    plain, few = (tolerances(1, rounding) for rounding in ("float32", "tf32"))
     wider = {name for name in plain if few[name] > plain[name]}
     assert len(wider) == 4 * 3 + 6 and all("mlp.up" in n or "attention." in n or "mlp.down" in n
                                            for n in wider)
@@ -251,7 +247,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     path, = tmp_path.glob("*.h5")
     run = run_file.read_run(path)
     serial, own = split_checks(run.checks)
-    assert len(serial) == 2 + 12 * 2 and len(own) == len(limits(3, "float32"))
+    assert len(serial) == 2 + 12 * 2 and len(own) == len(tolerances(3, "float32"))
     assert run.configuration["verified_by"] == "residuals"
     assert not run.configuration["verified_measured_model"]
     assert check_file(path)[0] == []

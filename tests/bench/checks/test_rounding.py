@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from bench.checks import against_serial
+from bench.checks import against_serial, operation
 from bench.checks.rounding import RoundedBackend, rounding_backend, to_tf32
 from bench.errors import WrongResult
 from bench.experiments.gpu import device_checks
@@ -18,6 +18,16 @@ def test_tf32_has_ten_binary_places():
     x = np.float32([1, 1 + unit, 1 + unit / 2, -1 - unit / 2, 1 + unit / 4, 1e30, 0])
     assert np.array_equal(to_tf32(x)[:5], np.float32([1, 1 + unit, 1 + unit, -1 - unit, 1]))
     assert np.all(np.abs(to_tf32(x) - x) <= np.abs(x) * unit / 2)
+
+
+def test_the_eps_of_a_product_is_that_of_its_type():
+    """Also of bfloat16, which `numpy.finfo` does not know."""
+    for name, eps in (("float64", 2.0 ** -52), ("bfloat16", 2.0 ** -7)):
+        if name == "bfloat16":
+            pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+        a = np.eye(4).astype(name)
+        checks = operation.check_own_product("C", (a, a, a), seed=0)
+        assert [one.tolerance for one in checks] == [8 * eps] * 2
 
 
 def test_numpy_is_itself_again_after_the_block():

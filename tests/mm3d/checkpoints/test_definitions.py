@@ -15,7 +15,7 @@ from mm3d.config import OF_MESH
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.optimizers import Optimizer
-from checkpoint_models import as_before, everything, release, same
+from checkpoint_models import as_before, everything, release, same, transformer
 from reference import all_refuse
 
 GPT = dict(layers=2, hidden=8, heads=4, vocab=11, batch=4, seq=3)
@@ -99,22 +99,16 @@ def test_other_experts(tmp_path, saved, loaded, kind):
 
 
 def test_attention_with_and_without_a_mask(tmp_path):
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    sizes = {name: size for name, size in GPT.items() if name != "vocab"}
-    one, other = (mm3d.Transformer(scheme, **sizes, causal=causal) for causal in (False, True))
-    mm3d.save(tmp_path, one, step=1)
+    mm3d.save(tmp_path, transformer(causal=False), step=1)
     with pytest.raises(ValueError, match="causal is False there, True here"):
-        mm3d.restore(tmp_path, other)
+        mm3d.restore(tmp_path, transformer(causal=True))
 
 
 def test_layers_of_a_description_of_ones_own_are_said(tmp_path):
     def own_layers(build, stack):
         return transformer_layers(build, stack)
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    sizes = {name: size for name, size in GPT.items() if name != "vocab"}
-    mm3d.save(tmp_path, mm3d.Transformer(scheme, **sizes), step=1)
-    assert "own_layers" in restored(tmp_path, mm3d.Transformer(scheme, **sizes,
-                                                               make_layers=own_layers))
+    mm3d.save(tmp_path, transformer(), step=1)
+    assert "own_layers" in restored(tmp_path, transformer(make_layers=own_layers))
 
 
 def test_every_argument_is_in_the_definition_or_known_not_to_be():
@@ -140,7 +134,7 @@ def test_every_argument_is_in_the_definition_or_known_not_to_be():
 
 def test_a_checkpoint_from_before_architectures_is_of_the_plain_one(tmp_path):
     """It is read without a word, and not into another model of the same shapes."""
-    one, other, windowed = plain(), plain(seed=1), plain(window=2, causal=True)
+    one, other, windowed = transformer(), transformer(seed=1), transformer(window=2, causal=True)
     one.definition = replace(one.definition, function={
         name: fact for name, fact in one.definition.function.items()
         if not name.startswith("architecture.")})
@@ -196,12 +190,6 @@ def test_another_function_is_one_line_on_all_ranks(comm, shared_tmp_path):
 ADAMW = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, clip=1.0)
 
 
-def plain(seed=0, **fields):
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    return mm3d.Transformer(scheme, layers=1, hidden=4, heads=2, batch=1, seq=1, seed=seed,
-                            **fields)
-
-
 @pytest.mark.parametrize("other, name", [
     (dict(betas=(0.8, 0.99)), "beta1"), (dict(betas=(0.9, 0.9)), "beta2"), (dict(eps=1e-6), "eps"),
     (dict(weight_decay=0.0), "weight_decay"), (dict(clip=None), "clip"),
@@ -209,7 +197,7 @@ def plain(seed=0, **fields):
     (dict(decays=lambda t: True), "decays"), (dict(lr=0.5), "")])
 def test_other_options_of_the_optimizer_are_said(tmp_path, other, name):
     """The learning rate is restored."""
-    model = plain()
+    model = transformer()
     mm3d.save(tmp_path, model, mm3d.AdamW(model, **ADAMW), step=1)
     again = mm3d.AdamW(model, **(ADAMW | other))
     text = restored(tmp_path, model, again)
@@ -235,7 +223,7 @@ def test_the_same_options_are_not_said(tmp_path, number):
 
 
 def test_every_argument_of_an_optimizer_is_said_or_restored():
-    model = plain()
+    model = transformer()
     for kind in (mm3d.SGD, mm3d.AdamW):
         optimizer = kind(model, 0.1)
         names = {*optimizer.options(), *optimizer.numbers(), *("betas",) * ("beta1" in
@@ -250,7 +238,7 @@ def test_every_argument_of_an_optimizer_is_said_or_restored():
 @pytest.mark.parametrize("before, after", [(0.9, 0.0), (0.0, 0.9), (0.9, 0.5)])
 def test_momentum_may_begin_and_end(tmp_path, before, after):
     """SGD with and without momentum is no other model, and no other kind of optimizer."""
-    one, other = plain(), plain(seed=1)
+    one, other = transformer(), transformer(seed=1)
     optimizer = mm3d.SGD(one, 0.1, momentum=before)
     for arrays in optimizer.state.values():
         for a in arrays:
@@ -283,7 +271,7 @@ def test_a_model_of_ones_own_without_a_definition(tmp_path):
     class Own:
         def __init__(self, of):
             self.trained, self.comm, self.refresh = of.trained, of.comm, of.refresh
-    model = plain()
+    model = transformer()
     mm3d.save(tmp_path, Own(model), step=1)
     assert restored(tmp_path, Own(model)) == ""
     assert "the checkpoint does not say" in restored(tmp_path, model)

@@ -15,9 +15,8 @@ from mpi4py import MPI
 import mm3d
 from mm3d.checkpoints.folder import checkpoints
 from mm3d.checkpoints.index_file import read_index
+from checkpoint_models import transformer
 from support import LIMIT, clean_environment, run_command, run_ranks
-
-SIZES = dict(layers=1, hidden=6, heads=2, batch=4, seq=2)
 
 # Saves for ever: in step n all elements are n.
 ENDLESS = """
@@ -39,11 +38,6 @@ while True:
     if comm.rank == 0:
         print(step, flush=True)
 """
-
-
-def transformer(comm, seed: int = 0, **options):
-    scheme = mm3d.scheme("1d", comm, grid=(comm.size,))
-    return mm3d.Transformer(scheme, **(SIZES | options), seed=seed)
 
 
 def is_complete(folder: Path, hidden: int) -> int:
@@ -264,6 +258,10 @@ def test_a_model_of_fewer_layers_another_optimizer_and_no_checkpoint(tmp_path):
             (lambda: mm3d.restore(tmp_path, transformer(comm)), "not in the model"),
             (lambda: mm3d.restore(tmp_path, model, mm3d.AdamW(model, 1)), "SGD, not AdamW")):
         assert words in lines(comm, act, ValueError)
+    other = mm3d.SGD(transformer(comm, layers=2), 1.0)
+    for act in (lambda: mm3d.save(tmp_path, model, other), lambda: mm3d.restore(
+            tmp_path, model, other)):
+        assert "this SGD changes the parameters of another model" in lines(comm, act, ValueError)
     assert "steps 1 are" in lines(comm, lambda: mm3d.restore(tmp_path, model, step=7),
                                   FileNotFoundError)
 

@@ -4,9 +4,9 @@ import os
 import sys
 
 import pytest
-from mpi4py import MPI
 
 import mm3d
+from checkpoint_models import Calls, transformer
 from support import run_command, run_ranks
 
 # Saves with every number of free pages and then of free files, up to one at which a save fits.
@@ -85,9 +85,6 @@ def test_every_size_of_a_disk_and_every_number_of_files(tmp_path, ranks):
         run_command(["umount", str(disk)])
 
 
-CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir", "listdir")
-
-
 @pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, *(
@@ -95,26 +92,17 @@ CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "r
 def test_an_error_of_any_call_of_the_system(tmp_path, monkeypatch, number):
     """One call after another fails: a save says so and the one before is the newest, or it is
     whole; the next save removes what is left."""
-    model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=4, heads=2,
-                             batch=1, seq=1)
+    model = transformer()
     model.trained = model.trained[:2]    # a hundred saves are enough to wait for
     newest, outcomes = 0, []
+
+    def fail():
+        raise OSError(number, os.strerror(number))
     mm3d.save(tmp_path, model, step=0)
     for failing in range(1, 200):
-        calls = []
-
-        def watched(original):
-            def call(*given, **options):
-                calls.append(original)
-                if len(calls) == failing:
-                    raise OSError(number, os.strerror(number))
-                return original(*given, **options)
-            return call
-
         model.trained[0].master[...] = failing
         with monkeypatch.context() as patch:
-            for name in CALLS:
-                patch.setattr(os, name, watched(getattr(os, name)))
+            calls = Calls(patch, failing, fail)
             try:
                 mm3d.save(tmp_path, model, step=failing, keep=1)
             except OSError as error:
@@ -127,7 +115,7 @@ def test_an_error_of_any_call_of_the_system(tmp_path, monkeypatch, number):
         outcomes.append(bool(line))
         assert mm3d.restore(tmp_path, model).step == newest
         assert (model.trained[0].master == newest).all()
-        if len(calls) < failing:
+        if calls.count < failing:
             break
     assert not line and True in outcomes and outcomes.count(False) > 1
     assert os.listdir(tmp_path) == [f"step-{newest:08d}"]

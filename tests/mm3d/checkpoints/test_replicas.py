@@ -15,7 +15,7 @@ DIVIDED = [dict(data=2, zero=1, stages=2, scheme="serial"),
 def pipeline(comm, zero, seed=0, **mesh):
     stages = mesh.get("stages", 1)
     return mm3d.Pipeline(mm3d.Mesh(comm, **mesh), "1f1b" if stages > 1 else "gpipe",
-                         **SIZES, microbatches=mesh.get("stages", 1), zero=zero, seed=seed)
+                         **SIZES, microbatches=stages, zero=zero, seed=seed)
 
 
 def gpt(comm, stages=1, tied=True, seed=0, grid=(1, 1, 1), **options):

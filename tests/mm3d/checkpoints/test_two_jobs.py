@@ -9,27 +9,7 @@ import pytest
 
 import mm3d
 from mm3d.checkpoints.folder import checkpoints
-from checkpoint_models import names, saved, transformer
-
-
-class Steps:
-    """Calls of the system of a save, before each of which something may happen."""
-
-    NAMES = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir",
-             "listdir", "close")
-
-    def __init__(self, monkeypatch, at: int, act):
-        self.count = 0
-        for name in self.NAMES:
-            monkeypatch.setattr(os, name, self.watched(getattr(os, name), at, act))
-
-    def watched(self, original, at, act):
-        def call(*given, **options):
-            self.count += 1
-            if self.count == at:
-                act()
-            return original(*given, **options)
-        return call
+from checkpoint_models import Calls, names, saved, transformer
 
 
 def small(seed: int = 0):
@@ -58,9 +38,10 @@ def test_another_job_saves_at_any_moment_of_a_save(tmp_path, monkeypatch, other_
         folder = tmp_path / str(at)
         mm3d.save(folder, filled(0), step=1)
         with monkeypatch.context() as patch:
-            steps = Steps(patch, at, lambda: mm3d.save(folder, other, step=other_step, keep=keep))
+            calls = Calls(patch, at, lambda: mm3d.save(
+                folder, other, step=other_step, keep=keep), "close")
             mm3d.save(folder, one, step=3, keep=keep)
-            count = steps.count
+            count = calls.count
         found = {}
         for path in checkpoints(folder):
             values = np.unique(restored_values(path, probe))
@@ -92,7 +73,7 @@ def test_the_second_writer_is_told(tmp_path, monkeypatch):
     """While the first writes, and when the step is there by the time that it is done."""
     told = []
     with monkeypatch.context() as patch:
-        Steps(patch, 12, lambda: told.append(saved(tmp_path, filled(2), 3)))
+        Calls(patch, 12, lambda: told.append(saved(tmp_path, filled(2), 3)), "close")
         with pytest.warns(UserWarning, match="another job saved step 3 .* is step-00000003.1$"):
             mm3d.save(tmp_path, filled(1), step=3)
     assert "another job is saving in" in told[0] and names(tmp_path) == [
@@ -108,12 +89,11 @@ def test_a_reader_while_a_writer_removes(tmp_path, monkeypatch):
         mm3d.save(folder, filled(1), step=1)
         with monkeypatch.context() as patch:
             model = small(seed=1)
-            steps = Steps(patch, at, lambda: mm3d.save(folder, filled(2), step=2, keep=1))
-            patch.setattr(os, "preadv", steps.watched(
-                os.preadv, at, lambda: mm3d.save(folder, filled(2), step=2, keep=1)))
+            calls = Calls(patch, at, lambda: mm3d.save(folder, filled(2), step=2, keep=1),
+                          "close", "preadv")
             step = mm3d.restore(folder, model).step
         assert all((t.master == step).all() for t in model.trained)
-        if steps.count < at:
+        if calls.count < at:
             break
     assert 5 < at < 199
 
@@ -146,7 +126,7 @@ def test_two_jobs_of_which_neither_is_done_before_the_other_begins(tmp_path, mon
 
         arrived.clear(), go.clear()
         with monkeypatch.context() as patch:
-            for name in Steps.NAMES:
+            for name in (*Calls.NAMES, "close"):
                 patch.setattr(os, name, watched(getattr(os, name)))
             mm3d.save(folder, filled(1), step=3)
             go.set()

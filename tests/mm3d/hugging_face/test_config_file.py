@@ -83,12 +83,16 @@ def test_llama_and_its_relatives(tmp_path):
      ["without low_freq_factor", "without high_freq_factor"]),
     (LLAMA | dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
      ["partial_rotary_factor"]),
-    (QWEN2 | dict(use_sliding_window=True), ["max_window_layers=24"]),
+    (QWEN2 | dict(use_sliding_window=True), ["max_window_layers=24, so that layers"]),
+    (QWEN2 | dict(use_sliding_window=True, max_window_layers="x"), ["layers='x' of 32 layers"]),
+    (QWEN2 | dict(use_sliding_window=True, num_hidden_layers="x"), ["layers=24 of 'x' layers"]),
     (QWEN2 | dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
     (QWEN2 | dict(layer_types=["chunked_attention"]), ["chunked_attention"]),
     (QWEN2 | dict(layer_types=5), ["layer_types=5"]),
     (LLAMA | dict(rope_scaling="linear", tie_word_embeddings="no"),
      ["rope_scaling='linear' (an object", "tie_word_embeddings='no' (true or false"]),
+    (QWEN2_MOE | dict(use_sliding_window="no", norm_topk_prob="false", output_router_logits=2),
+     ["use_sliding_window='no' (true", "norm_topk_prob='false' (true", "output_router_logits=2 "]),
     (MIXTRAL | dict(router_jitter_noise=0.1), ["router_jitter_noise=0.1"]),
     (QWEN2_MOE | dict(mlp_only_layers=[0], qkv_bias=False), ["mlp_only_layers=[0]", "qkv_bias"]),
     (LLAMA | dict(return_dict=True, output_attentions=False, is_encoder_decoder=True),
@@ -103,11 +107,15 @@ def test_what_nothing_computes_is_named_in_one_line(config, named):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": None}, {"vocab_size": "many"},
-                                    {"num_hidden_layers": 0}, {"hidden_size": True}])
-def test_sizes_that_are_none(change):
-    with pytest.raises(ValueError, match=f"{[*change][0]}=.* should be a whole number"):
-        model_fields(LLAMA | change)
+@pytest.mark.parametrize("change, said", [
+    ({"hidden_size": None}, "hidden_size"), ({"vocab_size": "many"}, "vocab_size"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"), ({"hidden_size": True}, "hidden_size"),
+    ({"intermediate_size": None}, "intermediate_size"), ({"head_dim": {}}, "head"),
+    ({"rms_norm_eps": "x"}, "epsilon"), ({"rope_theta": -1}, "base"),
+    ({"num_experts_per_tok": 9}, "top"), ({"router_aux_loss_coef": "x"}, "balance")])
+def test_numbers_that_are_none(change, said):
+    with pytest.raises(ValueError, match=f"{said}=.* (should be a (whole )?number|at most)"):
+        model_fields(MIXTRAL | {"output_router_logits": True} | change)
 
 
 def test_files_that_are_no_configuration(tmp_path):

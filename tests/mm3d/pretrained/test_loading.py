@@ -20,6 +20,7 @@ SIZES = dict(batch=BATCH, seq=SEQ)
 DATA = tokens_and_targets(dict(SIZES, vocab=17))
 # By ranks: the mesh, and the division.
 MESHES = {1: [(dict(scheme="serial"), {})],
+          2: [(dict(scheme="1d"), {})],
           4: [(dict(scheme="3d", grid=(2, 1, 2)), {}),
               (dict(scheme="serial", data=4), dict(zero=3)),
               (dict(scheme="1d", stages=2), dict(microbatches=2)),
@@ -138,43 +139,31 @@ def test_the_way_back_has_the_same_bits(comm, folder, shared_tmp_path, kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype, master", [("float32", None), ("float16", "float32"),
                                            ("bfloat16", "float32")])
-def test_types_of_files_and_of_models_may_differ(comm, folder, shared_tmp_path, dtype, master):
+def test_types_of_files_and_of_models_may_differ(comm, folder, dtype, master):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     real = getattr(ml_dtypes, dtype, dtype)
     arrays = tensors(LLAMA, real)
     path = folder(LLAMA, arrays)
-    mesh = mm3d.Mesh(comm, scheme="1d")
-    model = mm3d.load_pretrained(path, mesh, **SIZES, dtype=dtype, master=master)
-    table = model.state()["embedding.weight"]
+    with loaded(comm, path, dtype=dtype, master=master) as model:
+        table = model.state()["embedding.weight"]
     assert table.dtype == np.float32
     assert np.array_equal(table, arrays["model.embed_tokens.weight"].astype(np.float32))
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
 def test_older_files_have_no_prefix_and_buffers_and_a_tied_head(comm, folder):
     gpt2, qwen2 = tensors(GPT2), tensors(QWEN2)
-    with mm3d_state(comm, folder(GPT2, gpt2)) as expected:
-        pass
+    with loaded(comm, folder(GPT2, gpt2)) as model:
+        expected = model.state()
     old = {name.removeprefix("transformer."): a for name, a in gpt2.items()}
     old |= {"h.0.attn.bias": np.ones((1, 1, 9, 9)), "h.1.attn.masked_bias": np.ones(())}
-    with mm3d_state(comm, folder(GPT2, old, name="old")) as found:
+    with loaded(comm, folder(GPT2, old, name="old")) as model:
+        found = model.state()
         assert all(np.array_equal(found[name], a) for name, a in expected.items())
     qwen2 |= {"lm_head.weight": qwen2["model.embed_tokens.weight"],
               "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}
-    with mm3d_state(comm, folder(QWEN2, qwen2, name="tied")) as found:
-        assert np.array_equal(found["embedding.weight"], qwen2["lm_head.weight"])
-
-
-@contextmanager
-def mm3d_state(comm, path):
-    """The parameters that are loaded, on two ranks."""
-    mesh = mm3d.Mesh(comm, scheme="1d")
-    model = mm3d.load_pretrained(path, mesh, **SIZES, dtype="float64")
-    yield model.state()
-    model.free()
-    mesh.free()
+    with loaded(comm, folder(QWEN2, qwen2, name="tied")) as model:
+        assert np.array_equal(model.state()["embedding.weight"], qwen2["lm_head.weight"])
 
 
 # --- What is refused --------------------------------------------------------------------------
@@ -186,6 +175,8 @@ def spoil(what):
         del arrays["model.layers.1.mlp.up_proj.weight"], arrays["model.norm.weight"]
     elif what == "more":
         arrays["model.layers.0.self_attn.q_norm.weight"] = np.ones(4)
+    elif what == "odd":
+        arrays["model.layers.odd"] = np.ones(4)
     elif what == "shape":
         arrays["model.layers.0.self_attn.k_proj.weight"] = np.ones((24, 18))
     elif what == "type":
@@ -204,6 +195,7 @@ def spoil(what):
 @pytest.mark.parametrize("what, kind, said", [
     ("missing", ValueError, r"'model.layers.1.mlp.up_proj.weight' and 1 more: missing$"),
     ("more", ValueError, r"'model.layers.0.self_attn.q_norm.weight': not of this model$"),
+    ("odd", ValueError, r"'model.layers.odd': not of this model$"),
     ("shape", ValueError, r"k_proj.weight' has the shape \(24, 18\), not \(12, 18\)$"),
     ("type", ValueError, r"'model.norm.weight' is in I8, .*: F64, F32, F16, BF16 would do$"),
     ("scalar", ValueError, r"'model.norm.weight' has the shape \(\), not \(18,\)$"),
@@ -256,6 +248,10 @@ def test_arguments_are_refused_alike(comm, folder, shared_tmp_path):
     model = mm3d.load_pretrained(path, mesh, **SIZES)
     with pytest.raises(OSError, match="is there already: another name would do"):
         mm3d.save_pretrained(model, path)
+    with pytest.raises(TypeError, match="save_pretrained: Pipeline is no mm3d.GPT"):
+        mm3d.save_pretrained(model.pipeline, shared_tmp_path / "new")
+    with pytest.raises(ValueError, match="shard_bytes='5GB' should be a whole number of at lea"):
+        mm3d.save_pretrained(model, shared_tmp_path / "new", "5GB")
     assert [*shared_tmp_path.glob("*")] == [path] == [*shared_tmp_path.iterdir()]
     model.free()
     other = mm3d.GPT(mesh, layers=1, hidden=8, heads=2, vocab=9, **SIZES, norm="rms")

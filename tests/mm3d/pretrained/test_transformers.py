@@ -11,6 +11,7 @@ import pytest
 
 import mm3d
 from gpts import tokens_and_targets
+from mm3d.checkpoints.together import on_root
 from mm3d.hugging_face.config_file import model_fields
 from published import BATCH, CONFIGS, LLAMA, SEQ, differences, shapes
 
@@ -67,23 +68,10 @@ def made(torch, config, folder) -> tuple[np.ndarray, float]:
     return logits.detach().numpy(), loss.item()
 
 
-def on_rank_0(comm, act, *given):
-    """Call on rank 0, return the result on all, and fail on all where it fails."""
-    result, error = None, None
-    if comm.rank == 0:
-        try:
-            result = act(*given)
-        except Exception as caught:    # of any kind: the others wait
-            error = repr(caught)
-    result, error = comm.bcast((result, error))
-    assert error is None, error
-    return result
-
-
 @pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same(comm, name, shared_tmp_path, torch):
-    logits, loss = on_rank_0(comm, made, torch, MODELS[name], shared_tmp_path)
+    logits, loss = on_root(comm, name, lambda: made(torch, MODELS[name], shared_tmp_path))
     for where, how in MESHES[comm.size]:
         mesh = mm3d.Mesh(comm, **where)
         model, slopes = (mm3d.load_pretrained(shared_tmp_path / folder, mesh, **SIZES, **how,
@@ -100,7 +88,7 @@ def test_transformers_computes_the_same(comm, name, shared_tmp_path, torch):
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_what_is_written(comm, name, shared_tmp_path, torch):
     import transformers
-    logits, _ = on_rank_0(comm, made, torch, MODELS[name], shared_tmp_path)
+    logits, _ = on_root(comm, name, lambda: made(torch, MODELS[name], shared_tmp_path))
     where, how = MESHES[comm.size][-1]
     mesh = mm3d.Mesh(comm, **where)
     seq = CONFIGS["gpt2"]["n_positions"] if name == "gpt2" else SEQ
@@ -114,7 +102,7 @@ def test_transformers_reads_what_is_written(comm, name, shared_tmp_path, torch):
             **{"experts_implementation": "eager"} if "num_experts_per_tok" in MODELS[name] else {}
         ).eval()
         return again(torch.tensor(DATA[0])).logits.detach().numpy()
-    found = on_rank_0(comm, read)
+    found = on_root(comm, name, read)
     assert np.abs(found - logits).max() <= 1e-12 * np.abs(logits).max()
     model.free()
     mesh.free()

@@ -27,17 +27,12 @@ def test_every_builder_is_here():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_sizes_pass_the_check(name):
+def test_all_sizes_pass_the_check_and_take_the_micro_batches_in_order(name):
+    """Gradients are accumulated in the order of one rank alone, and so equal to the last bit."""
     every = built(name)
     assert len(every) >= 10
     for schedule in every:
         check(schedule)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_stage_takes_the_micro_batches_in_order(name):
-    """Gradients are accumulated in the order of one rank alone, and so equal to the last bit."""
-    for schedule in built(name):
         for rank, row in enumerate(schedule.rows):
             for chunk in range(len(schedule.stages[rank])):
                 for kind in "FBW":
@@ -113,15 +108,26 @@ def test_in_flight_with_a_part_kept_for_the_weights():
 
 @pytest.mark.parametrize("name, ranks, microbatches, match", [
     ("zb", 4, 8, "'zb' is unknown: choose one of 1f1b, auto, dualpipe-v"),
-    ("1f1b", 0, 8, "0 ranks and 8 micro-batches: at least 1"),
-    ("1f1b", 4, 0, "4 ranks and 0 micro-batches: at least 1"),
+    ("1f1b", 0, 8, "0 ranks with 1 chunks and 8 micro-batches: whole numbers of at least 1"),
+    ("1f1b", "4", 8, "'4' ranks with 1 chunks and 8 micro-batches: whole numbers of at least 1"),
+    ("v-min", 4, 0, "4 ranks with 2 chunks and 0 micro-batches: whole numbers of at least 1"),
     ("1f1b:2", 4, 8, "1f1b has no choice of chunks"),
     ("interleaved:0", 4, 8, "a number of chunks of at least 1"),
     ("interleaved:two", 4, 8, "a number of chunks of at least 1"),
+    ("1f1b", 4, 2 ** 16 + 1, "4 stages and 65537 micro-batches have 262148 forward steps"),
+    ("interleaved", 4, 2 ** 15 + 1, "8 stages and 32769 micro-batches have 262152 forward steps"),
+    ("v-min", 4, 2 ** 15 + 1, "8 stages and 32769 micro-batches have 262152 forward steps"),
+    ("auto", 4, 2 ** 13 + 1, "4 stages and 8193 micro-batches have 32772 .* at most 32768 would"),
     ("dualpipe-v", 4, 7, "at least 8 micro-batches are needed")])
 def test_what_there_is_no_schedule_of_is_refused(name, ranks, microbatches, match):
     with pytest.raises(ValueError, match=match):
         build(name, ranks, microbatches)
+
+
+@pytest.mark.parametrize("chunks", [0, 1.5, None])
+def test_chunks_are_a_whole_number(chunks):
+    with pytest.raises(ValueError, match=f"2 ranks with {chunks} chunks and 4 micro-batches"):
+        build("interleaved", 2, 4, chunks=chunks)
 
 
 def test_a_new_builder_needs_its_function_alone():

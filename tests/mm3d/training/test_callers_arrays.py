@@ -67,7 +67,7 @@ def test_views_and_maps_of_tokens_are_taken_as_they_are(model, tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    (lambda a: a * 1j, "of complex128 are no real numbers".replace("of ", "")),
+    (lambda a: a * 1j, "complex128 are no real numbers"),
     (lambda a: np.ma.array(a, mask=np.arange(a.size).reshape(a.shape) == 1), "1 elements are"),
     (lambda a: a.astype(str), "are no real numbers"), (lambda a: a.astype("m8[s]"), "timedelta"),
     (lambda a: a.astype(object), "object are no real"), (lambda a: [[1.0], [1.0, 2.0]], "no arr")],

@@ -3,9 +3,11 @@ import numpy as np
 import pytest
 
 import mm3d
+from gpts import case_of
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.training.sharded_parameters import shard_layout
+from models import different
 from reference import all_refuse
 
 SIZES = dict(layers=2, hidden=10, heads=2, seq=3)
@@ -70,9 +72,7 @@ def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, nu
     pytorch/pytorch#176076), and against a sum that keeps the last micro-batch alone
     (allenai/open-instruct#1498).
     """
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    options, schedule, microbatches, batch = MESHES[comm.size][number]
+    options, schedule, microbatches, batch = case_of(comm, MESHES, number)
     sizes = SIZES | {"batch": batch}
     expected, mesh, found = run_alone(comm, sizes), mm3d.Mesh(comm, **options), []
     for zero in range(4):
@@ -113,12 +113,36 @@ def test_shards_divide_what_each_rank_of_a_replica_holds(spec, shape, units):
     (dict(batch=5), "5 sequences cannot be divided into 2 equal micro-batches of at least 2 "
      "sequences, one for each replica: 4 or 6 would do"),
     (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage"),
+    (dict(zero=2.0), "zero=2.0 is no stage"), (dict(synchronous="no"), "synchronous='no': True o"),
     (dict(in_flight=-1), "in_flight=-1 is no number of sums: 0 or more would do")],
     ids=str)
 def test_what_replicas_cannot_divide_is_named_on_all_ranks(comm, changed, said):
     mesh = mm3d.Mesh(comm, data=2, scheme="serial")
     with all_refuse(comm, said):
         mm3d.Pipeline(mesh, "gpipe", **SIZES | {"batch": 8, "microbatches": 2} | changed)
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_after_one_that_failed_has_gradients_of_its_own(comm):
+    """Not those of micro-batches before the failure, whose sums are on their way yet."""
+    mesh = mm3d.Mesh(comm, data=2, scheme="serial")
+    for zero in range(4):
+        pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, batch=8, microbatches=2, zero=zero,
+                                 in_flight=2)
+        pipeline.rehearse()
+        expected, draw = pipeline.gradients(), pipeline.chunks[0].random
+
+        def fail(micro, y):
+            if micro:
+                raise KeyboardInterrupt
+            return draw("gradient")
+        with pytest.raises(KeyboardInterrupt), pipeline.new_gradients():
+            pipeline.step(lambda micro: draw("input"), fail)
+        with pipeline.new_gradients():
+            pipeline.rehearse()
+        assert not different(pipeline.gradients(), expected), zero
+        pipeline.free()
     mesh.free()
 
 

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 import mm3d
 from expert_gpts import CASES, SIZES, serial, train
-from gpts import differences, tokens_and_targets
+from gpts import case_of, differences, tokens_and_targets
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.training.data_grid import expert_shards
 from models import different
@@ -32,9 +32,7 @@ def test_every_division_trains_what_one_rank_trains(comm, number):
     not by the number of copies (databricks/megablocks#86, laekov/fastmoe#106,
     deepspeedai/DeepSpeed#5618).  Stages are equal to the bit as those of other parameters.
     """
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    options, parts = MESHES[comm.size][number]
+    options, parts = case_of(comm, MESHES, number)
     mesh = mm3d.Mesh(comm, **options)
     for case in range(len(CASES)) if (comm.size, number) == (4, 1) else (0,):
         steps = 1 + (number > 0)

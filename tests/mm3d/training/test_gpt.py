@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from gpts import SIZES, differences, serial, tokens_and_targets, train
+from gpts import SIZES, case_of, differences, serial, tokens_and_targets, train
 from mm3d.schemes import serial as serial_scheme
 from mm3d.training.batches import check_tokens
 from reference import all_refuse
@@ -20,13 +20,6 @@ MESHES = {1: [(1, "3d", None)],
 CASES = [dict(tied=True), dict(tied=False, label_smoothing=0.1, z_loss=0.01)]
 
 
-def meshes(comm, number: int):
-    """The mesh of this number, or a skipped test."""
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    return mm3d.Mesh(comm, *MESHES[comm.size][number])
-
-
 @pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("number", [
     0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 7))])
@@ -37,7 +30,7 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     one: a mean of means differs, and so does the gradient of a bias that is not summed over all
     ranks with other rows.  Guards against both (NVIDIA/Megatron-LM#7452, axonn-ai/axonn#55).
     """
-    mesh = meshes(comm, number)
+    mesh = mm3d.Mesh(comm, *case_of(comm, MESHES, number))
     for case in CASES if comm.size == 1 else CASES[number % 2:][:1]:    # one in turn
         expected = serial(**case)
         found = train(mesh, microbatches=2, **case)

@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from gpts import differences, train
+from gpts import alone, case_of, differences, train
 from llamas import architecture, norm, plain_layers
 from mm3d.model.stack import Stack
 
@@ -30,19 +30,14 @@ MESHES = {
 
 @functools.cache
 def serial(name: str, **options) -> dict[str, np.ndarray]:
-    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
-    found = train(mesh, sizes=SIZES, architecture=architecture(name), **options)
-    mesh.free()
-    return found
+    return alone(SIZES, architecture=architecture(name), **options)
 
 
 @pytest.mark.ranks(1, 4, 8, first=(8,))
 @pytest.mark.parametrize("number", range(3))
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     """With two micro-batches, pipelines, ZeRO, recomputation, dropout and divided experts."""
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    where, how, name, options = MESHES[comm.size][number]
+    where, how, name, options = case_of(comm, MESHES, number)
     mesh = mm3d.Mesh(comm, **where)
     expected = serial(name, microbatches=2, **options)
     found = train(mesh, sizes=SIZES, architecture=architecture(name), microbatches=2, **how,

@@ -3,10 +3,9 @@ import functools
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mm3d
-from gpts import SIZES, differences, tokens_and_targets, train
+from gpts import SIZES, alone, case_of, differences, tokens_and_targets, train
 from llamas import architecture
 from mm3d.grid.activations import chunks_of
 from mm3d.model.attention.costs import context_moves, context_pairs
@@ -44,10 +43,7 @@ MESHES = {
 @functools.cache
 def on_one_rank(name, seq, **options) -> dict[str, np.ndarray]:
     more = {} if name is None else dict(architecture=architecture(name))
-    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
-    found = train(mesh, sizes=sizes_of(name, seq), **more, **options)
-    mesh.free()
-    return found
+    return alone(sizes_of(name, seq), **more, **options)
 
 
 def sizes_of(name, seq):
@@ -60,9 +56,7 @@ def sizes_of(name, seq):
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     """In both ways, on 4 and 8 ranks in turn, with each architecture, uneven chunks, ZeRO,
     pipelines and dropout."""
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    where, how, name, seq, options = MESHES[comm.size][number]
+    where, how, name, seq, options = case_of(comm, MESHES, number)
     expected = on_one_rank(name, seq, **options)
     mesh, more = mm3d.Mesh(comm, **where), how | options
     if name is not None:

@@ -5,7 +5,7 @@ from mpi4py import MPI
 
 import mm3d
 from expert_gpts import CASES, SIZES, serial, train
-from gpts import differences, tokens_and_targets
+from gpts import case_of, differences, tokens_and_targets
 from reference import all_refuse
 
 # Meshes by ranks, with options of the model.
@@ -40,9 +40,7 @@ def test_losses_gradients_and_routings_are_those_of_one_rank(comm, number):
     NVIDIA-NeMo/Automodel#1412), and against gradients divided by the number of an expert's copies
     (databricks/megablocks#86, laekov/fastmoe#106, deepspeedai/DeepSpeed#5618).
     """
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    options, more = MESHES[comm.size][number]
+    options, more = case_of(comm, MESHES, number)
     mesh = mm3d.Mesh(comm, **options)
     for case in range(len(CASES)) if number and comm.size < 8 else (0,):
         assert not differences(train(mesh, case, **more), serial(case))
@@ -268,6 +266,14 @@ def test_steps_that_are_skipped_change_no_bias():
         optimizer.step()
     assert all(np.array_equal(a, before[n]) for n, a in model.state().items())
     model.free()
+
+
+def test_experts_that_no_layer_of_a_pipeline_has_are_refused():
+    mesh, sizes = mm3d.Mesh(MPI.COMM_SELF, scheme="serial"), dict(SIZES)
+    del sizes["vocab"]
+    with pytest.raises(ValueError, match="every=9 layers are in none of layers=2: every=1 would"):
+        mm3d.Pipeline(mesh, "1f1b", 1, **sizes, experts=mm3d.Experts(4, every=9))
+    mesh.free()
 
 
 def test_gradients_of_routers_losses_have_the_scale_of_the_loss():

@@ -1,47 +1,11 @@
-"""A GPT on several replicas has the losses and gradients of one rank, in every stage of ZeRO."""
+"""What a GPT on several replicas moves; `test_unequal_replicas.py` has what it computes."""
 import math
 
-import numpy as np
 import pytest
 
 import mm3d
-from gpts import SIZES, differences, serial, tokens_and_targets, train
+from gpts import SIZES, tokens_and_targets
 from mm3d.training.hops import layout_blocks, transfers
-
-# By ranks: replicas and the rest of a mesh; micro-batches.
-MESHES = {2: [(dict(data=2, scheme="serial"), 2)],
-          3: [(dict(data=3, scheme="serial"), 1)],
-          4: [(dict(data=2, stages=2, scheme="serial"), 2), (dict(data=4, scheme="serial"), 1),
-              (dict(data=2, stages=2, scheme="serial"), 1),
-              (dict(data=4, shards=2, scheme="serial"), 1),
-              (dict(data=2, scheme="1d", grid=(2,)), 1)],
-          8: [(dict(data=2, stages=2, scheme="3d", grid=[(1, 2, 1), (2, 1, 1)]), 1),
-              (dict(data=2, stages=2, scheme="1d", shards=1, grid=(2,)), 2)]}
-
-
-@pytest.mark.ranks(4, slow=(2, 3, 8), first=(4,))
-@pytest.mark.parametrize("number", range(5))
-def test_losses_and_gradients_are_those_of_one_rank(comm, number):
-    """Targets that count are more in some replicas: nothing is divided by a rank's own number.
-
-    Guards against gradients divided by the local number of tokens (NVIDIA/Megatron-LM#7452).
-
-    Stages of ZeRO are equal to the bit as without embedding and head, tied ones too, which are
-    on one stage or on two.
-    """
-    if number >= len(MESHES[comm.size]):
-        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
-    options, microbatches = MESHES[comm.size][number]
-    mesh = mm3d.Mesh(comm, **options)
-    for case in (dict(tied=True), dict(tied=False))[:1 + (number > 0)]:
-        case |= {"steps": 1 + (number > 0)}
-        found = [train(mesh, microbatches=microbatches, zero=zero, **case) for zero in range(4)]
-        assert not differences(found[0], serial(**case)), (options, case)
-        for one, other in ((1, 0), (3, 2), (2, 0))[:2 + (microbatches == 1)]:
-            assert all(np.array_equal(found[one][name], a)
-                       for name, a in found[other].items()), (one, other)
-        assert not differences(found[2], serial(**case)), (options, case)
-    mesh.free()
 
 
 @pytest.mark.ranks(4)

@@ -7,7 +7,6 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.words import Words
 from mm3d.training.hops import Hops, activation_blocks, transfers
@@ -144,7 +143,3 @@ class Limit:
     def Get_attr(self, key: int) -> int | None:
         assert key == MPI.TAG_UB
         return self.tags and self.tags - 1
-
-
-def test_shapes_of_grids_are_values():
-    assert blocks((2, 1, 1)) == blocks(GridShape("xyz", (2, 1, 1)))

@@ -63,10 +63,19 @@ def test_one_grid_for_all_stages_or_one_for_each():
     ((8, 4, (2, 2, 1)), "a grid of 2 x 2 x 1 has 4 ranks, but stage 0 has 2"),
     ((8, 2, [(4, 1, 1), (2, 1, 1)]), "a grid of 2 x 1 x 1 has 2 ranks, but stage 1 has 4"),
     ((8, 4, [(2, 1, 1)] * 3), "3 grids for 4 stages"),
-    ((8, 4, (2, 1)), "should have 3 sizes")])
+    ((8, 4, (2, 1)), "should have 3 sizes"), ((8, 1, 8), "grid=8: sizes in a tuple would do")])
 def test_what_is_no_mesh_is_named(arguments, said):
     with pytest.raises(ValueError, match=said):
         grids(*arguments)
+
+
+@pytest.mark.parametrize("make, call", [
+    (lambda comm, **sizes: mm3d.Pipeline(comm, "1f1b", 1, **sizes), "Pipeline"),
+    (lambda comm, batch, seq, **sizes: mm3d.load_pretrained(".", comm, batch=batch, seq=seq),
+     "load_pretrained")])
+def test_a_communicator_is_no_mesh(comm, make, call):
+    with pytest.raises(TypeError, match=f"{call}: Intracomm is no mesh: mm3d.Mesh.comm, ..."):
+        make(comm, layers=1, hidden=4, heads=2, batch=1, seq=2)
 
 
 def test_numbers_of_numpy_are_numbers_and_truth_is_none():

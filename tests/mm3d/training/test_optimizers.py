@@ -198,6 +198,23 @@ def test_a_rule_of_its_own_is_kept_on_a_gpu(compiled_cupy):
         assert np.array_equal(library.to_host(t.master), old - 2)
 
 
+def test_a_step_is_no_part_of_a_cuda_graph(compiled_cupy):
+    """It would repeat the first count of steps and learning rate; the model stays as it was."""
+    model = mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial", backend="cupy"), layers=1,
+                     hidden=4, heads=2, vocab=5, batch=1, seq=2, dtype="float32")
+    library, optimizer = backend.get("cupy"), mm3d.AdamW(model, 0.1)
+    before = [library.to_host(t.master) for t in model.trained]
+    library.stream.begin_capture()
+    try:
+        with pytest.raises(RuntimeError, match="a CUDA graph would repeat the learning rate"):
+            optimizer.step()
+    finally:
+        library.stream.end_capture()
+    assert optimizer.steps == 0 and all(
+        np.array_equal(library.to_host(t.master), old) for t, old in zip(model.trained, before))
+    assert optimizer.step() and optimizer.steps == 1
+
+
 # --- The norm --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype, scale", [
@@ -328,6 +345,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm, clip):
     mesh.free()
 
 
+def test_an_overflow_that_no_factor_of_the_loss_prevents_is_named():
+    """As where the parameters are infinite in 16 bits; with a fixed factor steps are skipped."""
+    for options, skipped in ((dict(initial=4.0), 2), (dict(initial=1.0, hysteresis=3), 2),
+                             (dict(initial=8.0, smallest=3.0, hysteresis=2), 5)):
+        model = Plain(drawn(0))
+        optimizer = optimizer_of("SGD", model, loss_scaling=mm3d.LossScaling(**options))
+        model.trained[1].grad[0] = np.nan
+        assert not any(optimizer.step() for _ in range(skipped))
+        with pytest.raises(FloatingPointError, match="smallest factor of the loss, [13], either"):
+            optimizer.step()
+        assert all(np.array_equal(a, model.values()[name]) for name, a in drawn(0).items())
+    fixed = optimizer_of("SGD", model, loss_scaling=mm3d.LossScaling(1.0, backoff=1.0))
+    assert not any(fixed.step() for _ in range(20)) and fixed.loss_scaling.skipped == 20
+
+
 def test_gradients_that_are_not_finite_are_named_before_anything_changes():
     model = Plain(drawn(0))
     optimizer = optimizer_of("momentum", model, 1.0)
@@ -357,6 +389,19 @@ def test_gradients_that_are_not_finite_are_named_before_anything_changes():
 def test_numbers_out_of_range_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make(Plain(drawn(0)))
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf, "0.1", None])
+def test_a_rate_that_is_set_later_is_refused_before_anything_changes(rate):
+    model = Plain(drawn(0))
+    for clip in (None, 1.0):
+        optimizer = optimizer_of("AdamW", model, clip)
+        set_gradients(model, 1)
+        optimizer.lr = rate
+        with pytest.raises(ValueError, match=f"lr={rate!r}: at least 0 would do"):
+            optimizer.step()
+        assert optimizer.steps == 0
+    assert all(np.array_equal(a, model.values()[name]) for name, a in drawn(0).items())
 
 
 @pytest.mark.parametrize("step, options", [

@@ -1,22 +1,21 @@
 """Build schedules by name: one function each, found without a list.
 
 A function in a module of this folder with the decorator `builder` is a builder.  It takes the
-numbers of ranks and of micro-batches, and any of `CONDITIONS` as parameters of these names.
+numbers of ranks and of micro-batches, and any of the conditions of `build` as parameters.
 """
 
 import functools
 import importlib
 import inspect
 import pkgutil
+from numbers import Integral
 from typing import Any, Callable
 
 from mm3d.names import find_name
-from mm3d.training.schedules.schedule import BUILDERS, LARGEST, MOST, Schedule, builder
+from mm3d.training.schedules.schedule import (BUILDERS, CHUNKS, LARGEST, MOST, Schedule,
+                                              builder)
 
-__all__ = ["CONDITIONS", "build", "builder", "check_request", "check_size", "full_name",
-           "registry"]
-
-CONDITIONS = ("chunks", "times", "memory", "kept")
+__all__ = ["build", "builder", "check_request", "check_size", "full_name", "registry"]
 
 
 def registry() -> dict[str, Callable[..., Schedule]]:
@@ -43,36 +42,24 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     ranks, microbatches : int
         At least 1 each.
     **conditions
-        Some of `CONDITIONS`; a builder gets the ones that it has a parameter for: ``chunks`` a
-        rank; ``times`` of its stages (`mm3d.training.schedules.times.Times`), a limit of
-        ``memory`` and the share ``kept`` for the gradient of the weights, as in
+        A builder gets the ones that it has a parameter for: ``chunks`` a rank; ``times`` of its
+        stages (`mm3d.training.schedules.times.Times`), a limit of ``memory`` and the share
+        ``kept`` for the gradient of the weights, as in
         `mm3d.training.schedules.memory.peak_in_flight`.
 
     Raises
     ------
     ValueError
         When the name is unknown, or no such schedule has these numbers of ranks and
-        micro-batches, or it has more forward steps than `largest`.
+        micro-batches, or it has more forward steps than its builder allows.
     """
-    check_request(name, ranks, microbatches)
-    function, chosen = _builder_of(name)
-    known = inspect.signature(function).parameters
-    given = {key: value for key, value in conditions.items() if key in known}
-    return function(ranks, microbatches, **given | chosen)
+    plain, given = _request(name, ranks, microbatches, conditions)
+    return BUILDERS[plain](ranks, microbatches, **given)
 
 
 def check_request(name: str, ranks: int, microbatches: int) -> None:
     """Raise ValueError when `build` would refuse this name, or so large a schedule."""
-    _, chosen = _builder_of(name)
-    if ranks < 1 or microbatches < 1:
-        raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
-                         f"is needed")
-    check_size(ranks, microbatches, chosen.get("chunks", 1), largest(name))
-
-
-def largest(name: str) -> int:
-    """Return how many forward steps a schedule of this name may have."""
-    return MOST[full_name(name).partition(":")[0]]
+    _request(name, ranks, microbatches, {})
 
 
 def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:
@@ -94,15 +81,24 @@ def full_name(name: str) -> str:
     return find_name(plain, registry(), "schedule") + colon + count
 
 
-def _builder_of(name: str) -> tuple[Callable[..., Schedule], dict[str, int]]:
-    """Return the builder of a name, and the chunks that the name itself chooses."""
-    known = registry()
+def _request(name: str, ranks: int, microbatches: int,
+             conditions: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the plain name, and the conditions that its builder gets."""
     plain, colon, count = full_name(name).partition(":")
-    if not colon:
-        return known[plain], {}
-    if "chunks" not in inspect.signature(known[plain]).parameters:
-        raise ValueError(f"schedule {name!r}: {plain} has no choice of chunks")
-    if not count.isdecimal() or int(count) < 1:
-        raise ValueError(f"schedule {name!r}: a number of chunks of at least 1 is expected after "
-                         f"the colon")
-    return known[plain], {"chunks": int(count)}
+    known = inspect.signature(BUILDERS[plain]).parameters
+    conditions = {"chunks": CHUNKS[plain]} | conditions
+    given = {key: value for key, value in conditions.items() if key in known}
+    if colon:
+        if "chunks" not in known:
+            raise ValueError(f"schedule {name!r}: {plain} has no choice of chunks")
+        if not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"schedule {name!r}: a number of chunks of at least 1 is expected "
+                             f"after the colon")
+        given["chunks"] = int(count)
+    chunks = given.get("chunks", CHUNKS[plain])
+    if not all(isinstance(number, Integral) and number >= 1
+               for number in (ranks, microbatches, chunks)):
+        raise ValueError(f"{ranks!r} ranks with {chunks!r} chunks and {microbatches!r} "
+                         f"micro-batches: whole numbers of at least 1 would do")
+    check_size(ranks, microbatches, chunks, MOST[plain])
+    return plain, given

@@ -58,7 +58,7 @@ class CountedRow:
                 return
 
 
-@builder("zb-v")
+@builder("zb-v", chunks=2)
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Build ZB-V (arXiv 2401.10241, section 6), without a bubble where F, B, W are equal.
 
@@ -80,7 +80,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     return Schedule(vee(ranks), tuple(rows))
 
 
-@builder("dualpipe-v")
+@builder("dualpipe-v", chunks=2)
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Build DualPipeV, for at least 2 p micro-batches (DeepSeek-AI's DualPipe, cut in half).
 
@@ -111,7 +111,7 @@ def _dualpipe_row(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...
     return row.actions()
 
 
-@builder("v-half")
+@builder("v-half", chunks=2)
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Build V-Half (arXiv 2405.15362): half of 1F1B's activations.
 
@@ -123,7 +123,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         6 * ranks + late - rank - 2))
 
 
-@builder("v-min")
+@builder("v-min", chunks=2)
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """Build V-Min (arXiv 2405.15362): a third of 1F1B's activations.
 
