@@ -24,7 +24,7 @@ from typing import Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_bounds
+from mm3d.arrays.blocks import block_bounds, block_starts
 from mm3d.arrays.host_arrays import check_unmasked
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -195,13 +195,14 @@ class Layout:
                 raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
                                  f"{wrong[0]} on rank {rank}, not {wrong[1]}")
         places = [self.slices(grid, shape, coords) for coords in grid.shape.all_coordinates()]
-        lengths = [math.prod(s.stop - s.start for s in place) for place in places]
-        parts = np.empty(sum(lengths), local.dtype)
-        offsets = np.cumsum([0] + lengths)
-        grid.comm.Allgatherv(local, [parts, (lengths, offsets[:-1].tolist())])
+        # As bytes: MPI does not know every dtype that arrays have.
+        sizes = [local.itemsize * math.prod(s.stop - s.start for s in place) for place in places]
+        parts, starts = np.empty(sum(sizes), np.uint8), block_starts(sizes)
+        grid.comm.Allgatherv(local.reshape(-1).view(np.uint8), [parts, (sizes, starts)])
         out = np.empty(shape, local.dtype)
-        for place, start, length in zip(places, offsets, lengths):
-            out[place] = parts[start:start + length].reshape(out[place].shape)
+        for place, start, size in zip(places, starts, sizes):
+            part = parts[start:start + size].view(local.dtype)
+            out[place] = part.reshape(out[place].shape)
         return out
 
     # Layouts with '@', of vectors.
