@@ -106,7 +106,8 @@ def main() -> int:
     wrong = failed_collectives(grid)
     if grid.rank == 0:
         name = grid.x.transport.name
-        say(*wrong or [f"{name}: all collectives are right on {grid.size} ranks"])
+        ranks = f"{grid.size} rank{'s' * (grid.size > 1)}"
+        say(*wrong or [f"{name}: all collectives are right on {ranks}"])
     grid.free()
     return min(1, len(wrong))
 

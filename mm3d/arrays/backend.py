@@ -9,7 +9,6 @@ The files of the libraries, such as ``numpy_backend.py``, have a `pool`, which l
 arrays, and faster `kernels` of model functions.  Neither changes what is computed.
 """
 
-import os
 import time
 from functools import cache
 from importlib import import_module
@@ -17,6 +16,8 @@ from types import ModuleType
 from typing import Any, Callable, Iterable
 
 import numpy as np
+
+from mm3d.names import find_name, setting
 
 # A product during which a collective goes on has at most MAX_PANELS panels of multiples of
 # PANEL_ROWS rows: BLAS rounds differently in a last block of fewer than 12 or 24 rows.
@@ -276,9 +277,8 @@ def get(name: str | Backend | None = None) -> Backend:
         _backends[name.name] = name
         _owners.clear()
         return name
-    name = name or os.environ.get("MM3D_BACKEND") or "numpy"
-    if name not in _factories:
-        raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_factories)}")
+    name = (find_name(name, _factories, "backend") if name else
+            setting("MM3D_BACKEND", _factories) or "numpy")
     if name not in _backends:
         _backends[name] = _factories[name]()
     return _backends[name]

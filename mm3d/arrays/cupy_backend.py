@@ -21,6 +21,7 @@ from mm3d.arrays.cublas import Cublas
 from mm3d.arrays.cupy_graph import Graph
 from mm3d.arrays.cupy_kernels import GpuKernels
 from mm3d.arrays.device_choice import gpu_of_rank
+from mm3d.names import setting
 
 # cupy.astype and bfloat16 came with 14.0; before 14.1 `used_bytes`, which is called at each
 # allocation, took time proportional to the number of blocks.
@@ -40,6 +41,8 @@ class CupyBackend(Backend):
     ----------
     tf32 : bool
         Whether float32 products may round their factors to TensorFloat-32 (``MM3D_TF32=1``).
+    with_cudnn : bool
+        Whether cuDNN may compute attention (not with ``MM3D_CUDNN=0``).
     stream : cupy.cuda.Stream
         The stream on which everything is computed.
 
@@ -47,7 +50,8 @@ class CupyBackend(Backend):
     ------
     ValueError
         When CuPy is missing or too old, comes without cuBLAS or NVRTC, finds no GPU, or uses a
-        CUDA that does not support it; when ``MM3D_GPU_ORDER`` is no order of the GPUs.
+        CUDA that does not support it; when ``MM3D_GPU_ORDER`` is no order of the GPUs, or another
+        variable is neither 0 nor 1.
     """
 
     name = "cupy"
@@ -57,7 +61,8 @@ class CupyBackend(Backend):
 
     def __init__(self) -> None:
         self.xp = _import_cupy()
-        self.tf32 = os.environ.get("MM3D_TF32", "0") not in ("", "0")
+        self.tf32 = setting("MM3D_TF32") == "1"
+        self.with_cudnn = setting("MM3D_CUDNN") != "0"
         told = launcher.local_rank()
         self._counted = 0 if told is None else math.inf
         self._open(gpu_of_rank(told or 0, self.xp.cuda.runtime.getDeviceCount()))

@@ -214,7 +214,9 @@ class Axis:
         the same on all ranks.  If ranks share memory, a difference raises ValueError
         at the latest in the next collective that gathers or sums for all ranks.
         """
-        return a if self.size == 1 else self._rooted("broadcast", self.transport.broadcast, a, root)
+        if self.size == 1:
+            return a
+        return self._rooted("broadcast", self.transport.broadcast, a, root)
 
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of `a` over all ranks on the rank `root`; None on the others.

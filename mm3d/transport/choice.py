@@ -29,6 +29,7 @@ from typing import Mapping, Sequence
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
+from mm3d.names import setting
 from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import emulated_node_size, gather_nodes
@@ -79,14 +80,12 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
     ValueError
         When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
-    wanted = os.environ.get("MM3D_TRANSPORT", "")
-    known = HOST_TRANSPORTS if backend.host_buffers else DEVICE_TRANSPORTS
-    single = isinstance(comm, DryCommunicator) or comm.size == 1
-    if wanted and wanted not in (known if not single else (*HOST_TRANSPORTS, *DEVICE_TRANSPORTS)):
-        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
-                         f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
-    if single:
+    if isinstance(comm, DryCommunicator) or comm.size == 1:
+        setting("MM3D_TRANSPORT", (*HOST_TRANSPORTS, *DEVICE_TRANSPORTS))
         return "none"
+    wanted = setting("MM3D_TRANSPORT",
+                     HOST_TRANSPORTS if backend.host_buffers else DEVICE_TRANSPORTS,
+                     f" for arrays of backend {backend.name!r}")
     emulated_node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
         return wanted or "hierarchical"

@@ -21,8 +21,8 @@ def emulated_node_size() -> int | None:
     ValueError
         When it is no positive integer.
     """
-    wanted = os.environ.get("MM3D_NODE_SIZE")
-    if wanted is None:
+    wanted = os.environ.get("MM3D_NODE_SIZE", "")
+    if not wanted:
         return None
     if not (wanted.isdecimal() and int(wanted) > 0):
         raise ValueError(f"MM3D_NODE_SIZE={wanted!r}: give the number of ranks, 1 or more, that "

@@ -95,6 +95,9 @@ def test_the_library_is_chosen_by_argument_then_environment(monkeypatch):
     monkeypatch.setenv("MM3D_BACKEND", "cupy")
     assert backend.get().name == "cupy" and backend.get("numpy").name == "numpy"
     assert backend.get() is backend.get("cupy")
+    monkeypatch.setenv("MM3D_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="MM3D_BACKEND='cuda' is unknown: choose one of numpy, c"):
+        backend.get()
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -39,6 +39,9 @@ def test_numba_is_used_where_it_is_installed(monkeypatch, installed, asked, expe
         {"elementwise_version": expected} if expected else {})
     if not expected:
         assert type(library.kernels) is Kernels
+    monkeypatch.setenv("MM3D_KERNELS", "numba")    # which need not be there
+    with pytest.raises(ValueError, match="MM3D_KERNELS='numba' is unknown: choose numpy$"):
+        numpy_backend.NumpyBackend()
 
 
 @pytest.mark.parametrize("dtype, least", [("float32", -87.3), ("float64", -707.0)])

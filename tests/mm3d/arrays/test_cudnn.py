@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.arrays import backend, cudnn_attention
+from mm3d.arrays import backend, cudnn_attention, cupy_backend
 from mm3d.arrays.cudnn_attention import Saved
 from mm3d.grid.activations import Context
 from mm3d.model import functional
@@ -151,9 +151,10 @@ def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cudnn", fakecudnn.module())
     assert cudnn_attention.open_flash(library, 80).version == "9.19.0"
     assert cudnn_attention.open_flash(library, 75) is None
-    monkeypatch.setenv("MM3D_CUDNN", "0")
-    assert cudnn_attention.open_flash(library, 90) is None
-    monkeypatch.delenv("MM3D_CUDNN")
+    for asked in ("0", "1", ""):
+        monkeypatch.setenv("MM3D_CUDNN", asked)
+        library = cupy_backend.CupyBackend()
+        assert (cudnn_attention.open_flash(library, 90) is None) == (asked == "0")
 
     def fail():
         raise RuntimeError("Unable to find symbol cudnnCreate")

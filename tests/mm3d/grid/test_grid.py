@@ -131,10 +131,19 @@ def test_a_grid_that_cannot_be_is_refused_alike_on_all_ranks(comm):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_would_use_different_transports_are_refused(comm, monkeypatch):
-    monkeypatch.setenv("MM3D_TRANSPORT", ("mpi", "shared")[comm.rank])
-    with all_refuse(comm, "the ranks differ in MM3D_TRANSPORT"):
+@pytest.mark.parametrize("name, values", [
+    ("MM3D_TRANSPORT", ("mpi", "shared")), ("MM3D_KERNELS", ("numpy", "")),
+    ("MM3D_TF32", ("", "1"))])
+def test_ranks_that_would_travel_or_compute_in_different_ways_are_refused(comm, monkeypatch, name,
+                                                                          values):
+    """A variable that is empty is not set."""
+    monkeypatch.setenv(name, values[comm.rank])
+    with all_refuse(comm, f"the ranks differ in {name}"):
         mm3d.Grid(comm, x=2)
+    monkeypatch.setenv(name, "")
+    if comm.rank:
+        monkeypatch.delenv(name)
+    mm3d.Grid(comm, x=2).free()
 
 
 @pytest.mark.ranks(4)
