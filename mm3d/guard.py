@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mm3d import console
-from mm3d.names import setting
 from mpi4py import MPI
 
 FLUSH_SECONDS = 2.0    # in which the launcher passes on what was written
@@ -171,26 +170,16 @@ def install() -> Guard | None:
     Guard or None
         None if no guard is installed: in a job of one rank, where MPI has not been started, and
         with ``MM3D_ABORT=0``.
-
-    Raises
-    ------
-    SystemExit
-        When that variable is neither 0 nor 1.
     """
-    guard, declined, wrong = None, False, ""
-    try:
-        declined = setting(ABORT_VARIABLE) == "0"
-    except ValueError as error:
-        wrong = f"error: {error}"
-    if not declined and MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
-        guard = Guard()
-        for name in ("exit", "quit"):    # of the module site, for prompts, but programs use them
-            if type(getattr(builtins, name, None)).__name__ == "Quitter":
-                setattr(builtins, name, guard.exit)
-        sys.exit, sys.excepthook = guard.exit, guard.report
-        atexit.register(guard.abort_if_failed)
-    if wrong:
-        sys.exit(wrong)    # which the guard lets one rank say, and ends the job
+    if (os.environ.get(ABORT_VARIABLE) == "0" or not MPI.Is_initialized()
+            or MPI.COMM_WORLD.size == 1):
+        return None
+    guard = Guard()
+    for name in ("exit", "quit"):    # of the module site, for prompts, but used in programs too
+        if type(getattr(builtins, name, None)).__name__ == "Quitter":
+            setattr(builtins, name, guard.exit)
+    sys.exit, sys.excepthook = guard.exit, guard.report
+    atexit.register(guard.abort_if_failed)
     return guard
 
 

@@ -1,7 +1,6 @@
-"""Find a name among known names, and read variables of the environment that have known values."""
+"""Find a name among known names, without regard to case, hyphens and underscores."""
 
 import difflib
-import os
 from collections.abc import Iterable
 
 
@@ -12,8 +11,6 @@ def plain(name: str) -> str:
 
 def find_name(name: str, known: Iterable[str], what: str) -> str:
     """Return the one of the `known` names that `name` stands for.
-
-    Case, hyphens and underscores do not matter.
 
     Parameters
     ----------
@@ -37,21 +34,6 @@ def find_name(name: str, known: Iterable[str], what: str) -> str:
         raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(known)}"
                          f"{suggestion(str(name), known)}")
     return found
-
-
-def setting(variable: str, known: Iterable[str] = ("0", "1"), where: str = "") -> str:
-    """Return the value of a variable of the environment; "" where it is empty or not set.
-
-    Raises
-    ------
-    ValueError
-        When it is none of the `known` values, which are those `where` it is read.
-    """
-    given, known = os.environ.get(variable, ""), list(known)
-    if given and given not in known:
-        raise ValueError(f"{variable}={given!r} is unknown{where}: choose "
-                         f"{'one of ' * (len(known) > 1)}{', '.join(known)}")
-    return given
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ The files of the libraries, such as ``numpy_backend.py``, have a `pool`, which l
 arrays, and faster `kernels` of model functions.  Neither changes what is computed.
 """
 
+import os
 import time
 from functools import cache
 from importlib import import_module
@@ -16,8 +17,6 @@ from types import ModuleType
 from typing import Any, Callable, Iterable
 
 import numpy as np
-
-from mm3d.names import find_name, setting
 
 # A product during which a collective goes on has at most MAX_PANELS panels of multiples of
 # PANEL_ROWS rows: BLAS rounds differently in a last block of fewer than 12 or 24 rows.
@@ -243,6 +242,21 @@ class Backend:
         self.pool.clear()
 
 
+def setting(variable: str, known: Iterable[str] = ("0", "1"), where: str = "") -> str:
+    """Return the value of a variable of the environment; "" where it is empty or not set.
+
+    Raises
+    ------
+    ValueError
+        When it is none of the `known` values, which are those `where` it is read.
+    """
+    given, known = os.environ.get(variable, ""), list(known)
+    if given and given not in known:
+        raise ValueError(f"{variable}={given!r} is unknown{where}: choose "
+                         f"{'one of ' * (len(known) > 1)}{', '.join(known)}")
+    return given
+
+
 def device_kernels() -> type:
     """Return the class of the kernels of a GPU, also where its library is not installed."""
     return import_module("mm3d.arrays.cupy_kernels").GpuKernels
@@ -277,8 +291,9 @@ def get(name: str | Backend | None = None) -> Backend:
         _backends[name.name] = name
         _owners.clear()
         return name
-    name = (find_name(name, _factories, "backend") if name else
-            setting("MM3D_BACKEND", _factories) or "numpy")
+    name = name or setting("MM3D_BACKEND", _factories) or "numpy"
+    if name not in _factories:
+        raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_factories)}")
     if name not in _backends:
         _backends[name] = _factories[name]()
     return _backends[name]

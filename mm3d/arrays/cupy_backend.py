@@ -16,12 +16,11 @@ import numpy as np
 
 from mm3d import launcher
 from mm3d.arrays import backend
-from mm3d.arrays.backend import Array, Backend, Progress
+from mm3d.arrays.backend import Array, Backend, Progress, setting
 from mm3d.arrays.cublas import Cublas
 from mm3d.arrays.cupy_graph import Graph
 from mm3d.arrays.cupy_kernels import GpuKernels
 from mm3d.arrays.device_choice import gpu_of_rank
-from mm3d.names import setting
 
 # cupy.astype and bfloat16 came with 14.0; before 14.1 `used_bytes`, which is called at each
 # allocation, took time proportional to the number of blocks.

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Backend
+from mm3d.arrays.backend import Backend, setting
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.arrays.pool import Pool
-from mm3d.names import setting
 
 
 class NumpyBackend(Backend):

@@ -28,8 +28,7 @@ from typing import Mapping, Sequence
 
 from mpi4py import MPI
 
-from mm3d.arrays.backend import Backend
-from mm3d.names import setting
+from mm3d.arrays.backend import Backend, setting
 from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import emulated_node_size, gather_nodes

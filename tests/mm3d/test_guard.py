@@ -3,7 +3,6 @@ import re
 
 import pytest
 
-from mm3d import guard
 from support import run_python, run_ranks
 
 # Each rank but the failing one waits for it, so that a job which is not ended hangs.
@@ -102,18 +101,6 @@ def test_where_it_is_installed(ranks, before, variables, name):
     done = run(*before, "-c", WHO, **variables)
     assert done.returncode == 0, done.stderr
     assert "".join(done.stdout.split()) == name * ranks    # two ranks may write into one line
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_word_that_neither_installs_nor_declines_it_is_refused_once(monkeypatch, ranks):
-    said = "error: MM3D_ABORT='no' is unknown: choose one of 0, 1"
-    if ranks == 1:
-        monkeypatch.setenv("MM3D_ABORT", "no")
-        with pytest.raises(SystemExit, match=said):
-            guard.install()
-    else:
-        done = run_ranks(ranks, "-c", WHO, MM3D_ABORT="no")
-        assert done.returncode and done.stderr.count(said) == 1 and not done.stdout
 
 
 def test_ranks_that_leave_together_are_left_alone():

@@ -111,6 +111,17 @@ def test_counts_that_do_not_fit_the_array_are_refused(comm):
 
 
 @pytest.mark.ranks(2)
+def test_words_in_place_of_a_switch_are_refused(comm, monkeypatch):
+    """As the guard does not know them either; also where one rank alone has them."""
+    for ranks in ((0, 1), (1,)):
+        if comm.rank in ranks:
+            monkeypatch.setenv("MM3D_ABORT", "no")
+        with all_refuse(comm, "MM3D_ABORT='no' is unknown: choose one of 0, 1"):
+            mm3d.Grid(comm, x=comm.size)
+        monkeypatch.delenv("MM3D_ABORT", raising=False)
+
+
+@pytest.mark.ranks(2)
 def test_a_root_that_is_no_rank_is_refused(comm):
     with on_grid(comm, x=comm.size) as grid:
         x, a = grid.x, np.ones(10 ** 5)    # too large for a message between ranks of a node
