@@ -130,8 +130,8 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether srun has started this process as a task of a Slurm job."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+    step = _first_number(["SLURM_STEP_ID"], environ)
+    return step is not None and step < FIRST_SPECIAL_STEP
 
 
 def makes_a_rank(name: str) -> bool:
@@ -243,8 +243,8 @@ def allowed_cores(environ: Mapping[str, str] = os.environ) -> int:
     available = _allowed_cores(0)
     if local_ranks(environ) > 1:
         available = available | _allowed_cores(os.getppid())
-    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
-    return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
+    allocated = _first_number(["SLURM_CPUS_ON_NODE"], environ)
+    return len(available) if allocated is None else min(len(available), allocated)
 
 
 def process_cores() -> int:

@@ -135,7 +135,7 @@ class Backend:
 
     def host_buffer(self, a: Array) -> np.ndarray:
         """Allocate host memory of the shape of `a`, in which MPI receives its elements."""
-        return np.empty(tuple(a.shape), str(a.dtype).rpartition(".")[2])
+        return np.empty(tuple(a.shape), host_dtype(a))
 
     def copy_from_host(self, host: np.ndarray, a: Array) -> None:
         """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""

@@ -3,6 +3,7 @@
 Elementwise work goes through its arrays in views that stay in cache.
 """
 
+import itertools
 import math
 from types import ModuleType
 from typing import Any, Iterator
@@ -51,8 +52,6 @@ def row_blocks(library: Any, *arrays: Array,
     step = max(1, (block or library.block) // max(1, first.shape[-1]))
     for some in _spans(library, rows, step):
         yield flat if some.stop - some.start == rows else tuple([a[some, :] for a in flat])
-        if library.between_blocks is not None:
-            library.between_blocks()
 
 
 def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[tuple[Array, ...]]:
@@ -86,17 +85,15 @@ def head_blocks(library: Any, q: Array, k: Array,
     for b in library.alike(batch):
         for some in _spans(library, heads, step):
             yield b, some
-            if library.between_blocks is not None:
-                library.between_blocks()
 
 
 def _spans(library: Any, length: int, step: int) -> Iterator[slice]:
-    """Divide a length into slices of `step`, and one of what is left."""
+    """Divide a length into slices of `step`, and one of what is left; call `between_blocks`."""
     whole, left = divmod(length, step)
-    for place in library.alike(whole):
-        yield slice(place * step, (place + 1) * step)
-    if left:
-        yield slice(whole * step, length)
+    for place in itertools.chain(library.alike(whole), [whole] * (left > 0)):
+        yield slice(place * step, min((place + 1) * step, length))
+        if library.between_blocks is not None:
+            library.between_blocks()
 
 
 def by_head(xp: ModuleType | Any, a: Array) -> Array:

@@ -8,8 +8,10 @@ import pytest
 import mm3d
 from mm3d.arrays.blocks import block_bounds, block_lengths, block_starts, total_length
 from mm3d.arrays.pool import Pool
-from mm3d.grid.axis import Traffic
+from mm3d.grid.axis import COLLECTIVES, Traffic
 from mm3d.grid.split import Split
+from mm3d.selftest import failed_collectives
+from mm3d.transport.pending import Pending
 from reference import all_refuse, every_grid, grids, integers, on_grid, total
 
 # Which block goes where is what a transport decides: each case is one of its own.
@@ -294,6 +296,27 @@ def test_an_all_to_all_brings_each_rank_its_rows(comm):
             words = columns * sum(away)
             assert grid.traffic() == ({} if n == 1 else {("x", "all_to_all"): Traffic(
                 1, np.count_nonzero(away), words, words * np.dtype(dtype).itemsize)})
+
+
+@pytest.mark.ranks(2)
+def test_the_self_test_names_a_collective_that_is_wrong(comm, transport, monkeypatch):
+    """Whichever it is; a prefetch, and begun ones of a root, where they differ from others."""
+    def spoiled(call):
+        def one_more(*arguments):
+            found = call(*arguments)
+            a = found.wait() if isinstance(found, Pending) else found
+            a = None if a is None else a + 1
+            return Pending(a) if isinstance(found, Pending) else a
+        return one_more
+
+    begun = ("prefetch", "begin_broadcast", "begin_reduce") if transport == "mpi" else ()
+    with on_grid(comm, x=2) as grid:
+        for name in (*COLLECTIVES, "begin_reduce_scatter", *begun):
+            with monkeypatch.context() as patch:
+                patch.setattr(grid.x, name, spoiled(getattr(grid.x, name)))
+                found = failed_collectives(grid, (2,), ("float32",))
+            assert found and all(text.startswith(f"{name} of ") for text in found), found
+        assert not failed_collectives(grid, (2,), ("float32",))
 
 
 @pytest.mark.ranks(3)
