@@ -242,6 +242,7 @@ class CupyBackend(Backend):
         return self.xp.RawModule(code=code, options=options, name_expressions=names)
 
     def synchronize(self) -> None:
+        self.join_stream()
         self.stream.synchronize()
 
     def begin_range(self, name: str) -> None:
@@ -251,6 +252,7 @@ class CupyBackend(Backend):
         self.xp.cuda.nvtx.RangePop()
 
     def record_mark(self) -> Any:
+        self.join_stream()
         return self.stream.record(self.xp.cuda.Event())
 
     def seconds_between(self, start: Any, end: Any) -> float:
