@@ -135,7 +135,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
         except OSError as error:
             if kind not in IN_NODES:
                 raise
-            found[name] = transport_class("ordered" if ordered else "mpi")(line, backend)
+            found[name] = _create_transport(line, backend, "mpi", node, ordered)
             problem = str(error)
     if kind in IN_NODES and os.environ.get("MM3D_TRANSPORT"):
         # Ranks of other lines may have no problem, but would wait for the ranks of this line.
