@@ -173,7 +173,8 @@ class Axis:
         """
         if self.size == 1:
             return a
-        counts = counts or block_lengths(a.shape[dim], self.size)
+        if counts is None:
+            counts = block_lengths(a.shape[dim], self.size)
         self._check(counts, a.shape[dim])
         out = self.transport.reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - out.size, self.size - 1)

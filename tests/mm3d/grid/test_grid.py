@@ -105,7 +105,7 @@ def test_uneven_blocks_need_no_counts(comm):
 @pytest.mark.ranks(2)
 def test_counts_that_do_not_fit_the_array_are_refused(comm):
     with on_grid(comm, x=comm.size) as grid:
-        for counts in ([5, 4], [4], [2, 2, 4], block_lengths(10 ** 6, 10 ** 5)):
+        for counts in ([5, 4], [4], [], [2, 2, 4], block_lengths(10 ** 6, 10 ** 5)):
             with pytest.raises(ValueError, match=r"an array 4 long does not fit blocks of \["):
                 grid.x.all_gather(np.ones((2, 4)), 1, [n + (comm.rank == 1) for n in counts])
             with pytest.raises(ValueError, match=r"an array 4 long does not fit blocks of \["):
