@@ -279,9 +279,7 @@ class Axis:
         return self._rooted("reduce", self.transport.begin_reduce, a, root)
 
     def _check(self, counts: list[int], length: int, gathered: bool = False) -> None:
-        """Raise ValueError unless an array `length` long is all blocks of `counts`.
-
-        An array that is gathered is this rank's block.
+        """Raise ValueError unless `length` is that of all blocks, or of this rank's if `gathered`.
         """
         if len(counts) != self.size or length != (
                 counts[self.rank] if gathered else total_length(counts)):
@@ -290,14 +288,8 @@ class Axis:
 
     def _rooted(self, collective: str, call: Callable[[Array, int], Any], a: Array,
                 root: int) -> Any:
-        """Make a call of the transport that has one root, and count it; return its result.
-
-        Raises
-        ------
-        ValueError
-            When no rank is the root: in shared memory nobody would write the result.
-        """
-        if not 0 <= root < self.size:
+        """Make a call of the transport that has one root, and count it; return its result."""
+        if not 0 <= root < self.size:    # in shared memory nobody would write the result
             raise ValueError(f"{collective} along {self.name}: no rank is root {root}, 0 to "
                              f"{self.size - 1} would do")
         result, moved = call(a, root), int(self.rank != root)

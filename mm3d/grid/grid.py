@@ -140,8 +140,7 @@ class Grid(GridAxes):
                 raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
                                  f"communicator has {comm.size}: start that many ranks, or give "
                                  f"sizes whose product is {comm.size}")
-            # It is read while mm3d is imported, where ranks cannot meet to refuse it.
-            backends.setting("MM3D_ABORT")
+            backends.setting("MM3D_ABORT")    # read earlier, where ranks could not all refuse it
             given |= {"backend": self.backend.name, "sizes": self.shape} | variables()
         if not isinstance(comm, DryCommunicator):
             choose_device(comm, self.backend)

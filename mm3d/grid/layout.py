@@ -94,8 +94,7 @@ class Layout:
 
     def _bounds(self, sizes: GridShape, length: int, dim: int, coords: Mapping[str, int],
                 letters: str) -> tuple[int, int]:
-        """Return start and length of the block at `coords` that `letters` make of dimension `dim`.
-        """
+        """Return start and length of the block at `coords` that `letters` make of a dimension."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in letters:
             if letter in self.faces:
