@@ -251,9 +251,10 @@ def setting(variable: str, known: Iterable[str] = ("0", "1"), where: str = "") -
         When it is none of the `known` values, which are those `where` it is read.
     """
     given, known = os.environ.get(variable, ""), list(known)
+    *others, last = known
     if given and given not in known:
         raise ValueError(f"{variable}={given!r} is unknown{where}: choose "
-                         f"{'one of ' * (len(known) > 1)}{', '.join(known)}")
+                         f"{', '.join(others)}{' or ' * bool(others)}{last}")
     return given
 
 

@@ -79,12 +79,15 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
     ValueError
         When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
-    if isinstance(comm, DryCommunicator) or comm.size == 1:
-        setting("MM3D_TRANSPORT", (*HOST_TRANSPORTS, *DEVICE_TRANSPORTS))
+    known, others = HOST_TRANSPORTS, DEVICE_TRANSPORTS
+    if not backend.host_buffers:
+        known, others = others, known
+    alone = isinstance(comm, DryCommunicator) or comm.size == 1
+    if alone and os.environ.get("MM3D_TRANSPORT") in others:
         return "none"
-    wanted = setting("MM3D_TRANSPORT",
-                     HOST_TRANSPORTS if backend.host_buffers else DEVICE_TRANSPORTS,
-                     f" for arrays of backend {backend.name!r}")
+    wanted = setting("MM3D_TRANSPORT", known, f" for arrays of backend {backend.name!r}")
+    if alone:
+        return "none"
     emulated_node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
         return wanted or "hierarchical"

@@ -96,7 +96,7 @@ def test_the_library_is_chosen_by_argument_then_environment(monkeypatch):
     assert backend.get().name == "cupy" and backend.get("numpy").name == "numpy"
     assert backend.get() is backend.get("cupy")
     monkeypatch.setenv("MM3D_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="MM3D_BACKEND='cuda' is unknown: choose one of numpy, c"):
+    with pytest.raises(ValueError, match="MM3D_BACKEND='cuda' is unknown: choose numpy or c"):
         backend.get()
 
 

@@ -114,13 +114,13 @@ def test_counts_that_do_not_fit_the_array_are_refused(comm):
 
 @pytest.mark.ranks(2)
 def test_words_in_place_of_a_switch_are_refused(comm, monkeypatch):
-    """As the guard does not know them either; also where one rank alone has them."""
-    for ranks in ((0, 1), (1,)):
+    """By whatever library and guard; also where one rank alone has them."""
+    for name, ranks in product(("MM3D_ABORT", "MM3D_CUDNN", "MM3D_TF32"), ((0, 1), (1,))):
         if comm.rank in ranks:
-            monkeypatch.setenv("MM3D_ABORT", "no")
-        with all_refuse(comm, "MM3D_ABORT='no' is unknown: choose one of 0, 1"):
+            monkeypatch.setenv(name, "no")
+        with all_refuse(comm, f"{name}='no' is unknown: choose 0 or 1"):
             mm3d.Grid(comm, x=comm.size)
-        monkeypatch.delenv("MM3D_ABORT", raising=False)
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.ranks(2)

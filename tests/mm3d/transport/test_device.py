@@ -275,7 +275,7 @@ def test_tensorfloat_is_a_setting(monkeypatch, given, tf32):
     for name in ("MM3D_TF32", "MM3D_CUDNN"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "no")
-            with pytest.raises(ValueError, match=f"{name}='no' is unknown: choose one of 0, 1$"):
+            with pytest.raises(ValueError, match=f"{name}='no' is unknown: choose 0 or 1$"):
                 cupy_backend.CupyBackend()
 
 
@@ -317,7 +317,7 @@ def test_what_is_proven_is_chosen(comm, monkeypatch, gpus, nccl, aware, expected
 @pytest.mark.parametrize("setting, place, nccl, message", [
     ("nccl", ("node", 0), True, "NCCL needs a GPU for each rank, and 4 ranks have 1; choose"),
     ("nccl", ("node", 0), None, "4 of 4 ranks have no NCCL; choose device or staged"),
-    ("shared", ("node", 0), True, "'shared' is unknown for arrays of backend 'lent': choose one")])
+    ("shared", ("node", 0), True, "'shared' is unknown for arrays of backend 'lent': choose dev")])
 def test_a_setting_that_cannot_be_is_refused_on_all_ranks(comm, monkeypatch, setting, place, nccl,
                                                           message):
     monkeypatch.setenv("MM3D_TRANSPORT", setting)
@@ -330,7 +330,7 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
     """But on one rank, where nothing travels, the setting of a GPU's job does not matter."""
     for name in NAMES:
         monkeypatch.setenv("MM3D_TRANSPORT", name)
-        with pytest.raises(ValueError, match="for arrays of backend 'numpy': choose one of mpi"):
+        with pytest.raises(ValueError, match="for arrays of backend 'numpy': choose mpi"):
             mm3d.Grid(comm, "numpy", x=2)
         assert mm3d.Grid(mm3d.grid.grid.MPI.COMM_SELF, "numpy", x=1).x.all_gather(name) == name
 
