@@ -324,6 +324,13 @@ def namespace(a: Array) -> ModuleType:
     return backend_of(a).xp
 
 
+def reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    """Return `a` in another shape: a view if its strides allow it, `a` itself if it has it."""
+    if a.shape == shape:
+        return a    # below, NumPy's method takes a fourth of the time of its function
+    return a.reshape(shape) if type(a) is np.ndarray else namespace(a).reshape(a, shape)
+
+
 def accumulation_dtype(a: Array) -> Any:
     """Return the dtype for sums over `a`: its own, but float32 for floating point of 16 bits."""
     return namespace(a).float32 if _has_16_bits(a.dtype) else a.dtype

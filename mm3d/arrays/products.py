@@ -3,7 +3,7 @@
 import math
 from typing import Any, Callable
 
-from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of, namespace
+from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of, reshape
 
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
@@ -25,7 +25,7 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
         The leading dimensions of A, then the trailing ones of B.
     """
     k, rows, outer = b.shape[0], a.shape[:-1], b.shape[1:]
-    return _multiply(_as_matrix(a, math.prod(rows), k), _as_matrix(b, k, math.prod(outer)),
+    return _multiply(reshape(a, (math.prod(rows), k)), reshape(b, (k, math.prod(outer))),
                      rows + outer, a.dtype, empty, progress)
 
 
@@ -38,7 +38,7 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     n, inner = b.shape[0], b.shape[1:]
     rows = a.shape[:len(a.shape) - len(inner)]
     k = math.prod(inner)
-    return _multiply(_as_matrix(a, math.prod(rows), k), _as_matrix(b, n, k).T, rows + (n,),
+    return _multiply(reshape(a, (math.prod(rows), k)), reshape(b, (n, k)).T, rows + (n,),
                      a.dtype, empty, progress)
 
 
@@ -51,13 +51,8 @@ def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     """
     n, k = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
-    return _multiply(_as_matrix(a, k, n).T, _as_matrix(b, k, math.prod(outer)), (n,) + outer,
+    return _multiply(reshape(a, (k, n)).T, reshape(b, (k, math.prod(outer))), (n,) + outer,
                      accumulation_dtype(a) if accumulate_float32 else a.dtype, empty, progress)
-
-
-def _as_matrix(a: Array, rows: int, cols: int) -> Array:
-    """View an array as a matrix; one of this shape is returned itself, without a call."""
-    return a if a.shape == (rows, cols) else namespace(a).reshape(a, (rows, cols))
 
 
 def _multiply(a: Array, b: Array, shape: tuple[int, ...], dtype: Any,
@@ -65,7 +60,7 @@ def _multiply(a: Array, b: Array, shape: tuple[int, ...], dtype: Any,
     """Multiply two matrices into a new array of `shape`."""
     backend = backend_of(a)
     c = (empty or backend.empty)(shape, dtype)
-    out = _as_matrix(c, a.shape[0], b.shape[1])
+    out = reshape(c, (a.shape[0], b.shape[1]))
     if progress is None:
         backend.gemm(a, b, out)
     else:

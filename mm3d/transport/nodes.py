@@ -48,9 +48,9 @@ def own_node(comm: MPI.Intracomm) -> int:
     """
     wanted = emulated_node_size()
     node = create_node_communicator(comm)
-    ranks = np.empty(node.size, np.int64)
-    node.Allgather(np.array([comm.rank]), ranks)
-    first = int(ranks[node.rank // (wanted or node.size) * (wanted or node.size)])
+    ranks = gather_nodes(node, comm.rank)    # the numbers of those of this node in `comm`
+    size = wanted or node.size
+    first = ranks[node.rank // size * size]
     node.Free()
     return first
 
