@@ -250,13 +250,6 @@ def test_a_split_broadcasts_and_reduces_blocks_of_any_length(comm):
         assert np.array_equal(split.reduce_scatter(whole), comm.size * parts[comm.rank])
 
 
-@pytest.mark.ranks(1, 4)
-def test_a_split_keeps_units_together(comm):
-    with on_grid(comm, comm.size) as grid:
-        counts = Split(grid.x, 0, 5 * 3, unit=3).counts
-        assert counts == {1: [15], 4: [6, 3, 3, 3]}[comm.size]
-
-
 def test_along_a_direction_of_one_rank_arrays_pass_untouched():
     with on_grid(mm3d.grid.grid.MPI.COMM_SELF, 1) as grid:
         a = strided(integers((3, 4), 0))
