@@ -140,7 +140,7 @@ class Division(PlainFields):
     backend: Any = said("array library: numpy or cupy", None, nothing="MM3D_BACKEND, or numpy")
 
     def __str__(self) -> str:
-        grid = "x".join(map(str, self.grid or ()))
+        grid = "x".join(map(str, getattr(self.grid, "sizes", self.grid) or ()))    # a GridShape
         parts = [f"data {self.data}" * (self.data > 1),
                  f"context {self.context} {self.context_way}" * (self.context > 1),
                  f"shards {self.shards}" * (self.shards is not None),

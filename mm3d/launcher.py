@@ -81,19 +81,18 @@ PERMISSIONS = {
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of MPI ranks on this node, by the launcher; 1 without a launcher."""
-    told = _first_number(LOCAL_SIZE_VARIABLES, environ)
-    if told is not None:
+    if told := _first_number(LOCAL_SIZE_VARIABLES, environ):
         return told
     # Some launchers set only the size of the world: exact on one node, an upper bound on several.
     size = _first_number(SIZE_VARIABLES, environ)
     nodes = _first_number(["FLUX_JOB_NNODES"], environ)
-    if size is not None and nodes and "FLUX_TASK_LOCAL_ID" in environ:
+    if size and nodes and "FLUX_TASK_LOCAL_ID" in environ:
         return -(-size // nodes)    # Flux spreads them evenly
     if STEP_TASKS in environ:
         counts = _expand_counts(environ[STEP_TASKS])
         node = _first_number(["SLURM_NODEID"], environ) or 0
-        return counts[node] if node < len(counts) else max(counts, default=1)
-    return 1 if size is None else size
+        return max(1, counts[node] if node < len(counts) else max(counts, default=1))
+    return size or 1
 
 
 def ranks_on_these_cores(environ: Mapping[str, str] = os.environ) -> int:
@@ -130,8 +129,8 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether srun has started this process as a task of a Slurm job."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+    step = _first_number(["SLURM_STEP_ID"], environ)
+    return step is not None and step < FIRST_SPECIAL_STEP
 
 
 def makes_a_rank(name: str) -> bool:
@@ -243,8 +242,8 @@ def allowed_cores(environ: Mapping[str, str] = os.environ) -> int:
     available = _allowed_cores(0)
     if local_ranks(environ) > 1:
         available = available | _allowed_cores(os.getppid())
-    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
-    return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
+    return min(len(available),
+               _first_number(["SLURM_CPUS_ON_NODE"], environ) or len(available))
 
 
 def process_cores() -> int:
@@ -306,9 +305,8 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
         if ("mpi4py.MPI" in sys.modules and not YIELD_SETTINGS.keys() & environ.keys()
                 and launcher_rank(environ) == 0):
             warnings.warn(f"{ranks_on_these_cores(environ)} ranks share {cores(environ)} cores, "
-                          "and mm3d "
-                          "was imported after mpi4py.MPI, too late to make MPI yield while it "
-                          "waits: import mm3d first", RuntimeWarning, stacklevel=3)
+                          "and mm3d was imported after mpi4py.MPI, too late to make MPI yield "
+                          "while it waits: import mm3d first", RuntimeWarning, stacklevel=3)
     chosen = {name: value for name, value in chosen.items() if name not in environ}
     environ.update(chosen)
     return chosen

@@ -83,6 +83,10 @@ def _wrong_collectives(axis: Axis, dtype: str, counts: list[int], dim: int) -> l
         "begin_reduce_scatter": (summing.wait(), expected_sum[own])}
     if isinstance(gathering, Pending):
         results["prefetch"] = gathering.wait(), make_term(0)
+    if axis.transport.nonblocking_rooted:    # else it is the blocking one
+        results |= {f"begin_{kind}": (
+            getattr(axis, f"begin_{kind}")(backend.asarray(term), root).wait(), results[kind][1])
+            for kind in ("broadcast", "reduce")}
     return [name for name, (found, expected) in results.items()
             if (found is None) != (expected is None)
             or (found is not None and not np.array_equal(backend.to_host(found), expected))]
@@ -106,7 +110,8 @@ def main() -> int:
     wrong = failed_collectives(grid)
     if grid.rank == 0:
         name = grid.x.transport.name
-        say(*wrong or [f"{name}: all collectives are right on {grid.size} ranks"])
+        ranks = f"{grid.size} rank{'s' * (grid.size > 1)}"
+        say(*wrong or [f"{name}: all collectives are right on {ranks}"])
     grid.free()
     return min(1, len(wrong))
 

@@ -59,8 +59,7 @@ def bytes_of_siblings(folder: str = FOLDER) -> int:
     return taken
 
 
-def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ,
-                  folder: str = FOLDER) -> dict[str, str]:
+def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables by which MPICH takes no more of the room than it needs.
 
     UCX takes none, and there are fewer cells where the room is not ample.  Every rank decides
@@ -72,12 +71,10 @@ def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ,
         Ranks on this node.
     environ : mapping, default os.environ
         The environment in which MPI starts.  A variable that the user has set stays.
-    folder : str
-        The folder of shared memory.
     """
     if not is_from_pypi(environ):
         return {}
-    ample = free_bytes(folder)[0] >= AMPLE * _taken(ranks)
+    ample = free_bytes()[0] >= AMPLE * _taken(ranks)
     settings = {TRANSPORTS: NO_SHARE} | ({} if ample else {CELLS: str(FEW)})
     return {name: value for name, value in settings.items() if name not in environ}
 
@@ -90,6 +87,8 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
 
     Further parameters
     ------------------
+    folder : str
+        The folder of shared memory.
     first : bool
         Whether this rank is the first of its node, which also counts what other jobs have left.
     """
@@ -110,15 +109,15 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
             f"{_megabytes(need)} of shared memory, and {folder} {has}: {_advice(ranks)}")
 
 
-def hint(ranks: int, folder: str = FOLDER) -> str:
+def hint(ranks: int) -> str:
     """Describe the free room, for ranks on this node that crashed; "" where it is ample.
 
     It may be the cause: other jobs have a share of it, and other MPI libraries take it, too.
     """
-    free = free_bytes(folder)[1]
+    free = free_bytes()[1]
     if free >= AMPLE * _taken(ranks):
         return ""
-    return (f"{folder} has {_megabytes(free)} free, of which MPI may need more for {ranks} "
+    return (f"{FOLDER} has {_megabytes(free)} free, of which MPI may need more for {ranks} "
             f"rank{'s' * (ranks > 1)}: {_advice(ranks)}")
 
 

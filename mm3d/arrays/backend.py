@@ -135,7 +135,7 @@ class Backend:
 
     def host_buffer(self, a: Array) -> np.ndarray:
         """Allocate host memory of the shape of `a`, in which MPI receives its elements."""
-        return np.empty(tuple(a.shape), str(a.dtype).rpartition(".")[2])
+        return np.empty(tuple(a.shape), host_dtype(a))
 
     def copy_from_host(self, host: np.ndarray, a: Array) -> None:
         """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""
@@ -242,6 +242,22 @@ class Backend:
         self.pool.clear()
 
 
+def setting(variable: str, known: Iterable[str] = ("0", "1"), where: str = "") -> str:
+    """Return the value of a variable of the environment; "" where it is empty or not set.
+
+    Raises
+    ------
+    ValueError
+        When it is none of the `known` values, which are those `where` it is read.
+    """
+    given, known = os.environ.get(variable, ""), list(known)
+    *others, last = known
+    if given and given not in known:
+        raise ValueError(f"{variable}={given!r} is unknown{where}: choose "
+                         f"{', '.join(others)}{' or ' * bool(others)}{last}")
+    return given
+
+
 def device_kernels() -> type:
     """Return the class of the kernels of a GPU, also where its library is not installed."""
     return import_module("mm3d.arrays.cupy_kernels").GpuKernels
@@ -276,7 +292,7 @@ def get(name: str | Backend | None = None) -> Backend:
         _backends[name.name] = name
         _owners.clear()
         return name
-    name = name or os.environ.get("MM3D_BACKEND") or "numpy"
+    name = name or setting("MM3D_BACKEND", _factories) or "numpy"
     if name not in _factories:
         raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_factories)}")
     if name not in _backends:
@@ -306,6 +322,13 @@ def backend_of(a: Array) -> Backend:
 def namespace(a: Array) -> ModuleType:
     """Return the array library of `a`, with the functions that work on it."""
     return backend_of(a).xp
+
+
+def reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    """Return `a` in another shape: a view if its strides allow it, `a` itself if it has it."""
+    if a.shape == shape:
+        return a    # below, NumPy's method takes a fourth of the time of its function
+    return a.reshape(shape) if type(a) is np.ndarray else namespace(a).reshape(a, shape)
 
 
 def accumulation_dtype(a: Array) -> Any:

@@ -5,7 +5,6 @@ are installed; ``MM3D_CUDNN=0`` leaves them out.  `mm3d.arrays.cupy_attention` c
 """
 
 import math
-import os
 from typing import Any
 
 Array = Any
@@ -161,7 +160,7 @@ def open_flash(library: Any, capability: int) -> FlashAttention | None:
     ValueError
         When its package is installed, and its library is missing, broken, or does not start.
     """
-    if capability < AMPERE or os.environ.get("MM3D_CUDNN") == "0":
+    if capability < AMPERE or not library.with_cudnn:
         return None
     try:
         import cudnn

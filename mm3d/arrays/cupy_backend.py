@@ -16,7 +16,7 @@ import numpy as np
 
 from mm3d import launcher
 from mm3d.arrays import backend
-from mm3d.arrays.backend import Array, Backend, Progress
+from mm3d.arrays.backend import Array, Backend, Progress, setting
 from mm3d.arrays.cublas import Cublas
 from mm3d.arrays.cupy_graph import Graph
 from mm3d.arrays.cupy_kernels import GpuKernels
@@ -40,6 +40,8 @@ class CupyBackend(Backend):
     ----------
     tf32 : bool
         Whether float32 products may round their factors to TensorFloat-32 (``MM3D_TF32=1``).
+    with_cudnn : bool
+        Whether cuDNN may compute attention (not with ``MM3D_CUDNN=0``).
     stream : cupy.cuda.Stream
         The stream on which everything is computed.
 
@@ -47,7 +49,8 @@ class CupyBackend(Backend):
     ------
     ValueError
         When CuPy is missing or too old, comes without cuBLAS or NVRTC, finds no GPU, or uses a
-        CUDA that does not support it; when ``MM3D_GPU_ORDER`` is no order of the GPUs.
+        CUDA that does not support it; when ``MM3D_GPU_ORDER`` is no order of the GPUs, or another
+        variable is neither 0 nor 1.
     """
 
     name = "cupy"
@@ -57,7 +60,8 @@ class CupyBackend(Backend):
 
     def __init__(self) -> None:
         self.xp = _import_cupy()
-        self.tf32 = os.environ.get("MM3D_TF32", "0") not in ("", "0")
+        self.tf32 = setting("MM3D_TF32") == "1"
+        self.with_cudnn = setting("MM3D_CUDNN") != "0"
         told = launcher.local_rank()
         self._counted = 0 if told is None else math.inf
         self._open(gpu_of_rank(told or 0, self.xp.cuda.runtime.getDeviceCount()))
@@ -238,6 +242,7 @@ class CupyBackend(Backend):
         return self.xp.RawModule(code=code, options=options, name_expressions=names)
 
     def synchronize(self) -> None:
+        self.join_stream()
         self.stream.synchronize()
 
     def begin_range(self, name: str) -> None:
@@ -247,6 +252,7 @@ class CupyBackend(Backend):
         self.xp.cuda.nvtx.RangePop()
 
     def record_mark(self) -> Any:
+        self.join_stream()
         return self.stream.record(self.xp.cuda.Event())
 
     def seconds_between(self, start: Any, end: Any) -> float:

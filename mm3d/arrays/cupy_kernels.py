@@ -240,8 +240,8 @@ class GpuKernels(GpuAttention):
         if a.strides[3] != size or out.strides[3] != size or a.size >= 2 ** 31:
             out[...] = a
             return out
-        blocks = min(-(-a.size * size // (16 * THREADS_PER_BLOCK)), 2 ** 20)
-        self._launch("copy_rows", a, (blocks,), a, out, *map(np.int32, (a.size, *a.shape[1:])),
+        self._launch("copy_rows", a, (min(count_blocks(a), 2 ** 20),), a, out,
+                     *map(np.int32, (a.size, *a.shape[1:])),
                      *(step // size for b in (a, out) for step in b.strides[:3]))
         return out
 

@@ -1,13 +1,15 @@
 """Choose the GPU of each rank of a node."""
 
 import os
-from collections.abc import Mapping
 
 ORDER_VARIABLE = "MM3D_GPU_ORDER"
 
 
-def gpu_of_rank(number: int, gpus: int, environ: Mapping[str, str] = os.environ) -> int:
+def gpu_of_rank(number: int, gpus: int) -> int:
     """Return the GPU of a rank.
+
+    With ``MM3D_GPU_ORDER=3,2,1,0`` rank 0 of a node has GPU 3, and so on: nodes may join a
+    processor's first cores to their last GPU.
 
     Parameters
     ----------
@@ -15,16 +17,13 @@ def gpu_of_rank(number: int, gpus: int, environ: Mapping[str, str] = os.environ)
         Number of the rank on its node.
     gpus : int
         How many GPUs it sees; where there are more ranks, they are assigned in turn.
-    environ : mapping
-        With ``MM3D_GPU_ORDER=3,2,1,0`` rank 0 of a node has GPU 3, and so on: nodes may join a
-        processor's first cores to their last GPU.
 
     Raises
     ------
     ValueError
         When that order does not name each of these GPUs once.
     """
-    order = environ.get(ORDER_VARIABLE, "")
+    order = os.environ.get(ORDER_VARIABLE, "")
     if not order:
         return number % gpus
     numbers = [int(text) if text.isdecimal() else -1 for text in order.split(",")]

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import os
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Backend
+from mm3d.arrays.backend import Backend, setting
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.arrays.pool import Pool
 
@@ -23,6 +22,11 @@ class NumpyBackend(Backend):
     compiler : str
         Name and version of what compiles kernels; "" for those of NumPy, also where the variable
         ``MM3D_KERNELS`` is "numpy".
+
+    Raises
+    ------
+    ValueError
+        When that variable is anything else.
     """
 
     def __init__(self) -> None:
@@ -49,7 +53,7 @@ class NumpyBackend(Backend):
 
 def _find_compiler() -> str:
     """Return name and version of Numba, without importing it; "" if it is not to be used."""
-    if os.environ.get("MM3D_KERNELS") == "numpy":
+    if setting("MM3D_KERNELS", ["numpy"]):
         return ""
     try:
         return f"numba {version('numba')}"

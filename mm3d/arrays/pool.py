@@ -147,11 +147,6 @@ class Pool(IdleMemory):
         self.in_use = self.peak = self._spare = 0
 
     @property
-    def idle(self) -> int:
-        """Bytes kept for reuse."""
-        return self.bytes
-
-    @property
     def reserved(self) -> int:
         """Bytes in use, idle, and lost by rounding sizes up."""
         return self.bytes + self.in_use + self._spare

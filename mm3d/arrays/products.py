@@ -1,9 +1,9 @@
 """Multiply matrices on one rank's arrays: C = A B, A B^T and A^T B."""
 
 import math
-from typing import Callable
+from typing import Any, Callable
 
-from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of
+from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of, reshape
 
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
@@ -24,9 +24,9 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     Array
         The leading dimensions of A, then the trailing ones of B.
     """
-    k = b.shape[0]
-    return _gemm((math.prod(a.shape[:-1]), k), a, (k, math.prod(b.shape[1:])), b,
-                 a.shape[:-1] + b.shape[1:], empty, progress)
+    k, rows, outer = b.shape[0], a.shape[:-1], b.shape[1:]
+    return _multiply(reshape(a, (math.prod(rows), k)), reshape(b, (k, math.prod(outer))),
+                     rows + outer, a.dtype, empty, progress)
 
 
 def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
@@ -38,7 +38,8 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     n, inner = b.shape[0], b.shape[1:]
     rows = a.shape[:len(a.shape) - len(inner)]
     k = math.prod(inner)
-    return _gemm((math.prod(rows), k), a, (n, k), b, rows + (n,), empty, progress, right=True)
+    return _multiply(reshape(a, (math.prod(rows), k)), reshape(b, (n, k)).T, rows + (n,),
+                     a.dtype, empty, progress)
 
 
 def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
@@ -50,24 +51,16 @@ def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     """
     n, k = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
-    return _gemm((k, n), a, (k, math.prod(outer)), b, (n,) + outer, empty, progress, left=True,
-                 accumulate_float32=accumulate_float32)
+    return _multiply(reshape(a, (k, n)).T, reshape(b, (k, math.prod(outer))), (n,) + outer,
+                     accumulation_dtype(a) if accumulate_float32 else a.dtype, empty, progress)
 
 
-def _gemm(a_shape: tuple[int, int], a: Array, b_shape: tuple[int, int], b: Array,
-          shape: tuple[int, ...], empty: Callable[..., Array] | None, progress: Progress,
-          left: bool = False, right: bool = False,
-          accumulate_float32: bool = False) -> Array:
-    """Multiply `a`, transposed if `left`, by `b`, transposed if `right`, as these matrices."""
+def _multiply(a: Array, b: Array, shape: tuple[int, ...], dtype: Any,
+              empty: Callable[..., Array] | None, progress: Progress) -> Array:
+    """Multiply two matrices into a new array of `shape`."""
     backend = backend_of(a)
-    c = (empty or backend.empty)(shape, accumulation_dtype(a) if accumulate_float32 else a.dtype)
-    c_shape = (a_shape[1] if left else a_shape[0], b_shape[0] if right else b_shape[1])
-    if a.shape != a_shape:
-        a = backend.xp.reshape(a, a_shape)
-    if b.shape != b_shape:
-        b = backend.xp.reshape(b, b_shape)
-    out = c if c.shape == c_shape else backend.xp.reshape(c, c_shape)
-    a, b = a.T if left else a, b.T if right else b
+    c = (empty or backend.empty)(shape, dtype)
+    out = reshape(c, (a.shape[0], b.shape[1]))
     if progress is None:
         backend.gemm(a, b, out)
     else:

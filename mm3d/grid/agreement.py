@@ -98,8 +98,9 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
 
 def variables() -> dict[str, str]:
     """Return the variables of the environment that all ranks should have alike, where set."""
-    return {name: os.environ[name] for name in ("MM3D_TRANSPORT", "MM3D_NODE_SIZE")
-            if name in os.environ}
+    return {name: os.environ[name] for name in (
+        "MM3D_TRANSPORT", "MM3D_NODE_SIZE", "MM3D_KERNELS", "MM3D_TF32", "MM3D_CUDNN")
+        if os.environ.get(name)}
 
 
 def checksum(a: np.ndarray) -> str:

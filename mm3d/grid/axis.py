@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
-from typing import Any
+from typing import Any, Callable
 
 from mpi4py import MPI
 
@@ -149,7 +149,7 @@ class Axis:
             return a
         if counts is None:
             counts = self.comm.allgather(a.shape[dim])
-        self._check(counts, a.shape[dim], counts[self.rank])
+        self._check(counts, a.shape[dim], gathered=True)
         out = self.transport.all_gather(a, dim, counts)
         self._count("all_gather", a, out.size - a.size, self.size - 1)
         return out
@@ -173,8 +173,9 @@ class Axis:
         """
         if self.size == 1:
             return a
-        counts = counts or block_lengths(a.shape[dim], self.size)
-        self._check(counts, a.shape[dim], total_length(counts))
+        if counts is None:
+            counts = block_lengths(a.shape[dim], self.size)
+        self._check(counts, a.shape[dim])
         out = self.transport.reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - out.size, self.size - 1)
         return out
@@ -183,7 +184,7 @@ class Axis:
         """Start a `reduce_scatter` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        self._check(counts, a.shape[dim], total_length(counts))
+        self._check(counts, a.shape[dim])
         pending = self.transport.begin_reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)
         return pending
@@ -192,7 +193,7 @@ class Axis:
         """Start an `all_gather`, for `mm3d.grid.split.gather`; return `a` where none can go on."""
         if self.size == 1 or not self.transport.nonblocking:
             return a
-        self._check(counts, a.shape[dim], counts[self.rank])
+        self._check(counts, a.shape[dim], gathered=True)
         pending = self.transport.begin_all_gather(a, dim, counts)
         self._count("all_gather", a, pending.out.size - a.size, self.size - 1)
         return pending
@@ -216,7 +217,7 @@ class Axis:
         """
         if self.size == 1:
             return a
-        return self._counted("broadcast", a, root, self.transport.broadcast(a, root))
+        return self._rooted("broadcast", self.transport.broadcast, a, root)
 
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of `a` over all ranks on the rank `root`; None on the others.
@@ -224,9 +225,7 @@ class Axis:
         An `a` from `Split.reduce_term` may be overwritten.  Shape, dtype and root must be the same
         on all ranks, as for `broadcast`.
         """
-        if self.size == 1:
-            return a
-        return self._counted("reduce", a, root, self.transport.reduce(a, root))
+        return a if self.size == 1 else self._rooted("reduce", self.transport.reduce, a, root)
 
     def all_to_all(self, a: Array, sends: list[int], receives: list[int], dim: int = 0) -> Array:
         """Send a block of `a` to every rank, and join the blocks that they send to this one.
@@ -257,7 +256,7 @@ class Axis:
         """
         if self.size == 1:
             return a
-        self._check(sends, a.shape[dim], sum(sends))
+        self._check(sends, a.shape[dim])
         if len(receives) != self.size or receives[self.rank] != sends[self.rank]:
             raise ValueError(f"blocks of {receives} cannot come to rank {self.rank} of "
                              f"{self.size} along {self.name}, which sends blocks of {sends}")
@@ -271,23 +270,29 @@ class Axis:
         """Start a `broadcast` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        return self._counted("broadcast", a, root, self.transport.begin_broadcast(a, root))
+        return self._rooted("broadcast", self.transport.begin_broadcast, a, root)
 
     def begin_reduce(self, a: Array, root: int) -> Pending:
         """Start a `reduce` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        return self._counted("reduce", a, root, self.transport.begin_reduce(a, root))
+        return self._rooted("reduce", self.transport.begin_reduce, a, root)
 
-    def _check(self, counts: list[int], length: int, expected: int) -> None:
-        """Raise ValueError unless an array `length` long fits the blocks of `counts`."""
-        if length != expected or len(counts) != self.size:
+    def _check(self, counts: list[int], length: int, gathered: bool = False) -> None:
+        """Raise ValueError unless `length` is that of all blocks, or of this rank's if `gathered`.
+        """
+        if len(counts) != self.size or length != (
+                counts[self.rank] if gathered else total_length(counts)):
             raise ValueError(f"an array {length} long does not fit blocks of {counts[:8]} on rank "
                              f"{self.rank} of {self.size} along {self.name}")
 
-    def _counted(self, collective: str, a: Array, root: int, result: Any) -> Any:
-        """Count a collective of one root; return its result."""
-        moved = int(self.rank != root)
+    def _rooted(self, collective: str, call: Callable[[Array, int], Any], a: Array,
+                root: int) -> Any:
+        """Make a call of the transport that has one root, and count it; return its result."""
+        if not 0 <= root < self.size:    # in shared memory nobody would write the result
+            raise ValueError(f"{collective} along {self.name}: no rank is root {root}, 0 to "
+                             f"{self.size - 1} would do")
+        result, moved = call(a, root), int(self.rank != root)
         self._count(collective, a, moved * a.size, moved)
         return result
 

@@ -24,7 +24,7 @@ from typing import Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_bounds
+from mm3d.arrays.blocks import block_bounds, block_starts
 from mm3d.arrays.host_arrays import check_unmasked
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -92,22 +92,18 @@ class Layout:
             raise ValueError(f"layout {self.spec!r} is for {len(self.dims)} dimensions, but the "
                              f"array has {len(shape)}: {tuple(shape)}")
 
-    def _bounds(self, sizes: GridShape, length: int, dim: int,
-                coords: Mapping[str, int]) -> tuple[int, int]:
-        """Return start and length of the block of dimension `dim` at `coords`."""
+    def _bounds(self, sizes: GridShape, length: int, dim: int, coords: Mapping[str, int],
+                letters: str) -> tuple[int, int]:
+        """Return start and length of the block at `coords` that `letters` make of a dimension."""
         start, unit = 0, self.units.get(dim, 1)
-        for letter in self.dims[dim]:
-            before, length = self._divide(length, sizes, letter, coords, unit)
+        for letter in letters:
+            if letter in self.faces:
+                first = coords[letter] == 0
+                before, length = length * (1 - first), length * first
+            else:
+                before, length = block_bounds(length, sizes[letter], coords[letter], unit)
             start, unit = start + before, 1
         return start, length
-
-    def _divide(self, length: int, sizes: GridShape, letter: str, coords: Mapping[str, int],
-                unit: int) -> tuple[int, int]:
-        """Return start and length of the block at `coords` that `letter` makes of a length."""
-        if letter in self.faces:
-            first = coords[letter] == 0
-            return length * (1 - first), length * first
-        return block_bounds(length, sizes[letter], coords[letter], unit)
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
@@ -131,7 +127,8 @@ class Layout:
         self._check(sizes, shape)
         if not self.owns_block(sizes, coords):
             return (slice(0, 0),) * len(shape)
-        bounds = (self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape))
+        bounds = (self._bounds(sizes, n, dim, coords, self.dims[dim])
+                  for dim, n in enumerate(shape))
         return tuple(slice(start, start + length) for start, length in bounds)
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
@@ -156,13 +153,11 @@ class Layout:
             raise ValueError(f"layout {self.spec!r} divides nothing by {letter!r}: it has "
                              f"{', '.join(self.letters) or 'no directions'}")
         dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
-        length, unit = shape[dim], self.units.get(dim, 1)
-        for before in self.dims[dim].partition(letter)[0]:
-            _, length = self._divide(length, grid.shape, before, grid.coords, unit)
-            unit = 1
+        before = self.dims[dim].partition(letter)[0]
+        _, length = self._bounds(grid.shape, shape[dim], dim, grid.coords, before)
         if letter in self.faces:
             return FaceSplit(grid[letter], dim, length)
-        return Split(grid[letter], dim, length, unit)
+        return Split(grid[letter], dim, length, 1 if before else self.units.get(dim, 1))
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
         """Return a copy of this rank's block of the global array `a`, as the backend's array.
@@ -195,13 +190,14 @@ class Layout:
                 raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
                                  f"{wrong[0]} on rank {rank}, not {wrong[1]}")
         places = [self.slices(grid, shape, coords) for coords in grid.shape.all_coordinates()]
-        lengths = [math.prod(s.stop - s.start for s in place) for place in places]
-        parts = np.empty(sum(lengths), local.dtype)
-        offsets = np.cumsum([0] + lengths)
-        grid.comm.Allgatherv(local, [parts, (lengths, offsets[:-1].tolist())])
+        # As bytes: MPI does not know every dtype that arrays have.
+        sizes = [local.itemsize * math.prod(s.stop - s.start for s in place) for place in places]
+        parts, starts = np.empty(sum(sizes), np.uint8), block_starts(sizes)
+        grid.comm.Allgatherv(local.reshape(-1).view(np.uint8), [parts, (sizes, starts)])
         out = np.empty(shape, local.dtype)
-        for place, start, length in zip(places, offsets, lengths):
-            out[place] = parts[start:start + length].reshape(out[place].shape)
+        for place, start, size in zip(places, starts, sizes):
+            part = parts[start:start + size].view(local.dtype)
+            out[place] = part.reshape(out[place].shape)
         return out
 
     # Layouts with '@', of vectors.

@@ -146,11 +146,10 @@ class GridShape(Mapping[str, int]):
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"a grid of {self} has the ranks 0 to {self.ranks - 1}, not {rank}")
-        found = []
-        for size in reversed(self.sizes):
-            rank, coordinate = divmod(rank, size)
-            found.append(coordinate)
-        return dict(zip(self.directions, reversed(found)))
+        found = dict.fromkeys(self.directions, 0)
+        for name in reversed(self.directions):
+            rank, found[name] = divmod(rank, self[name])
+        return found
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of the rank at `coordinates`, which has every direction of the grid.
@@ -172,5 +171,5 @@ class GridShape(Mapping[str, int]):
 
     def all_coordinates(self) -> Iterator[dict[str, int]]:
         """Iterate over the coordinates of all ranks, in rank order."""
-        for point in itertools.product(*map(range, self.sizes)):
-            yield dict(zip(self.directions, point))
+        return (dict(zip(self.directions, point))
+                for point in itertools.product(*map(range, self.sizes)))

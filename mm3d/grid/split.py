@@ -42,8 +42,6 @@ class Split:
         Every rank of the axis must call it, with the same dtype and with shapes that fit;
         `all_gather` accepts any other array as well.
         """
-        if self.axis.size == 1:
-            return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.block(shape, dtype, self.dim, self.counts)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -52,14 +50,10 @@ class Split:
         Every rank of the axis must call it, with the same shape and dtype; `reduce_scatter`
         accepts any other array as well.
         """
-        if self.axis.size == 1:
-            return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.term(shape, dtype)
 
     def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate this rank's term of a sum, for `reduce`; otherwise like `term`."""
-        if self.axis.size == 1:
-            return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.reduce_term(shape, dtype)
 
     def all_gather(self, a: Array) -> Array:
@@ -130,9 +124,8 @@ class Split:
 
     def _empty_block(self, a: Array, rank: int) -> Array:
         """Allocate memory for the block of `rank`, like `a` but for the length."""
-        shape = list(a.shape)
-        shape[self.dim] = self.counts[rank]
-        return self.axis.backend.empty(tuple(shape), a.dtype)
+        shape = resized_shape(a.shape, self.dim, self.counts[rank])
+        return self.axis.backend.empty(shape, a.dtype)
 
 
 class FaceSplit(Split):

@@ -28,7 +28,7 @@ from typing import Mapping, Sequence
 
 from mpi4py import MPI
 
-from mm3d.arrays.backend import Backend
+from mm3d.arrays.backend import Backend, setting
 from mm3d.transport.communicators import DryCommunicator
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import emulated_node_size, gather_nodes
@@ -79,13 +79,14 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
     ValueError
         When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
-    wanted = os.environ.get("MM3D_TRANSPORT", "")
-    known = HOST_TRANSPORTS if backend.host_buffers else DEVICE_TRANSPORTS
-    single = isinstance(comm, DryCommunicator) or comm.size == 1
-    if wanted and wanted not in (known if not single else (*HOST_TRANSPORTS, *DEVICE_TRANSPORTS)):
-        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
-                         f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
-    if single:
+    known, others = HOST_TRANSPORTS, DEVICE_TRANSPORTS
+    if not backend.host_buffers:
+        known, others = others, known
+    alone = isinstance(comm, DryCommunicator) or comm.size == 1
+    if alone and os.environ.get("MM3D_TRANSPORT") in others:
+        return "none"
+    wanted = setting("MM3D_TRANSPORT", known, f" for arrays of backend {backend.name!r}")
+    if alone:
         return "none"
     emulated_node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
@@ -137,7 +138,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
         except OSError as error:
             if kind not in IN_NODES:
                 raise
-            found[name] = transport_class("ordered" if ordered else "mpi")(line, backend)
+            found[name] = _create_transport(line, backend, "mpi", node, ordered)
             problem = str(error)
     if kind in IN_NODES and os.environ.get("MM3D_TRANSPORT"):
         # Ranks of other lines may have no problem, but would wait for the ranks of this line.

@@ -23,14 +23,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import block_indices, resized_shape
+from mm3d.arrays.blocks import block_bounds, block_indices, resized_shape
 from mm3d.transport import call_check, sums
 from mm3d.transport.communicators import create
-from mm3d.transport.lanes import Lane, Part, divide
+from mm3d.transport.lanes import Lane, Part, share
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
-from mm3d.transport.segments import SharedMemory, read_only_view
-
+from mm3d.transport.segments import SharedMemory, join_blocks, read_only_view
 
 MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer successive messages
 
@@ -64,7 +63,7 @@ class NodeBlocks:
 
     def shares(self, lanes: int, lane: int) -> list[Part]:
         """Return the share of each node's blocks that a lane carries."""
-        return [divide(start, length, lanes)[lane] for start, length in self.nodes]
+        return [share(start, length, lanes, lane) for start, length in self.nodes]
 
 
 class HierarchicalTransport(MpiTransport):
@@ -152,7 +151,7 @@ class HierarchicalTransport(MpiTransport):
         if self.lane is None:
             request = None
         else:
-            parts = [whole[share] for share in places.shares(self.lanes, self.index)]
+            parts = [whole[part] for part in places.shares(self.lanes, self.index)]
             request = self._exchange_with_nodes([parts[self.node]] * len(parts), parts)
         if self._is_ordered(shape, dim):
             out = read_only_view(whole.reshape(shape))
@@ -161,9 +160,7 @@ class HierarchicalTransport(MpiTransport):
 
         def unpack() -> None:
             self.memory.synchronize()
-            for block, index in zip(places.blocks, block_indices(a.ndim, dim, counts)):
-                place = out[index]
-                place[...] = whole[block].reshape(place.shape)
+            join_blocks((whole[block] for block in places.blocks), out, dim, counts)
             self._moved += out.size
         return Pending(out, unpack, request, (whole,))
 
@@ -191,10 +188,10 @@ class HierarchicalTransport(MpiTransport):
             return Pending(out, self.memory.synchronize, None, (terms, total))
         shares = places.shares(self.lanes, self.index)
         request, sums_of_nodes = self._exchange_sums(terms, shares)
-        share = shares[self.node]
+        mine = shares[self.node]
 
         def add() -> None:
-            self._add(sums_of_nodes, total[share.start - start:share.stop - start])
+            self._add(sums_of_nodes, total[mine.start - start:mine.stop - start])
             self.memory.synchronize()
         return Pending(out, add, request, (terms, total))
 
@@ -206,8 +203,9 @@ class HierarchicalTransport(MpiTransport):
         self._copy(a, terms[self.index].reshape(a.shape))
         self.memory.synchronize(call_check.encode_call(call_check.ALL_REDUCE, a.dtype, a.shape))
         if self.lane is not None:
-            parts = [divide(part.start, part.stop - part.start, self.lanes)[self.index]
-                     for part in divide(0, a.size, len(self.members))]
+            nodes = len(self.members)
+            parts = [share(*block_bounds(a.size, nodes, node), self.lanes, self.index)
+                     for node in range(nodes)]
             request, sums_of_nodes = self._exchange_sums(terms, parts)
             request.Wait()
             self._add(sums_of_nodes, total[parts[self.node]])
@@ -228,7 +226,7 @@ class HierarchicalTransport(MpiTransport):
         if self.node == source:
             self.memory.synchronize(call)
         if self.lane is not None:
-            part = whole[divide(0, a.size, self.lanes)[self.index]]
+            part = whole[share(0, a.size, self.lanes, self.index)]
             self.lane.broadcast(part, source)
             self._moved += part.size * (self.node != source)
         if self.node != source:
@@ -243,7 +241,7 @@ class HierarchicalTransport(MpiTransport):
         self._copy(a, terms[self.index].reshape(a.shape))
         self.memory.synchronize(call)
         if self.lane is not None:
-            part = divide(0, a.size, self.lanes)[self.index]
+            part = share(0, a.size, self.lanes, self.index)
             total = self._sum_of_node(terms, part)
             self._moved += self.lane.reduce(total, at)
             if self.node == at and total.dtype != terms.dtype:

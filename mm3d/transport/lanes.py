@@ -11,7 +11,7 @@ from typing import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_bounds
 
 MOST_CHUNK_BYTES = 1 << 18    # that a node passes on at a time, while it receives more
 CHUNK_COST = 1 << 14    # bytes that a link carries in the time that a further chunk costs
@@ -62,10 +62,10 @@ class Requests:
             _check_length(status, length)
 
 
-def divide(start: int, length: int, parts: int) -> list[Part]:
-    """Divide `length` elements from `start` on evenly into consecutive parts."""
-    stops = np.cumsum([start, *block_lengths(length, parts)]).tolist()
-    return [slice(*pair) for pair in zip(stops, stops[1:])]
+def share(start: int, length: int, parts: int, part: int) -> Part:
+    """Return one of equal parts of `length` elements from `start` on."""
+    before, own = block_bounds(length, parts, part)
+    return slice(start + before, start + before + own)
 
 
 def chunk_bytes(length: int, nodes: int) -> int:

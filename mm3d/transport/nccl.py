@@ -37,6 +37,7 @@ class NcclTransport(ExchangeTransport):
 
         Later work does not wait if the collective is only begun.
         """
+        self.backend.join_stream()
         computing = self.backend.stream
         self.stream.wait_event(computing.record())
         yield self.stream.ptr

@@ -17,8 +17,7 @@ def number_nodes(comm: MPI.Intracomm) -> list[int]:
     return [known.index(node) for node in nodes]
 
 
-def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
-                     root: int = 0) -> list[int]:
+def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int]) -> list[int]:
     """Count the words that each node has to receive from others in a collective.
 
     They are the words of bucket (ring) algorithms among nodes instead of ranks, the fewest
@@ -33,14 +32,12 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
         all-to-alls, in which every rank sends each rank a block of that rank's length.
     nodes : sequence of int
         The node of each rank, numbered from 0 in the order of the ranks.
-    root : int
-        The root of a broadcast or a reduce.
 
     Returns
     -------
     list of int
-        Words, by node.  A reduce goes through the nodes in a chain; its first node, the one after
-        the root's, receives none.
+        Words, by node.  The root of a broadcast or a reduce is rank 0; a reduce goes through the
+        nodes in a chain, and its first node, the one after the root's, receives none.
     """
     count, whole = max(nodes) + 1, sum(blocks)
     own = [sum(words for words, at in zip(blocks, nodes) if at == node) for node in range(count)]
@@ -49,7 +46,7 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
     gathered = [whole - words for words in own]
     scattered = [(count - 1) * words for words in own]
     exchanged = [words * sum(at != node for at in nodes) for node, words in enumerate(own)]
-    without = nodes[root] if kind == "broadcast" else (nodes[root] + 1) % count
+    without = 0 if kind == "broadcast" else 1 % count
     return {"all_gather": gathered, "reduce_scatter": scattered, "all_to_all": exchanged,
             "all_reduce": [a + b for a, b in zip(gathered, scattered)]}.get(
         kind, [whole * (node != without and count > 1) for node in range(count)])

@@ -21,8 +21,8 @@ def emulated_node_size() -> int | None:
     ValueError
         When it is no positive integer.
     """
-    wanted = os.environ.get("MM3D_NODE_SIZE")
-    if wanted is None:
+    wanted = os.environ.get("MM3D_NODE_SIZE", "")
+    if not wanted:
         return None
     if not (wanted.isdecimal() and int(wanted) > 0):
         raise ValueError(f"MM3D_NODE_SIZE={wanted!r}: give the number of ranks, 1 or more, that "
@@ -48,9 +48,9 @@ def own_node(comm: MPI.Intracomm) -> int:
     """
     wanted = emulated_node_size()
     node = create_node_communicator(comm)
-    ranks = np.empty(node.size, np.int64)
-    node.Allgather(np.array([comm.rank]), ranks)
-    first = int(ranks[node.rank // (wanted or node.size) * (wanted or node.size)])
+    ranks = gather_nodes(node, comm.rank)    # the numbers of those of this node in `comm`
+    size = wanted or node.size
+    first = ranks[node.rank // size * size]
     node.Free()
     return first
 

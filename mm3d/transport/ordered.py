@@ -56,10 +56,11 @@ class OrderedTransport(MpiTransport):
         self._all_gather(part, recv, lengths)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        terms = None
+        as_mpi, terms, received = self.backend.mpi_buffer, None, None
         if recv is not None:
             terms = self.backend.empty((self.comm.size, *send.shape), send.dtype)
+            received = as_mpi(terms)
             self._moved += terms.size - send.size
-        self.comm.Gather(send, terms, root=root)
+        self.comm.Gather(as_mpi(send), received, root=root)
         if terms is not None:
             self._add(terms.reshape(self.comm.size, -1), recv)

@@ -15,11 +15,12 @@ import contextlib
 import errno
 import mmap
 import os
-from typing import Callable
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
+from mm3d.arrays.blocks import block_indices
 from mm3d.arrays.pool import size_class
 from mm3d.transport import call_check
 from mm3d.transport.barrier import BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SLOTS, Barrier
@@ -207,8 +208,8 @@ class SharedMemory:
         if self._taken == MAX_TAKEN:
             self.synchronize()
         self._taken += 1
-        barrier, regions = self.barrier, self.regions
-        barrier.earlier_calls = hash((barrier.earlier_calls, length))
+        self.barrier.note_call(length)
+        regions = self.regions
         region = regions.take(length)
         if region is None:
             size = max(SEGMENT_BYTES, size_class(length))
@@ -255,6 +256,18 @@ class SharedMemory:
         """Gather the numbers of all ranks by messages."""
         parts = self.all_gather(np.array(numbers), _MORE_MEMORY)
         return [part[:len(numbers)].tolist() for part in parts]
+
+
+def join_blocks(parts: Iterable[np.ndarray], out: np.ndarray, dim: int,
+                counts: Sequence[int]) -> np.ndarray:
+    """Copy flat blocks to their places along `dim` of `out`, and return it.
+
+    A block may be followed by what does not belong to it.
+    """
+    for part, index in zip(parts, block_indices(out.ndim, dim, counts)):
+        place = out[index]
+        place[...] = part[:place.size].reshape(place.shape)
+    return out
 
 
 def read_only_view(whole: np.ndarray) -> np.ndarray:

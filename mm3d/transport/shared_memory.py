@@ -21,13 +21,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import block_bounds, block_indices, block_lengths, resized_shape
+from mm3d.arrays.blocks import block_bounds, block_lengths, resized_shape
 from mm3d.arrays.pool import Lease
 from mm3d.transport import call_check, sums
 from mm3d.transport.barrier import NO_ROOM
 from mm3d.transport.call_check import Call
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory, read_only_view
+from mm3d.transport.segments import (MESSAGE_BYTES, SharedMemory, join_blocks,
+                                     read_only_view)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,9 @@ class SharedTransport(MpiTransport):
         elif divided.block_bytes <= self._message_bytes:
             parts = self.memory.all_gather(a, divided.call)
             if parts is not None:
-                return self._join_blocks(parts, a, divided)
+                out = self.backend.empty(divided.shape, a.dtype)
+                self._moved += a.size + out.size
+                return join_blocks(parts, out, *divided.along)
         else:
             whole, region = self._take(divided.shape, a.dtype, trial=True)
             if whole is not None:
@@ -165,11 +168,12 @@ class SharedTransport(MpiTransport):
                 return self._sum_messages(parts, a, divided.own)
             a = self._copy(a, self.term(a.shape, a.dtype))
             lease = self._find_lease(a)
-        first, others = self._terms(a, lease, divided.call)
+        first, others = self._shared_terms(a, lease, divided.call)
         part = _mark_placed(first, self.pool.lease_of(first), divided)
         return self._add(part, [other[divided.own] for other in others])
 
-    def _terms(self, a: Array, lease: _SharedLease | None, call: Call) -> tuple[Array, Array]:
+    def _shared_terms(self, a: Array, lease: _SharedLease | None,
+                      call: Call) -> tuple[Array, Array]:
         """Return the first rank's term and the others' terms, in shared memory.
 
         `lease` is that of `a`, which may be a term already that is not summed yet.
@@ -188,7 +192,7 @@ class SharedTransport(MpiTransport):
             if self.memory.synchronize(call, region if room else NO_ROOM):
                 return self._lend(first, region)[0], self._lend(others, elsewhere)[0]
         term = self._copy(a, self.term(a.shape, a.dtype))
-        return self._terms(term, self._find_lease(term), call)
+        return self._shared_terms(term, self._find_lease(term), call)
 
     def _add(self, part: Array, others: list[Array]) -> Array:
         """Add the `others` to `part`, in their order, in place."""
@@ -231,7 +235,7 @@ class SharedTransport(MpiTransport):
             self._moved += a.size
             terms = self.memory.gather(a, root, call)
             return None if terms is None else self._sum_messages(terms, a, ())
-        first, others = self._terms(a, self._find_lease(a), call)
+        first, others = self._shared_terms(a, self._find_lease(a), call)
         start, length = block_bounds(a.size, self.size, self.rank)
         own = slice(start, start + length)
         self._add(first.reshape(-1)[own], [other.reshape(-1)[own] for other in others])
@@ -255,11 +259,9 @@ class SharedTransport(MpiTransport):
             self.memory.synchronize(call, lease.item)
         out = self.backend.empty(resized_shape(a.shape, dim, sum(receives)), a.dtype)
         starts = words[:, :self.rank].sum(axis=1)
-        for part, start, index in zip(parts, starts, block_indices(a.ndim, dim, receives)):
-            place = out[index]
-            place[...] = part[start:start + place.size].reshape(place.shape)
         self._moved += a.size + out.size
-        return out
+        blocks = (part[start:] for part, start in zip(parts, starts))
+        return join_blocks(blocks, out, dim, receives)
 
     def _gather_counts(self, sends: list[int], receives: list[int], call: Call) -> np.ndarray:
         """Gather the lengths that every rank sends to each rank, and compare those received."""
@@ -306,22 +308,10 @@ class SharedTransport(MpiTransport):
         """Return whether arrays of all ranks are passed as messages."""
         return math.prod(shape) * dtype.itemsize <= self._message_bytes
 
-    def _join_blocks(self, parts: list[Array], a: Array, divided: _Divided) -> Array:
-        """Join the flat blocks of all ranks in one array."""
-        out = self.backend.empty(divided.shape, a.dtype)
-        for part, index in zip(parts, block_indices(a.ndim, *divided.along)):
-            place = out[index]
-            place[...] = part[:place.size].reshape(place.shape)
-        self._moved += a.size + out.size
-        return out
-
     def _sum_messages(self, terms: list[Array], a: Array, own: tuple) -> Array:
-        """Sum the part `own` of the flat `terms`, which are arrays like `a`."""
-        return self._sum([term[:a.size].reshape(a.shape)[own] for term in terms])
-
-    def _sum(self, terms: list[Array]) -> Array:
-        """Sum the terms in the order of the ranks, in new memory."""
-        out = self.backend.empty(terms[0].shape, terms[0].dtype)
+        """Sum the part `own` of the flat `terms`, which are arrays like `a`, in their order."""
+        terms = [term[:a.size].reshape(a.shape)[own] for term in terms]
+        out = self.backend.empty(terms[0].shape, a.dtype)
         sums.add_terms(terms, out)
         self._moved += (self.size - 1) * out.size
         return out

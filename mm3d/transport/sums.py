@@ -17,8 +17,7 @@ def add_terms(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
     np.add(first, terms[1], out=total)
     for term in terms[2:]:
         np.add(total, term, out=total)
-    if total is not out:
-        out[...] = total
+    store_rounded(total, out)
 
 
 def upcast(a: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.config import Config, Division, Model
+from mm3d.grid.shape import GridShape
 from mm3d.model.experts.options import ExpertDesign
 from mm3d.tracing import dry_run
 
@@ -74,6 +75,8 @@ def test_each_field_says_what_it_is(kind):
 
 def test_a_division_is_named_by_what_it_divides():
     assert str(DIVISIONS[4]) == "data 2, ZeRO 1, 2 stages 1f1b, 3d, 2 micro-batches"
+    assert str(Division(grid=GridShape("xyz", (2, 3, 1)))) == "3d 2x3x1" == str(
+        Division(grid=(2, 3, 1)))
     assert DIVISIONS[8].given() == {"data": 2, "zero": 3, "grid": (2, 2, 1), "recompute": "full"}
 
 

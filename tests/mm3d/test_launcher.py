@@ -37,6 +37,7 @@ def node(monkeypatch):
     ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2", "PMI_SIZE": "11"}, 3),
     ({"SLURM_TASKS_PER_NODE": "16", "SLURM_NTASKS": "16"}, 1),    # a batch script is no rank
     ({"SLURM_STEP_TASKS_PER_NODE": "1", "MPI_LOCALNRANKS": "8"}, 8),    # mpirun inside a job
+    ({"MPI_LOCALNRANKS": "0", "PMI_SIZE": "0"}, 1), ({"SLURM_STEP_TASKS_PER_NODE": "0"}, 1),
     ({"MPI_LOCALNRANKS": "", "PMI_SIZE": "what"}, 1), ({"PMI_SIZE": "\u00b2"}, 1),
     ({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}, 4),
     ({"PALS_RANKID": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}, 4),
@@ -87,6 +88,8 @@ def test_a_task_that_srun_tells_no_rank_is_not_rank_0(variables, rank):
 def test_cores_are_those_this_process_may_use(node):
     node(own=3, launcher=64)
     assert environment.cores({}) == 3
+    assert [environment.cores({"SLURM_CPUS_ON_NODE": n}) for n in ("2", "9", "0", "\u00b2", "")
+            ] == [2, 3, 3, 3, 3]
     assert not environment.oversubscribed({})
 
 

@@ -30,7 +30,7 @@ def folder(monkeypatch):
 
     def sized(total, free=None):
         monkeypatch.setattr(shared_room, "free_bytes",
-                            lambda folder: (total, total if free is None else free))
+                            lambda folder="": (total, total if free is None else free))
     return sized
 
 

@@ -39,6 +39,9 @@ def test_numba_is_used_where_it_is_installed(monkeypatch, installed, asked, expe
         {"elementwise_version": expected} if expected else {})
     if not expected:
         assert type(library.kernels) is Kernels
+    monkeypatch.setenv("MM3D_KERNELS", "numba")    # which need not be there
+    with pytest.raises(ValueError, match="MM3D_KERNELS='numba' is unknown: choose numpy$"):
+        numpy_backend.NumpyBackend()
 
 
 @pytest.mark.parametrize("dtype, least", [("float32", -87.3), ("float64", -707.0)])
@@ -67,7 +70,7 @@ def test_the_largest_number(compiled, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_adamw_has_the_bits_of_numpy(compiled, monkeypatch, no_backends, dtype):
     library, drawn = backend.get("numpy"), np.random.default_rng(4)
-    own = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, lr=3e-4, steps=3, _decay=AdamW._decay)
+    own = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, lr=3e-4, steps=3)
     own._numbers = lambda factors: AdamW._numbers(own, factors)
     start = [abs(drawn.standard_normal((5, 7))).astype(dtype) for _ in range(4)]
     found = []

@@ -6,12 +6,10 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.arrays import backend, cudnn_attention
+from mm3d.arrays import backend, cudnn_attention, cupy_backend
 from mm3d.arrays.cudnn_attention import Saved
 from mm3d.grid.activations import Context
-from mm3d.model import functional
-from mm3d.model.attention import windows
-from rounded import DTYPES, close, numbers
+from rounded import DTYPES, attend, close, numbers
 
 HALVES = [one for one in DTYPES if "16" in str(one)]    # also of what is slow
 
@@ -27,36 +25,6 @@ def cupy(request, monkeypatch):
         pytest.importorskip("cudnn")
     backend.get("numpy")
     return backend.get("cupy")
-
-
-def attend(cupy, name: str, shape, positions: int, first: int, limit: int, gaps: bool = True):
-    """What is computed there and in float64: output, logarithms of sums, dQ, dK, dV.
-
-    `limit` is whether a mask is causal, or a window.  With `gaps` arrays are parts of larger ones,
-    as a layer's are.
-    """
-    prefix, module = ("", functional) if isinstance(limit, bool) else ("window_", windows)
-    names = [f"{prefix}attention_{way}" for way in ("forward", "backward")]
-    readable = [getattr(module, one).__wrapped__ for one in names]
-    kernels = [getattr(cupy.kernels, one) for one in names]
-    batch, queries, heads, d = shape
-    kv, both = (numbers((batch, rows, 2, heads, d), name, n)
-                for n, rows in ((1, positions), (2, queries)))
-    there, more = cupy.asarray(kv), cupy.asarray(both)
-    parts = [a[:, :, n, ...] for a in (there, more) for n in (0, 1)]
-    K, V, Q, dO = parts if gaps else map(cupy.contiguous, parts)
-    wide = [a.astype(np.float64) for a in (both[:, :, 1], both[:, :, 0], kv[:, :, 0], kv[:, :, 1])]
-    out, expected = cupy.empty(shape, kv.dtype), [np.empty(shape)]
-    _, lse = readable[0](*wide[1:], first, limit, expected[0])
-    _, saved = kernels[0](Q, K, V, first, limit, out)
-    gradients = [np.empty(a.shape) for a in wide[1:]]
-    readable[1](*wide, lse, first, limit, *gradients)
-    dq, dkv = cupy.empty(shape, kv.dtype), cupy.empty(kv.shape, kv.dtype)
-    dq[...], dkv[...] = 7, 7    # what is not written shows
-    found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
-    kernels[1](dO, Q, K, V, saved, first, limit, *found)
-    found = [out, saved.array if isinstance(saved, Saved) else saved, *found]
-    return saved, [cupy.to_host(a) for a in found], [*expected, lse, *gradients]
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -151,9 +119,10 @@ def test_where_cudnn_is_left_out(compiled_cupy, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cudnn", fakecudnn.module())
     assert cudnn_attention.open_flash(library, 80).version == "9.19.0"
     assert cudnn_attention.open_flash(library, 75) is None
-    monkeypatch.setenv("MM3D_CUDNN", "0")
-    assert cudnn_attention.open_flash(library, 90) is None
-    monkeypatch.delenv("MM3D_CUDNN")
+    for asked in ("0", "1", ""):
+        monkeypatch.setenv("MM3D_CUDNN", asked)
+        library = cupy_backend.CupyBackend()
+        assert (cudnn_attention.open_flash(library, 90) is None) == (asked == "0")
 
     def fail():
         raise RuntimeError("Unable to find symbol cudnnCreate")

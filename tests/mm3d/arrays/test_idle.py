@@ -83,11 +83,11 @@ def test_the_pool_holds_no_more_than_it_says_whatever_the_sizes():
         for times in (1, 3):    # some larger ones, of which the most are alive at one time
             a = pool.take((turn * 40_000 + times * MiB,), np.dtype("uint8"))
             a[...] = 1
-            assert pool.idle <= max(MIN_BOUND_BYTES, 2 * pool.peak)
+            assert pool.bytes <= max(MIN_BOUND_BYTES, 2 * pool.peak)
             assert pool.reserved <= pool.in_use * 9 / 8 + max(MIN_BOUND_BYTES, 2 * pool.peak)
             del a
     kept_too = pool.take((1,), np.dtype("uint8"))
-    assert pool.idle <= max(MIN_BOUND_BYTES, 2 * pool.peak) < 21 * MiB
+    assert pool.bytes <= max(MIN_BOUND_BYTES, 2 * pool.peak) < 21 * MiB
     assert held("^$", "Rss") - before <= pool.reserved + 2 * MiB < 26 * MiB
     del kept, kept_too
     pool.clear()
@@ -111,11 +111,11 @@ def test_an_array_that_ends_while_another_one_is_taken_is_counted():
     ending.append(pool.take((2 * unit - 1,), byte))
     address = ending[0].ctypes.data
     a = pool.take((3 * unit,), byte)
-    assert (pool.in_use, pool.idle, pool.reserved) == (3 * unit, 2 * unit, 5 * unit)
+    assert (pool.in_use, pool.bytes, pool.reserved) == (3 * unit, 2 * unit, 5 * unit)
     b = pool.take((unit + 1,), byte)
-    assert b.ctypes.data == address and (pool.in_use, pool.idle) == (5 * unit, 0)
+    assert b.ctypes.data == address and (pool.in_use, pool.bytes) == (5 * unit, 0)
     del a, b
-    assert (pool.in_use, pool.idle, pool.peak) == (0, 5 * unit, 5 * unit)
+    assert (pool.in_use, pool.bytes, pool.peak) == (0, 5 * unit, 5 * unit)
 
 
 class Deaf(mmap.mmap):

@@ -8,8 +8,10 @@ import pytest
 import mm3d
 from mm3d.arrays.blocks import block_bounds, block_lengths, block_starts, total_length
 from mm3d.arrays.pool import Pool
-from mm3d.grid.axis import Traffic
+from mm3d.grid.axis import COLLECTIVES, Traffic
 from mm3d.grid.split import Split
+from mm3d.selftest import failed_collectives
+from mm3d.transport.pending import Pending
 from reference import all_refuse, every_grid, grids, integers, on_grid, total
 
 # Which block goes where is what a transport decides: each case is one of its own.
@@ -103,11 +105,32 @@ def test_uneven_blocks_need_no_counts(comm):
 @pytest.mark.ranks(2)
 def test_counts_that_do_not_fit_the_array_are_refused(comm):
     with on_grid(comm, x=comm.size) as grid:
-        for counts in ([5, 4], [2, 2, 4], block_lengths(10 ** 6, 10 ** 5)):
+        for counts in ([5, 4], [4], [], [2, 2, 4], block_lengths(10 ** 6, 10 ** 5)):
             with pytest.raises(ValueError, match=r"an array 4 long does not fit blocks of \["):
                 grid.x.all_gather(np.ones((2, 4)), 1, [n + (comm.rank == 1) for n in counts])
             with pytest.raises(ValueError, match=r"an array 4 long does not fit blocks of \["):
                 grid.x.reduce_scatter(np.ones((2, 4)), 1, counts)
+
+
+@pytest.mark.ranks(2)
+def test_words_in_place_of_a_switch_are_refused(comm, monkeypatch):
+    """By whatever library and guard; also where one rank alone has them."""
+    for name, ranks in product(("MM3D_ABORT", "MM3D_CUDNN", "MM3D_TF32"), ((0, 1), (1,))):
+        if comm.rank in ranks:
+            monkeypatch.setenv(name, "no")
+        with all_refuse(comm, f"{name}='no' is unknown: choose 0 or 1"):
+            mm3d.Grid(comm, x=comm.size)
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_root_that_is_no_rank_is_refused(comm):
+    with on_grid(comm, x=comm.size) as grid:
+        x, a = grid.x, np.ones(10 ** 5)    # too large for a message between ranks of a node
+        for call, root in product((x.broadcast, x.reduce, x.begin_broadcast, x.begin_reduce),
+                                  (-1, comm.size)):
+            with all_refuse(comm, f"along x: no rank is root {root}, 0 to 1 would do"):
+                call(a, root)
 
 
 @pytest.mark.ranks(2)
@@ -121,10 +144,19 @@ def test_a_grid_that_cannot_be_is_refused_alike_on_all_ranks(comm):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_would_use_different_transports_are_refused(comm, monkeypatch):
-    monkeypatch.setenv("MM3D_TRANSPORT", ("mpi", "shared")[comm.rank])
-    with all_refuse(comm, "the ranks differ in MM3D_TRANSPORT"):
+@pytest.mark.parametrize("name, values", [
+    ("MM3D_TRANSPORT", ("mpi", "shared")), ("MM3D_KERNELS", ("numpy", "")),
+    ("MM3D_TF32", ("", "1"))])
+def test_ranks_that_would_travel_or_compute_in_different_ways_are_refused(comm, monkeypatch, name,
+                                                                          values):
+    """A variable that is empty is not set."""
+    monkeypatch.setenv(name, values[comm.rank])
+    with all_refuse(comm, f"the ranks differ in {name}"):
         mm3d.Grid(comm, x=2)
+    monkeypatch.setenv(name, "")
+    if comm.rank:
+        monkeypatch.delenv(name)
+    mm3d.Grid(comm, x=2).free()
 
 
 @pytest.mark.ranks(4)
@@ -218,13 +250,6 @@ def test_a_split_broadcasts_and_reduces_blocks_of_any_length(comm):
         assert np.array_equal(split.reduce_scatter(whole), comm.size * parts[comm.rank])
 
 
-@pytest.mark.ranks(1, 4)
-def test_a_split_keeps_units_together(comm):
-    with on_grid(comm, comm.size) as grid:
-        counts = Split(grid.x, 0, 5 * 3, unit=3).counts
-        assert counts == {1: [15], 4: [6, 3, 3, 3]}[comm.size]
-
-
 def test_along_a_direction_of_one_rank_arrays_pass_untouched():
     with on_grid(mm3d.grid.grid.MPI.COMM_SELF, 1) as grid:
         a = strided(integers((3, 4), 0))
@@ -264,6 +289,27 @@ def test_an_all_to_all_brings_each_rank_its_rows(comm):
             words = columns * sum(away)
             assert grid.traffic() == ({} if n == 1 else {("x", "all_to_all"): Traffic(
                 1, np.count_nonzero(away), words, words * np.dtype(dtype).itemsize)})
+
+
+@pytest.mark.ranks(2)
+def test_the_self_test_names_a_collective_that_is_wrong(comm, transport, monkeypatch):
+    """Whichever it is; a prefetch, and begun ones of a root, where they differ from others."""
+    def spoiled(call):
+        def one_more(*arguments):
+            found = call(*arguments)
+            a = found.wait() if isinstance(found, Pending) else found
+            a = None if a is None else a + 1
+            return Pending(a) if isinstance(found, Pending) else a
+        return one_more
+
+    begun = ("prefetch", "begin_broadcast", "begin_reduce") if transport == "mpi" else ()
+    with on_grid(comm, x=2) as grid:
+        for name in (*COLLECTIVES, "begin_reduce_scatter", *begun):
+            with monkeypatch.context() as patch:
+                patch.setattr(grid.x, name, spoiled(getattr(grid.x, name)))
+                found = failed_collectives(grid, (2,), ("float32",))
+            assert found and all(text.startswith(f"{name} of ") for text in found), found
+        assert not failed_collectives(grid, (2,), ("float32",))
 
 
 @pytest.mark.ranks(3)

@@ -8,6 +8,7 @@ from mpi4py import MPI
 import mm3d
 from mm3d.grid.shape import GridShape
 from reference import SHAPES, block, every_grid, grids, integers, on_grid
+from rounded import dtype_of, ml_dtypes
 
 # Matrices, activations and weights of every scheme; what no letter divides is held in copies.
 SPECS = {1: ["xyz", "zx", "y", ""],
@@ -111,10 +112,11 @@ def test_a_diagonal_vector_has_one_owner_for_each_element(comm):
 @pytest.mark.ranks(1, 8)
 def test_the_dtype_and_every_bit_survive_in_a_copy(comm):
     with on_grid(comm, 1, 1, 1) if comm.size == 1 else on_grid(comm, 2, 2, 2) as grid:
-        for dtype in ("float64", "float32", "float16", "int64", "bool"):
+        for dtype in ("float64", "float32", "float16", "int64", "bool",
+                      *["bfloat16"] * bool(ml_dtypes)):
             A = np.frombuffer(np.random.default_rng(0).bytes(7 * 5 * 8), np.uint8)
-            A = (A[:35] > 99).reshape(7, 5) if dtype == "bool" else A.view(dtype)[:35].reshape(
-                7, 5)
+            A = A > 99 if dtype == "bool" else A.view(dtype_of(dtype))
+            A = A[:35].reshape(7, 5)
             before, layout = A.tobytes(), mm3d.Layout("xy,z")
             A = A.T.copy().T
             local = layout.shard(A, grid)

@@ -17,7 +17,7 @@ from mm3d import selftest
 from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.split import Split
-from mm3d.transport import choice, cuda_aware, exchange
+from mm3d.transport import choice, cuda_aware, exchange, nccl
 from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
@@ -205,9 +205,7 @@ def test_sixteen_bits_are_summed_in_float32(comm, carried):
     grid.free()
 
 
-@pytest.mark.ranks(2)
-def test_pinned_memory_is_kept_until_it_has_been_copied(comm, cupy, monkeypatch):
-    monkeypatch.setenv("MM3D_TRANSPORT", "staged")
+def test_pinned_memory_is_kept_until_it_has_been_copied(cupy):
     a = cupy.empty((4,), "float32")
     host = cupy.host_buffer(a)
     host[...] = 7
@@ -268,6 +266,19 @@ def test_what_lacks_something_is_refused_by_name(monkeypatch, change, message):
             cupy_backend.CupyBackend()
 
 
+@pytest.mark.parametrize("given, tf32", [("", False), ("0", False), ("1", True)])
+def test_tensorfloat_is_a_setting(monkeypatch, given, tf32):
+    """Another word, which could mean either, is refused: as with cuDNN."""
+    fakelibs.replace_cupy(monkeypatch)
+    monkeypatch.setenv("MM3D_TF32", given)
+    assert cupy_backend.CupyBackend().tf32 == tf32
+    for name in ("MM3D_TF32", "MM3D_CUDNN"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "no")
+            with pytest.raises(ValueError, match=f"{name}='no' is unknown: choose 0 or 1$"):
+                cupy_backend.CupyBackend()
+
+
 # --- Which transport -----------------------------------------------------------------------
 
 class Lent(NumpyBackend):
@@ -306,7 +317,7 @@ def test_what_is_proven_is_chosen(comm, monkeypatch, gpus, nccl, aware, expected
 @pytest.mark.parametrize("setting, place, nccl, message", [
     ("nccl", ("node", 0), True, "NCCL needs a GPU for each rank, and 4 ranks have 1; choose"),
     ("nccl", ("node", 0), None, "4 of 4 ranks have no NCCL; choose device or staged"),
-    ("shared", ("node", 0), True, "'shared' is unknown for arrays of backend 'lent': choose")])
+    ("shared", ("node", 0), True, "'shared' is unknown for arrays of backend 'lent': choose dev")])
 def test_a_setting_that_cannot_be_is_refused_on_all_ranks(comm, monkeypatch, setting, place, nccl,
                                                           message):
     monkeypatch.setenv("MM3D_TRANSPORT", setting)
@@ -319,7 +330,7 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
     """But on one rank, where nothing travels, the setting of a GPU's job does not matter."""
     for name in NAMES:
         monkeypatch.setenv("MM3D_TRANSPORT", name)
-        with pytest.raises(ValueError, match="unknown for arrays of backend 'numpy': choose mpi"):
+        with pytest.raises(ValueError, match="for arrays of backend 'numpy': choose mpi"):
             mm3d.Grid(comm, "numpy", x=2)
         assert mm3d.Grid(mm3d.grid.grid.MPI.COMM_SELF, "numpy", x=1).x.all_gather(name) == name
 
@@ -373,11 +384,16 @@ def test_the_record_names_the_device(cupy):
 
 def test_memory_counts_temporaries(cupy):
     """The peak is the allocator's own, not that of the arrays the backend is asked for."""
+    cupy.synchronize()
     cupy.reset_peak()
-    before = cupy.memory()["peak"]
+    before = cupy.memory()
     kept = cupy.empty((1000,), "float64")
-    assert cupy.memory()["peak"] >= before
-    assert cupy.memory()["in_use"] >= 8000 and kept.nbytes == 8000
+    cupy.xp.zeros(3000)
+    cupy.empty((1,), "float64")    # the stand-in counts what was there before
+    cupy.synchronize()
+    found = cupy.memory()
+    assert found["in_use"] == before["in_use"] + kept.nbytes
+    assert found["peak"] >= before["in_use"] + kept.nbytes + 8 * 3000
 
 
 @pytest.mark.parametrize("leave", ["gaps", "caller"])
@@ -394,9 +410,10 @@ def test_work_returns_to_its_stream(cupy, leave):
     b = cupy.empty((4, 4), "float32")
     cupy.gemm(a, a.T, b)
     assert cupy.xp.cuda.get_current_stream() is cupy.stream
-    again = cupy.graph(lambda: cupy.add_to(b, b))
+    again, alone = cupy.graph(lambda: cupy.add_to(b, b)), nccl.NcclTransport(MPI.COMM_SELF, cupy)
     for move in (cupy.host_copy, cupy.to_host, lambda a: again(), lambda a: cupy.copy_from_host(
-            cupy.host_buffer(a), a)):
+            cupy.host_buffer(a), a), lambda a: cupy.synchronize(), lambda a: cupy.record_mark(),
+            lambda a: alone.broadcast(a, 0)):
         other.use()
         move(b)
         assert cupy.xp.cuda.get_current_stream() is cupy.stream

@@ -4,6 +4,8 @@ import pytest
 
 from mm3d.arrays import backend
 from mm3d.transport.ordered import OrderedTransport
+from reference import integers
+from rounded import dtype_of, ml_dtypes
 
 
 @pytest.mark.ranks(4)
@@ -19,6 +21,10 @@ def test_a_sum_that_is_begun_early_has_the_bits_of_one_that_is_not(comm):
                       transport.reduce(terms[comm.rank], root)):
             assert (found is None) == (comm.rank != root)
             assert found is None or np.array_equal(found, expected)
+    whole, narrow = integers((1000,), comm.rank), dtype_of("bfloat16" if ml_dtypes else "float16")
+    found = transport.reduce(whole.astype(narrow), 1)
+    assert found is None or np.array_equal(found, sum(
+        integers((1000,), rank) for rank in range(comm.size)).astype(narrow))
     counts = [250] * comm.size
     own = slice(250 * comm.rank, 250 * (comm.rank + 1))
     for found in (transport.begin_reduce_scatter(terms[comm.rank], 0, counts).take(),

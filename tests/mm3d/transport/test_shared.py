@@ -354,7 +354,7 @@ def test_the_transport_is_a_setting(comm, monkeypatch):
     with on_grid(comm, x=comm.size) as grid:
         assert grid.x.transport.name == ("shared" if comm.size > 1 else "mpi")
     monkeypatch.setenv("MM3D_TRANSPORT", "smoke")
-    with pytest.raises(ValueError, match="'smoke' is unknown .*: choose mpi, shared or hierarc"):
+    with pytest.raises(ValueError, match="'smoke' is unknown.*: choose mpi, shared or hier"):
         mm3d.Grid(comm, x=comm.size)
 
 
