@@ -26,7 +26,7 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
     Parameters
     ----------
     out : path, optional
-        The page; by default ``report.html`` in `folder`.
+        The page; by default ``report.html`` in `folder`, or beside the file.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
         When the page cannot be written.
     """
     found = read_folder(folder)
-    path = Path(out) if out else Path(folder) / "report.html"
+    path = Path(out) if out else found.folder / "report.html"
     atomic.replace(path, render_page(found))
     return path
 

@@ -286,6 +286,19 @@ def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
 
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
     run_file.write_run(matmul_record(), tmp_path, "matmul")
+    (tmp_path / "cut.h5").write_bytes(b"no more")
     assert main(["report", str(tmp_path), "--figures"]) == 0
-    assert "not drawn: all figures: nothing was measured in" in capsys.readouterr().out
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("not drawn: all figures: nothing was measured in")
+    assert second.startswith(f"not drawn: {tmp_path}/cut.h5 is truncated")
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_each_beginning_of_a_name_is_that_of_a_figure(tmp_path, capsys):
+    """One that is none is refused, also beside another, and an empty one names no figure."""
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
+    assert main(["report", str(tmp_path), "--figures", "Roof,"]) == 0
+    assert capsys.readouterr().out.startswith("not drawn: roofline-laptop: ")
+    assert main(["report", str(tmp_path), "--figures", "roof,dome"]) == 2
+    assert "--figures dome: no figure's name begins so; there is average-step-time-laptop, " in (
+        capsys.readouterr().err)

@@ -141,7 +141,8 @@ def test_the_verb_says_where_the_page_is(tmp_path, capsys):
     run_file.write_run(matmul_record(), folder, "matmul")
     write_page(folder)
     assert main(["report", str(folder), "--page", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    assert main(["report", *map(str, folder.glob("*.h5")), "--page"]) == 0    # beside the file
+    assert capsys.readouterr().out.split() == [str(out), str(folder / "report.html")]
     assert out.read_text() == (folder / "report.html").read_text()
     for wrong in (tmp_path / "no" / "page.html", tmp_path, out / "page.html"):
         assert main(["report", str(folder), "--page", "--out", str(wrong)]) == 2
