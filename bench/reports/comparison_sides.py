@@ -111,17 +111,15 @@ def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
         if "edge" in dims:    # when each rank began and ended, from the first one's start
             values = values.take(-1, dims.index("edge"))
             dims.remove("edge")
-        order = [dim for dim in dims if dim not in ("repetition", "rank")]
-        order += [dim for dim in ("repetition", "rank") if dim in dims]
-        values = values.transpose([dims.index(dim) for dim in order])
         if "rank" in dims:
-            values = np.fmax.reduce(values, axis=-1)
-            order.remove("rank")
+            values = np.fmax.reduce(values, axis=dims.index("rank"))
+            dims.remove("rank")
+        values = np.moveaxis(values, dims.index("repetition"), -1)
+        dims.remove("repetition")
         for place in np.ndindex(values.shape[:-1]):
-            where = " ".join(f"{dim} {record.scales[dim][k]}"
-                             for dim, k in zip(order, place))
+            where = " ".join(f"{dim} {record.scales[dim][k]}" for dim, k in zip(dims, place))
             samples = values[place][np.isfinite(values[place])]
-            if samples.size:
+            if samples.size and np.median(samples) > 0:    # by no time nothing can be divided
                 yield f"{record.kind} {where}" + f", {what}" * bool(what), Timed(samples, record)
 
 

@@ -30,8 +30,6 @@ SCHEMAS = {
             "closed_form_words": "scheme", "least_words": "",
             "least_words_with_memory": "scheme", "seconds": "scheme bound"}}}
 
-NOT_STATED = -1    # stands for a missing closed form
-
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds and closed forms of each product, and the lower bounds of words."""
@@ -42,7 +40,7 @@ def derive(record: Measurements) -> dict[str, Variable]:
     return {
         "seconds": Variable(medians(record.raw["samples"].values), "s", ("scheme", *BOUND)),
         "closed_form_words": Variable(np.array([
-            closed_form_words(name, form, sizes, shape) for name, sizes in grids.items()]),
+            closed_form_words(name, form, sizes, shape) for name, sizes in grids.items()], float),
             "1", ("scheme",)),
         "least_words": Variable(np.array(cost.lower_bound(*shape, ranks)), "1", ()),
         "least_words_with_memory": Variable(np.array([
@@ -61,22 +59,18 @@ def check_texts(run: Measurements) -> None:
         named("configuration/grids", GridShape.parse, grid, products[name].directions)
 
 
-def closed_form_words(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int]) -> int:
-    """Return the words of all ranks by the closed form; `NOT_STATED` if there is none."""
+def closed_form_words(name: str, form: str, sizes: GridShape,
+                      shape: tuple[int, int, int]) -> float:
+    """Return the words of all ranks by the closed form; NaN if none is stated."""
     product = algorithms_with_products()[name].matrix_product
     moves = product.forward_moves(sizes, form, shape)
-    return NOT_STATED if moves is None else sum(move.words for move in moves)
+    return math.nan if moves is None else sum(move.words for move in moves)
 
 
 def record_grids(names: Sequence[str], grids: str) -> dict[str, GridShape]:
     """Return the grid of each scheme of a record, from its setting "grids"."""
     return {name: GridShape.parse(text, algorithms_with_products()[name].directions)
             for name, text in zip(names, grids.split(), strict=True)}
-
-
-def mean_words(total: float, ranks: int) -> float:
-    """Return the words of a rank in the mean; NaN for `NOT_STATED`."""
-    return math.nan if total == NOT_STATED else total / ranks
 
 
 def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
@@ -120,7 +114,7 @@ def _grid(at: Place) -> GridShape:
 
 
 def _closed_form(at: Place) -> float:
-    return mean_words(at("closed_form_words"), len(at.record.scales["rank"]))
+    return at("closed_form_words") / len(at.record.scales["rank"])
 
 
 def _same(at: Place) -> str:

@@ -3,6 +3,8 @@
 import math
 from typing import Iterable, Sequence
 
+import numpy as np
+
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, load_tables, title
 from bench.errors import UsageError
 from bench.records.folder import Results
@@ -172,8 +174,8 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         f"{each.row.table}: hidden and sequence / {each.shrink:g}, so words and passes / "
         f"{each.shrink ** 2:g} and operations / {each.shrink ** 3:g}, and {each.to_paper:.3g} "
         f"seconds of the machine for each here" for each in found}))
-    errors = sorted(abs(each.predicted_average / each.average - 1) for each in found
-                    if each.run is not None)
+    errors = [abs(each.predicted_average / each.average - 1) for each in found
+              if each.run is not None]
     name = one.machine.name
     notes = [
         f"Scale: links are {one.scale:g} times slower than those of {name} are in use, and ranks "
@@ -202,6 +204,6 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
                      "run's steps, less of fewer than six; those of a speed-up of one run are "
                      "quotients of both rows' bounds. What changes from run to run is in the "
                      "intervals of speed-ups of several runs alone.")
-        notes.append(f"Errors of predictions: {errors[len(errors) // 2]:.0%} in the median, "
-                     f"{errors[-1]:.0%} at most, of {len(errors)} rows.")
+        notes.append(f"Errors of predictions: {np.median(errors):.0%} in the median, "
+                     f"{max(errors):.0%} at most, of {len(errors)} rows.")
     return notes
