@@ -61,8 +61,8 @@ def merit_notes(runs: Sequence[Run]) -> list[str]:
 def recomputation_notes(runs: Iterable[Run]) -> list[str]:
     """Name the rows with recomputation and their policies, in a note; none if no row has one."""
     found: dict[str, list[str]] = {}
-    for (table, scheme, ranks), like, run in sorted(
-            ((*row_of(run), run) for run in runs), key=lambda one: (one[0], one[1] or "")):
+    for run in sorted(runs, key=row_of):
+        (table, scheme, ranks), like = row_of(run)
         batch = f" with the batch of {title(like)}" if like else ""
         found.setdefault(policy_of(run), []).append(f"{table} {title(scheme)} {ranks}{batch}")
     if set(found) <= {"none"}:

@@ -16,8 +16,7 @@ from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import LeftOut, draw_image
 from bench.reports.paper_tables import make_document
 
-# Notes that begin with one or more words in capitals.
-WARNING = re.compile(r"[A-Z][A-Z ]+:")
+WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
 
 def write_page(folder: str | Path, out: str | Path | None = None) -> Path:

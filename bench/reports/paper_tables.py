@@ -11,7 +11,7 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  share_cores)
+                                  row_of, share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.records.notes import counted, describe_cluster, describe_libraries, split_checks
@@ -211,28 +211,29 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
 
 def machine_notes(results: Results) -> list[str]:
     """Describe the environments of the runs, and their rows if there are several environments."""
-    found: dict[str, list[Key]] = {}
-    for key, run in sorted(results.runs.items()):
+    found: dict[str, dict[Key, None]] = {}
+    for run in sorted(results.shown_runs(), key=row_of):
         env = run.environment
-        unclear = env["git_clean"] or env["git_commit"] == UNKNOWN
-        commit = env["git_commit"][:12] + ("" if unclear else " with changes")
+        changed = not env["git_clean"] and env["git_commit"] != UNKNOWN
+        commit = env["git_commit"][:12] + " with changes" * changed
         cluster = describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
                  f"{describe_libraries(env, 'with {} kernels')}, "
                  f"{counted(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
                  f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
-        found.setdefault(about, []).append(key)
-    return [f"Machine{f' of {_together(keys, results)}' * (len(found) > 1)}: {about}"
+        found.setdefault(about, {})[row_of(run)[0]] = None
+    every = set().union(*found.values())
+    return [f"Machine{f' of {_together(keys, every)}' * (len(found) > 1)}: {about}"
             for about, keys in found.items()]
 
 
-def _together(keys: list[Key], results: Results) -> str:
+def _together(keys: Iterable[Key], every: set[Key]) -> str:
     """Join the names of rows; all measured rows of a table get one name."""
     names = []
     for table in sorted({key[0] for key in keys}):
         mine = [key for key in keys if key[0] == table]
-        whole = len(mine) == sum(key[0] == table for key in results.runs)
+        whole = len(mine) == sum(key[0] == table for key in every)
         names += [f"all {table} rows"] if whole else map(_title, mine)
     return ", ".join(names)
 

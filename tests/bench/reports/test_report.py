@@ -10,7 +10,8 @@ from bench.__main__ import main
 from bench.cases.paper import load_tables, title
 from bench.cases.selection import select_rows
 from bench.records import run_file
-from bench.reports.page import write_page
+from bench.document import Notes
+from bench.reports.page import warning_notes, write_page
 from records import draw_only, made_up, matmul_record, write_all
 
 
@@ -74,6 +75,12 @@ def test_all_rows_figures_and_warnings_are_there(page):
     assert page.tags.count("details") == 18 and page.text.count("MFU") >= 18
     assert "cut.h5" in page.text and "Some CPU" in page.text and "Some MPI 1.0" in page.text
     assert "the median of at least 3 repetitions after 2 to warm up" in page.text
+
+
+def test_notes_that_begin_in_capitals_are_warnings():
+    warnings = ["NOT SCALING RESULTS: none.", "STOPPED EARLY (signal): 0 of 7 steps."]
+    assert warning_notes([Notes("", [*warnings, "Times: MPI.", "MPI: a name (C)"])]) == [
+        *warnings, "MPI: a name (C)"]
 
 
 def test_figures_come_first_and_runs_in_the_order_of_the_paper(tmp_path, monkeypatch):

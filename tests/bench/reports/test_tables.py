@@ -231,7 +231,10 @@ def test_each_machine_is_said_with_its_rows(tmp_path):
 
 
 def test_what_the_order_and_the_tests_are(tmp_path):
-    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
+    """And on which machine, also of a row with another's batch alone."""
+    run = made_up(select_rows("weak", "3d")[0])
+    run.configuration["equal_tokens"] = "1d"
+    run_file.write_run(run, tmp_path, "weak")
     text = " ".join(format_tables(tmp_path).split())
     assert "one number of ranks after another, at random, and the rows of each at random, " \
            "seed 7." in text
