@@ -1,5 +1,6 @@
 """Check this environment for ``bench doctor``: each check makes a `Finding` from the `Facts`."""
 
+import functools
 import os
 import platform
 import shlex
@@ -86,11 +87,11 @@ def launcher(facts: Facts) -> Finding:
 
 def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]:
     """Wrap a check so that it is skipped unless the launcher has started one world."""
+    @functools.wraps(check)
     def checked(facts: Facts) -> Finding:
         if not facts.world:
             return Finding(check.__name__, SKIPPED, "not known, as the launcher failed")
         return check(facts)
-    checked.__name__, checked.__doc__ = check.__name__, check.__doc__
     return checked
 
 

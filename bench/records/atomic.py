@@ -72,22 +72,6 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def probe_folder(folder: Path) -> None:
-    """Check that files can be written in an existing folder, by writing one.
-
-    Raises
-    ------
-    OSError
-        When they cannot.
-    """
-    path = folder / f".probe-{secrets.token_hex(4)}"
-    try:
-        with open(path, "xb") as file:
-            file.write(b"0")
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def remove_parts(folder: Path) -> None:
     """Delete the parts that killed calls of `replace` have left in a folder.
 

@@ -19,6 +19,9 @@ Key = tuple[str, str, int]  # table, scheme, ranks
 # Settings of how long a measurement took, not of its subject.
 EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seconds", "width",
           "calls", "ended_by", "dilation"}
+# The environment that runs of the same code on the same machine share.
+SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
+        "emulated_cluster")
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,13 @@ from bench.records.measurements import Check
 from bench.records.model_run import Run
 from bench.records.notes import split_checks
 from bench.statistics import median_interval
+from bench.validation.files import TOLERANCE
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.model.sizes import SIZES
 from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
-
-TOLERANCE = 1e-9    # relative, of recomputed numbers
 
 
 def check_samples(run: Run) -> Iterator[str]:

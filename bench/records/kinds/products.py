@@ -13,7 +13,6 @@ from bench.statistics import median_interval
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.matrix_product import FORMS
 from mm3d.schemes.products_alone import algorithms_with_products
 
 SCHEMAS = {
@@ -76,10 +75,10 @@ def record_grids(names: Sequence[str], grids: str) -> dict[str, GridShape]:
 def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
     """List the operands that an algorithm stores in copies before a phase, as no bound assumes.
 
-    Empty for an unknown algorithm or form, as a file may name any.
+    Empty for an unknown algorithm, as a file may name any.
     """
     cls = algorithms_with_products().get(name)
-    if not cls or form not in FORMS:
+    if not cls:
         return []
     layouts = dict(zip("ABC", map(Layout, cls.matrix_product.LAYOUTS[form])))
     return [matrix for matrix in ("AB" if phase == "forward" else "ABC")
@@ -185,7 +184,7 @@ def _notes(record: Measurements) -> list[str]:
     ranks, transport = len(record.scales["rank"]), chosen["transport"]
     shared = ", in which ranks that share an array count a part of it each" * bool(
         {"shared", "hierarchical"} & set(transport.split()))
-    how = "in turns, in random order" if chosen.get("in_turns") else "each alone"
+    how = "in turns, in random order" if chosen["in_turns"] else "each alone"
     crowded = f"NOT SCALING RESULTS: {ranks} ranks take turns on {env['cores']} cores."
     return [
         *[crowded] * (ranks > env["cores"]),

@@ -49,10 +49,10 @@ def draw_words_against_ranks(record: Measurements):
             panel.plot([ranks], [words.mean()], color=colour, marker=marker, markersize=9,
                        fillstyle="none", markeredgewidth=1.6, linestyle="",
                        label=f"{name} {record_grids(names, record.configuration['grids'])[name]}")
-    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="white",
-               linestyle="--", linewidth=1.8, zorder=3, label="_")
-    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="0.3",
-               linestyle="--", linewidth=1, zorder=3, label="lower bound, any memory")
+    bounds = [cost.lower_bound(*shape, count) for count in RANKS]
+    panel.plot(RANKS, bounds, "--", color="white", linewidth=1.8, zorder=3, label="_")
+    panel.plot(RANKS, bounds, "--", color="0.3", linewidth=1, zorder=3,
+               label="lower bound, any memory")
     _name_ends(panel, [(points[-1][1], name) for name, points in lines.items()])
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)

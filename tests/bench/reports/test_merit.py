@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from bench.cases.selection import select_rows
-from bench.errors import StoreError
 from bench.instruments.spans import part_names
 from bench.instruments.step_tracing import parts_group
 from bench.records import run_file
@@ -80,8 +79,6 @@ def test_parts_and_figures_are_printed(tmp_path):
     assert ["forward", "0.5", "2", "0", "0", "0", "2.5", "0", "5", "4", "1.25"] in lines
     assert ["backward,", "%", "10.0", "40.0", "0.0", "0.0", "0.0", "50.0", "0.0"] in lines
     assert ["memory:", "saved", "activations", "8", "7", "MiB"] in lines
-    with pytest.raises(StoreError, match="nothing.h5 is no folder of results, and no file"):
-        merit.merit_document(tmp_path / "nothing.h5")
 
 
 @pytest.mark.parametrize("sizes, known", [
