@@ -111,7 +111,7 @@ class Results:
         For a variant, only rows that were run.
         """
         known = select_rows(table)
-        keys = {(row.table, row.scheme, row.gpus) for row in known}
+        keys = {row.key for row in known}
         if not self.plain:
             known = [row for row in known if self.get(row)]
         rows = known + [unpublished_row(*key) for key in sorted(self.runs.keys() - keys)

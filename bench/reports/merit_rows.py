@@ -62,15 +62,20 @@ def recomputation_notes(runs: Iterable[Run]) -> list[str]:
     """Name the rows with recomputation and their policies, in a note; none if no row has one."""
     found: dict[str, list[str]] = {}
     for run in sorted(runs, key=row_of):
-        (table, scheme, ranks), like = row_of(run)
-        batch = f" with the batch of {title(like)}" if like else ""
-        found.setdefault(policy_of(run), []).append(f"{table} {title(scheme)} {ranks}{batch}")
+        found.setdefault(policy_of(run), []).append(row_name(run))
     if set(found) <= {"none"}:
         return []
     rows = "; ".join(f"{name}: {'all rows' if len(found) == 1 else ', '.join(names)}"
                      for name, names in found.items())
     return [f"Recomputed in backward, which times, words and memory show and useful operations "
             f"do not: {rows}."]
+
+
+def row_name(run: Run) -> str:
+    """Name the row of a run, with the scheme whose batch it has if that is another's."""
+    (table, scheme, ranks), like = row_of(run)
+    return f"{table} {title(scheme)} {ranks}" + (
+        f" with the batch of {title(like)}" if like else "")
 
 
 def most_bytes(run: Run, name: str) -> float:

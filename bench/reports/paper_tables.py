@@ -10,7 +10,7 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
-from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
+from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
                                   row_of, share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
@@ -22,7 +22,6 @@ from mm3d.tracing.events import PHASES
 
 NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those of the row of "
                  "its table with the nearest number of ranks; of several, with the largest batch.")
-Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
 
 def make_document(found: FolderContents) -> list[Part]:
@@ -148,13 +147,10 @@ def measured_notes(results: Results) -> list[str]:
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
                      f"The ranks take turns, so more ranks cannot be faster; such times compare "
                      f"the total work, copying and waiting of the schemes, nothing else.")
-    differ = [_title(key) for key, run in results.runs.items() if not words_agree(run)]
-    differ += [f"{_title(key)} with the batch of {title(like)}"
-               for (key, like), run in results.equal.items() if not words_agree(run)]
+    differ = [merit_rows.row_name(run) for run in runs if not words_agree(run)]
     if differ:
         notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
-    missing = [_title((row.table, row.scheme, row.gpus)) for row in load_tables().rows
-               if results.get(row) is None]
+    missing = [_title(row.key) for row in load_tables().rows if results.get(row) is None]
     if missing and results.plain:
         notes.append(f"Missing, {len(missing)} of {len(load_tables().rows)} rows: "
                      f"{', '.join(missing)}.")

@@ -162,7 +162,5 @@ def draw_memory(results: Results):
 
 def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[Point]:
     """Sum variables by number of ranks, each of the rank that has the most of it."""
-    points = []
-    for run in runs:
-        points.append((run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20))
+    points = [(run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20) for run in runs]
     return [point for point in points if math.isfinite(point[1])]
