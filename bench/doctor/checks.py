@@ -99,8 +99,9 @@ def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]
 def nodes(facts: Facts) -> Finding:
     """Check the number of ranks on each node."""
     counts = {rank["node"]: rank["ranks_on_node"] for rank in facts.world}
-    text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with "
-            f"{', '.join(map(str, sorted(set(counts.values()))))} ranks")
+    sizes = sorted(set(counts.values()))
+    text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with {', '.join(map(str, sizes))} rank"
+            f"{'s' * (sizes != [1])}")
     if facts.ranks_per_node and max(counts.values()) > facts.ranks_per_node:
         return Finding("nodes", FAILED, f"{text}, where at most {facts.ranks_per_node} are wanted")
     return Finding("nodes", OK, text)

@@ -104,7 +104,7 @@ def _emulated(panel, rows: Sequence[Emulated]) -> list[Point]:
 
 def _words(panel, rows: Sequence[Emulated]) -> list[Point]:
     """Draw a scheme's words counted per rank and sequence; return the points."""
-    return _line(panel, rows, lambda one: counted_words(one.run) if one.run else math.nan)
+    return _line(panel, rows, lambda one: counted_words(one.run))
 
 
 def _line(panel, rows: Sequence[Emulated], value: Callable[[Emulated], float]) -> list[Point]:

@@ -168,9 +168,9 @@ def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
            "32 cores" in text
 
 
-@pytest.mark.parametrize("form", ["text", "rst", "latex", "csv"])
+@pytest.mark.parametrize("form", ["text", "csv"])
 def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
-    """Every table of times, in every format; and no test of repetitions that take turns."""
+    """Every table of times; and no test of repetitions that take turns."""
     for scheme in ("1d", "3d"):
         row, = [row for row in select_rows("weak", scheme) if row.gpus == 8]
         run_file.write_run(made_up(row, oversubscribed=True), tmp_path, scheme)
