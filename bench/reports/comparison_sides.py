@@ -12,11 +12,9 @@ from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from bench.cases.paper import title
-from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
 from bench.instruments import step_seconds
-from bench.records.folder import EFFORT, natural_key, read_runs
+from bench.records.folder import EFFORT, natural_key, read_runs, run_name
 from bench.records.measurements import Measurements, Setting
 from bench.records.model_run import Run
 
@@ -88,17 +86,7 @@ def name_cases(*sides: ByTransport) -> list[Cases]:
 
 def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
     """Return the case of a row of the tables, with the times of whole steps."""
-    chosen = run.configuration
-    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            f"{recorded_variant(chosen).label}")
-    if chosen.get("equal_tokens"):
-        name += f", batch of {title(chosen['equal_tokens'])}"
-    if (again := chosen.get("recompute", "none")) != "none":
-        name += f", recompute {again}"
-    if chosen["overridden"]:
-        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
-                                     for word in chosen["overridden"].split())
-    yield name, Timed(step_seconds.step_times(run.times, 1), run)
+    yield run_name(run), Timed(step_seconds.step_times(run.times, 1), run)
 
 
 def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:

@@ -5,9 +5,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from bench.cases.paper import title
 from bench.records import atomic
-from bench.records.folder import FolderContents, read_folder, natural_key
+from bench.records.folder import FolderContents, natural_key, read_folder, run_name
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
@@ -96,7 +95,6 @@ def summarize_environments(runs: list[Measurements]) -> dict[str, list[str]]:
 
 def run_summary(run: Measurements) -> tuple[str, str, str]:
     """Return the creation time of a run, its name, and its command."""
-    chosen = run.configuration
-    what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            if isinstance(run, Run) else " ".join(filter(None, (run.kind, chosen.get("table")))))
+    what = run_name(run) if isinstance(run, Run) else " ".join(filter(None, (
+        run.kind, run.configuration.get("table"))))
     return run.created, what, str(run.environment.get("command", ""))

@@ -87,14 +87,17 @@ def test_figures_come_first_and_runs_in_the_order_of_the_paper(tmp_path, monkeyp
     """In whatever order they were measured; a row with another's batch beside its own."""
     draw_only(monkeypatch, "words-per-rank")
     rows = [*reversed(select_rows("strong", "1d,3d")), *reversed(select_rows("weak", "1d,3d"))]
-    for k, row in enumerate(rows):
+    for k, row in enumerate([*rows, rows[-1]]):
         run = made_up(row, created=f"2030-01-02T03:04:{k:02d}+00:00")
+        run.configuration.update({"equal_tokens": "3d"} if k == len(rows) else {})
         run_file.write_run(run, tmp_path, str(k))
     source = write_page(tmp_path).read_text()
     assert 0 < source.index('id="figures"') < source.index('id="results"') < source.index(
         'id="each"')
-    assert re.findall(r"<summary>(.*) ranks, laptop</summary>", source) == [
-        f"{row.table} {title(row.scheme)} {row.gpus}" for row in rows[::-1]]
+    first, *others = [f"{row.table} {title(row.scheme)} {row.gpus} ranks, laptop"
+                      for row in rows[::-1]]
+    assert re.findall(r"<summary>(.*)</summary>", source) == [
+        first, f"{first}, batch of 3-D", *others]
 
 
 # Writes into the title which cells of a page are outside of it, or of what scrolls.
