@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Iterable
 
-from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, title, unpublished_row
+from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, unpublished_row
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant, recorded_variant
 from bench.errors import StoreError
@@ -259,21 +259,6 @@ def row_of(run: Run) -> tuple[Key, str]:
     """Return the run's row of the tables, and the scheme whose batch it has, "" for its own."""
     chosen = run.configuration
     return (chosen["table"], chosen["scheme"], run.ranks), str(chosen.get("equal_tokens", ""))
-
-
-def run_name(run: Run) -> str:
-    """Name the row of a run with all that tells it from others: variant, batch, policy, sizes."""
-    chosen = run.configuration
-    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            f"{recorded_variant(chosen).label}")
-    if like := row_of(run)[1]:
-        name += f", batch of {title(like)}"
-    if (again := policy_of(run)) != "none":
-        name += f", recompute {again}"
-    if chosen["overridden"]:
-        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
-                                     for word in chosen["overridden"].split())
-    return name
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:

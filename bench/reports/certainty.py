@@ -1,12 +1,13 @@
-"""Report how certain the measured figures are: confidence intervals and tests."""
+"""Report how certain the figures of runs are: confidence intervals, tests, which run it was."""
 
 from typing import Callable, Sequence
 
 import numpy as np
 
 from bench.cases.paper import Row, title
+from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
-from bench.records.folder import is_crowded
+from bench.records.folder import is_crowded, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import counted
 from bench.document import Column, Number, Table, make_table, number_cell, spread
@@ -38,6 +39,21 @@ def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None
         Column("verified by", of=lambda one: verified_by(one[1]))]
     return make_table(f"{heading}: 95 % confidence intervals of the medians", columns,
                       [(row, run) for row, run in zip(rows, runs) if run])
+
+
+def run_name(run: Run) -> str:
+    """Name the row of a run with all that tells it from others: variant, batch, policy, sizes."""
+    chosen = run.configuration
+    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
+            f"{recorded_variant(chosen).label}")
+    if like := row_of(run)[1]:
+        name += f", batch of {title(like)}"
+    if (again := policy_of(run)) != "none":
+        name += f", recompute {again}"
+    if chosen["overridden"]:
+        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
+                                     for word in chosen["overridden"].split())
+    return name
 
 
 def verified_by(run: Run) -> str:

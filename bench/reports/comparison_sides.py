@@ -14,9 +14,10 @@ import numpy as np
 
 from bench.errors import StoreError, UsageError
 from bench.instruments import step_seconds
-from bench.records.folder import EFFORT, natural_key, read_runs, run_name
+from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements, Setting
 from bench.records.model_run import Run
+from bench.reports.certainty import run_name
 
 # Settings of a run's work, the same in all runs of a case. Differences in others become notes.
 WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",

@@ -6,10 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 from bench.records import atomic
-from bench.records.folder import FolderContents, natural_key, read_folder, run_name
+from bench.records.folder import FolderContents, natural_key, read_folder
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
+from bench.reports.certainty import run_name
 from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import LeftOut, draw_image
